@@ -100,10 +100,7 @@ def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
     the plan says). It is called before ``fully_shard``, so that FSDP2's hooks stay outside."""
     if recomputed:
         block.forward = partial(
-            run_recomputed,
-            block.forward,
-            recompute=plan.recompute,
-            random=plan.shape.dropout > 0,
+            run_recomputed, block.forward, recompute=plan.recompute, random=plan.shape.dropout > 0
         )
     if plan.compile:
         block.forward = torch.compile(block.forward)

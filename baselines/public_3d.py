@@ -330,18 +330,8 @@ def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
 
 
 MEGATRON_DEEPSPEED = _priced(
-    "megatron_deepspeed",
-    "Megatron-DeepSpeed 2022",
-    MegatronDeepSpeedKnobs,
+    "megatron_deepspeed", "Megatron-DeepSpeed 2022", MegatronDeepSpeedKnobs
 )
-ZERO_BUBBLE = _priced(
-    "zero_bubble",
-    "zero-bubble fork",
-    ZeroBubbleKnobs,
-)
-_BEST_3D = _priced(
-    "best_3d",
-    "3D, all public parts",
-    Best3DKnobs,
-)
+ZERO_BUBBLE = _priced("zero_bubble", "zero-bubble fork", ZeroBubbleKnobs)
+_BEST_3D = _priced("best_3d", "3D, all public parts", Best3DKnobs)
 BEST_3D = replace(_BEST_3D, search_effort=2)

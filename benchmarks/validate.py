@@ -10,12 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.specification.command import (
-    CommandParser,
-    SpecError,
-    check_writable,
-    run_command,
-)
+from benchmarks.specification.command import CommandParser, SpecError, check_writable, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

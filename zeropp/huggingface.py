@@ -228,7 +228,7 @@ class HuggingFaceLayers(Sequence[Layer]):
         type of floating-point weights; by default fp32, in which they are trained."""
         folder = Path(folder)
         make = partial(folder.mkdir, parents=True, exist_ok=True)
-        model.engine.meet("save_pretrained", make)
+        model.engine.on_all_ranks("save_pretrained", make)
         written: dict[str, str] = {}
         size, writes = 0, model.data_parallel_rank == 0
         for index, whole in self._by_layer(model):

@@ -199,12 +199,7 @@ def build_piece(
 
 
 def build_half(
-    shape: ModelShape,
-    index: int,
-    half: BlockHalf,
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
+    shape: ModelShape, index: int, half: BlockHalf, *, seed: int, device: torch.device | str = "cpu"
 ) -> nn.Module:
     """Half of block ``index``, with the parameters that ``build_piece`` gives the whole block.
 

@@ -131,7 +131,7 @@ class ParallelModel:
         Raises ValueError, the same on every rank and before anything is changed, if a name is
         missing, if no rank knows it, or if its tensor has another shape.
         """
-        self.engine.meet("load_state_dict", lambda: check_inference("load_state_dict"))
+        self.engine.on_all_ranks("load_state_dict", lambda: check_inference("load_state_dict"))
         state = self.engine.state()
         has_optimizer = load_named(state, state_dict)
         self.engine.take_over(state, optimizer=has_optimizer)
@@ -151,7 +151,7 @@ class ParallelModel:
         ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
         where a file of ``save`` is missing or is not as it was written."""
-        self.engine.meet("load", lambda: check_inference("load"))
+        self.engine.on_all_ranks("load", lambda: check_inference("load"))
         self.engine.load(directory, weights_only=weights_only)
 
     def close(self) -> None:

@@ -119,11 +119,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     ):
         yield at_degrees(
-            asked,
-            degrees,
-            recompute=recompute,
-            recompute_blocks=blocks,
-            reduce_every=fastest,
+            asked, degrees, recompute=recompute, recompute_blocks=blocks, reduce_every=fastest
         )
 
 

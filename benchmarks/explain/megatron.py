@@ -13,12 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
-from benchmarks.explain.shell import (
-    Arguments,
-    arguments_of,
-    arguments_of_log,
-    arguments_of_script,
-)
+from benchmarks.explain.shell import Arguments, arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification.command import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.programs import program_named

@@ -420,10 +420,7 @@ def or_unwritten(spec: RunSpec, launcher: str, run: Callable[[], RunRecord]) -> 
 
 
 def _assembled(
-    directory: Path,
-    ending: Ending | None,
-    slurm: Mapping[str, Any] | None,
-    num_ranks: int | None,
+    directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None, num_ranks: int | None
 ) -> RunRecord:
     spec, header = frozen(directory)
     ranks, expected = read_ranks(directory), num_ranks or spec["num_gpus"]

@@ -11,12 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch.attempt import (
-    Ending,
-    new_header,
-    plan_summary,
-    write_unstarted,
-)
+from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.sweep import SweepProgress, one_by_one

@@ -15,13 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.launch.attempt import (
-    OK,
-    Ending,
-    new_header,
-    plan_summary,
-    write_unstarted,
-)
+from benchmarks.launch.attempt import OK, Ending, new_header, plan_summary, write_unstarted
 from benchmarks.launch.local import is_here, preload, run_attempt
 from benchmarks.launch.local import settle as settle
 from benchmarks.launch.options import TraceOptions

@@ -358,10 +358,7 @@ def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
     for contender in style.ordered(row["contender"] for row in lines):
         mine = [row for row in lines if row["contender"] == contender]
         counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
-        losses, name = (
-            mine[0]["losses"],
-            f"{style.contender_label(contender)}, {counts} ranks",
-        )
+        losses, name = (mine[0]["losses"], f"{style.contender_label(contender)}, {counts} ranks")
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends
 

@@ -4,7 +4,6 @@ One process as one rank of a job (``fake_world``): cutting needs no peers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import zeropp
 from benchmarks import CHECKOUT
+from tests.unit.shapes import gpt
 from zeropp.auto import choose
 from zeropp.cluster import named_cluster
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
@@ -27,21 +27,9 @@ from zeropp.settings import Settings
 from zeropp.shape import ModelShape
 from zeropp.stages import LayerPrices, Stages, layer_costs, plan_layers
 
-GPT = ModelShape(
-    name="gpt",
-    family="gpt",
-    layers=30,
-    hidden=2048,
-    heads=16,
-    kv_heads=16,
-    ffn=8192,
-    vocab=51200,
-    seq=2048,
-)
+GPT = gpt(30, 2048, 16)
 
-SMALL = replace(
-    GPT, name="small", layers=6, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=1000, seq=512
-)
+SMALL = gpt(6, 512, 8, vocab=1000, seq=512)
 
 
 def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
@@ -153,17 +141,7 @@ def test_auto_takes_what_fits() -> None:
     assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]
     assert knobs.recompute == "none"
     large = chosen(
-        ModelShape(
-            name="large",
-            family="gpt",
-            layers=24,
-            hidden=8192,
-            heads=64,
-            kv_heads=64,
-            ffn=32768,
-            vocab=51200,
-            seq=2048,
-        ),
+        gpt(24, 8192, 64),
         8,
         **EVERYTHING,
     )
@@ -173,17 +151,7 @@ def test_auto_takes_what_fits() -> None:
 
 
 def test_auto_counts_what_the_given_optimizer_keeps() -> None:
-    wide = ModelShape(
-        name="wide",
-        family="gpt",
-        layers=24,
-        hidden=4096,
-        heads=32,
-        kv_heads=32,
-        ffn=16384,
-        vocab=51200,
-        seq=256,
-    )
+    wide = gpt(24, 4096, 32, seq=256)
     given: dict[str, Any] = {"pp": 1, "shard": 1, "replicate": "auto", "recompute": "full"}
     given |= {"precision": "fp32", "unit": 2}
     found, words = chosen_in_words(wide, 2, **given, optimizer=plain_sgd, activation_cap=2)
@@ -218,17 +186,7 @@ def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:
 )
 def test_auto_is_refused_in_one_line(more: dict[str, Any], words: str) -> None:
     # Few layers, because each is called, and wide ones: 232 billion parameters.
-    shape = ModelShape(
-        name="large",
-        family="gpt",
-        layers=8,
-        hidden=49152,
-        heads=384,
-        kv_heads=384,
-        ffn=196608,
-        vocab=51200,
-        seq=2048,
-    )
+    shape = gpt(8, 49152, 384)
     with pytest.raises(zeropp.InfeasibleError) as caught:
         chosen(shape, 8, **{"pp": "auto", "shard": "auto" if not more else 1, **more})
     assert str(caught.value).startswith(words)

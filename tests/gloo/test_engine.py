@@ -49,15 +49,7 @@ CASES = [
     Case(pp=4, chunks=2, unit=8, batch=8, layers=8, tied=True),
     Case(pp=2, shard=2, chunks=3, unit=1, batch=12, layers=6, cap=3, reduce_every="step"),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
-    Case(
-        pp=3,
-        replicate=2,
-        zero=True,
-        batch=8,
-        layers=6,
-        split_backward=False,
-        tied=True,
-    ),
+    Case(pp=3, replicate=2, zero=True, batch=8, layers=6, split_backward=False, tied=True),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True, recompute="full"),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that

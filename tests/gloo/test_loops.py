@@ -291,9 +291,7 @@ def warm_up() -> tuple[list[int], list[str]]:
     return calls, said
 
 
-def test_kernels_are_warmed_up_for_every_shape_and_a_failure_is_one_of_a_step(
-    world: World,
-) -> None:
+def test_kernels_are_warmed_up_for_every_shape_and_a_failure_is_one_of_a_step(world: World) -> None:
     for calls, (first, second) in world.run(warm_up, size=2):
         assert calls == [1, 1, 2, 2]
         assert first == "no memory"

@@ -147,11 +147,7 @@ def tied_values() -> list[dict[str, Tensor]]:
     """Start values of two tied parameters, in either order, in several topologies."""
     found = []
     names = ((0, "weight"), (5, "weight"))
-    topologies: tuple[dict[str, Any], ...] = (
-        {},
-        {"pp": 2},
-        {"pp": 2, "chunks": 2},
-    )
+    topologies: tuple[dict[str, Any], ...] = ({}, {"pp": 2}, {"pp": 2, "chunks": 2})
     for degrees in topologies:
         size = degrees.get("pp", 1)
         rest = {"shard": 2 // size}

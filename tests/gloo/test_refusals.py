@@ -13,14 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.small_layers import (
-    WIDTH,
-    built,
-    data,
-    error_of,
-    linear,
-    seeded,
-)
+from tests.gloo.small_layers import WIDTH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
 
 
@@ -85,17 +78,11 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         },
         "no loss": {"loss_fn": None},
         "numbers as layers": {"layers": [1, 2]},
-        "buffers twice": {
-            "layers": in_the_middle(Counting()),
-            "recompute": "full",
-        },
+        "buffers twice": {"layers": in_the_middle(Counting()), "recompute": "full"},
         "other groups": {"group_of": (lambda name, one: "all") if rank else by_size},
         "other schedule": {"lr_schedule": lambda step: 1.0 + rank},
         "other optimizer": {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
-        "recurrent": {
-            "layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)),
-            "recompute": "selective",
-        },
+        "recurrent": {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
     }
 
 

@@ -177,10 +177,7 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
         [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
         "layers[0]: it has max_norm=1.0, which changes the weight during the forward",
     ),
-    "lazy": (
-        between(lambda: nn.LazyLinear(WIDTH), linear),
-        "layers[1]: 'weight' has no shape yet",
-    ),
+    "lazy": (between(lambda: nn.LazyLinear(WIDTH), linear), "layers[1]: 'weight' has no shape yet"),
     "dict": (
         between(Given, linear),
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",

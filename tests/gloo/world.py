@@ -153,9 +153,6 @@ def _serve(pipe: Connection, port: int) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     _die_with_server()
-    # What the server has imported is garbage at no time. To look for it again after every task
-    # would take longer than most tasks, and copy the memory that is shared with the server.
-    gc.freeze()
     os.nice(_NICE)
     torch.set_num_threads(1)
     # Two ranks of a gloo group connect when one first sends to the other: most of them never do.

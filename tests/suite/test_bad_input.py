@@ -29,10 +29,7 @@ CASES = [
     ("contender=deepspeed_3d contender.tp=3 num_gpus=6", "contender.tp=3: must divide"),
     ("num_gpus=7 contender.pp=2", "contender.pp=2: the degrees"),
     ("contender.pp=2 contender.shard=1 contender.replicate=1", "num_gpus=4: the degrees"),
-    (
-        "num_gpus=100000",
-        "num_gpus=100000: gpt_tiny has work for at most 128",
-    ),
+    ("num_gpus=100000", "num_gpus=100000: gpt_tiny has work for at most 128"),
     ("data=text data.path=/nowhere.txt", "data.path='/nowhere.txt': no such file"),
     ("data=text", "data.path"),
     ("colour=blue", "colour=blue: there is no such key"),
@@ -87,10 +84,7 @@ CASES = [
     ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
     ("launcher.steps=often", "launcher.steps='often': input should be"),
     ("launcher.step=true", "launcher.step=true: there is no such key (did you mean"),
-    (
-        "launcher=simulate launcher.compute=no",
-        "launcher.compute='no': input should be",
-    ),
+    ("launcher=simulate launcher.compute=no", "launcher.compute='no': input should be"),
     (
         "launcher=simulate launcher.compute=traced cluster=a100 data=synthetic",
         "launcher.compute=traced: ",

@@ -31,12 +31,7 @@ from benchmarks.records.record import find_records, read_record
 from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table
-from tests.unit.damaged_folders import (
-    DAMAGES,
-    OPTIONS,
-    POINTS,
-    make_folder,
-)
+from tests.unit.damaged_folders import DAMAGES, OPTIONS, POINTS, make_folder
 
 
 def fake_slurm(

@@ -8,38 +8,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.unit.shapes import gpt
 from zeropp.cost import model_flops_per_token, parameter_count
 from zeropp.cost.flops import piece_forward_flops, piece_parameters
 from zeropp.model import build_model, build_piece
 from zeropp.shape import ModelShape
 
-GPT = ModelShape(
-    name="gpt",
-    family="gpt",
-    layers=3,
-    hidden=64,
-    heads=4,
-    kv_heads=4,
-    ffn=256,
-    vocab=96,
-    seq=32,
-)
+GPT = gpt(3, 64, 4, vocab=96, seq=32)
 LLAMA = replace(GPT, name="llama", family="llama", ffn=176)
 GROUPED = replace(LLAMA, name="llama-gqa", layers=2, heads=8, kv_heads=2, ffn=112)
 SHAPES = [
     GPT,
-    replace(
-        GPT,
-        name="gpt-tied",
-        layers=2,
-        hidden=48,
-        heads=3,
-        kv_heads=3,
-        ffn=192,
-        vocab=80,
-        seq=16,
-        tied_embeddings=True,
-    ),
+    replace(gpt(2, 48, 3, vocab=80, seq=16), name="gpt-tied", tied_embeddings=True),
     LLAMA,
     GROUPED,
     replace(GROUPED, name="llama-gelu", gated_mlp=False),

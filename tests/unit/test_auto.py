@@ -35,9 +35,7 @@ def spec_of(cluster: str, name: str, **knobs: object) -> RunSpec:
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_every_contender_gets_its_best_plan_and_the_spec_says_which(
-    name: str,
-) -> None:
+def test_every_contender_gets_its_best_plan_and_the_spec_says_which(name: str) -> None:
     spec = spec_of("a800", name)
     point = plan_point(spec)
     assert point.plan is not None, point.reason

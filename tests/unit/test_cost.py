@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster, preset
 from zeropp.cost import balanced_cuts, parameter_count, price_plan
 from zeropp.cost.kernels import Work, attention_backward_s, attention_s, loss_bytes, matmul_s
@@ -22,17 +23,7 @@ from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GPT = ModelShape(
-    name="gpt",
-    family="gpt",
-    layers=8,
-    hidden=1024,
-    heads=16,
-    kv_heads=16,
-    ffn=4096,
-    vocab=51200,
-    seq=1024,
-)
+GPT = gpt(8, 1024, 16, seq=1024)
 LLAMA = replace(GPT, name="llama", family="llama", kv_heads=4, ffn=2816)
 TIMES = ("forward", "backward_input", "backward_weight")
 

@@ -202,11 +202,7 @@ def test_huggingface() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "name", "text"),
-    [
-        ("torchtitan", "a.toml", TOML),
-        ("megatron", "a.sh", SCRIPT),
-    ],
+    ("dialect", "name", "text"), [("torchtitan", "a.toml", TOML), ("megatron", "a.sh", SCRIPT)]
 )
 def test_an_answer_is_written_back_as_the_same_plan(
     dialect: str, name: str, text: str, tmp_path: Path

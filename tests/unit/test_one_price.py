@@ -33,10 +33,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepspeed_3d", {**SIDES, "recompute": "full"}),
     ("deepspeed_3d", {**SIDES, "tp": 1, "pp": 4}),
     ("best_3d", {**SIDES, "schedule": "1f1b", "recompute": "none"}),
-    (
-        "best_3d",
-        {**SIDES, "schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True},
-    ),
+    ("best_3d", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True}),
     ("best_3d", {**SIDES, "schedule": "zbv", "chunks": 2, "recompute": "full"}),
     ("megatron_core", {**SIDES, "pp": 4, "replicate": 1, "schedule": "1f1b", **PARTLY}),
     ("megatron_core", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 3}),

@@ -102,10 +102,7 @@ def test_of_several_orders_the_fastest_that_fits_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({"activation_cap": 3}, "contender.activation_cap=3: a unit of 4"),
-    ],
+    ("knobs", "words"), [({"activation_cap": 3}, "contender.activation_cap=3: a unit of 4")]
 )
 def test_what_cannot_be_is_refused_in_one_line(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words) as error:

@@ -19,12 +19,7 @@ from benchmarks.report.evidence import (
     published_table,
 )
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
-from benchmarks.report.speedup import (
-    headline_table,
-    paired_speedups,
-    speedup_maps,
-    speedup_table,
-)
+from benchmarks.report.speedup import headline_table, paired_speedups, speedup_maps, speedup_table
 from benchmarks.report.tables import paper_grids, throughput_table
 from benchmarks.report.write import make_table, report_folder, write_report
 from tests.unit.report_frames import QUIET, column, failed, frame_of

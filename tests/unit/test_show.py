@@ -36,10 +36,7 @@ from benchmarks.show import main, parse, show
     ],
 )
 def test_a_bad_request_is_one_line(
-    arguments: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.show", *arguments.split()])
     assert main() == 2

@@ -22,27 +22,10 @@ from zeropp.sim.simulator import simulate
 def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     """Equal stages: 10 bytes of parameters each, 3 of activations, no temporaries."""
     stages, ranks = plan.schedule.num_stages, plan.layout.pp
-    memory = StageMemory(
-        parameters=10,
-        optimizer=20,
-        gradients=10,
-        unsharded=5,
-        unsharded_gradients=7,
-        early_gradients=0,
-        fresh_gradients=0,
-        embedding_gradient=0,
-        made_gradients=0,
-        reduction_step=7,
-        reduction_copy=7,
-        flat_gradients=0,
-        activations=3,
-        deferred=2,
-        boundary=0,
-        buffers=0,
-        forward=3,
-        backward_input=3,
-        full_backward=3,
-    )
+    sizes = {"parameters": 10, "optimizer": 20, "gradients": 10, "unsharded": 5}
+    sizes |= {"unsharded_gradients": 7, "reduction_step": 7, "reduction_copy": 7, "deferred": 2}
+    sizes |= dict.fromkeys(("activations", "forward", "backward_input", "full_backward"), 3)
+    memory = StageMemory(**dict.fromkeys(StageMemory.__dataclass_fields__, 0) | sizes)
     price = PlanPrice(
         stages=(cost,) * stages,
         extras=(StageExtras(),) * stages,

@@ -14,10 +14,7 @@ from benchmarks.launch.slurm.endings import ScriptEnd, close, ending_by_state
 from benchmarks.launch.slurm.submissions import close_ended, read_view
 from benchmarks.records.events import EventWriter
 from benchmarks.records.record import read_record
-from tests.unit.slurm_attempts import (
-    silent_for,
-    submitted,
-)
+from tests.unit.slurm_attempts import silent_for, submitted
 
 
 @pytest.mark.parametrize(

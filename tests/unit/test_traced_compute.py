@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.launch import simulate as launcher
-from benchmarks.launch.attempt import (
-    Ending,
-    finish_attempt,
-    new_header,
-    started,
-    write_unstarted,
-)
+from benchmarks.launch.attempt import Ending, finish_attempt, new_header, started, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point, plan_point, still_to_run
 from benchmarks.launch.sweep import SweepProgress

@@ -70,8 +70,7 @@ def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("peak", "word"),
-    [(11.0, "reproduced"), (12.0, "faster, with 1.20 times the memory")],
+    ("peak", "word"), [(11.0, "reproduced"), (12.0, "faster, with 1.20 times the memory")]
 )
 def test_it_is_reproduced_only_at_comparable_memory(peak: float, word: str) -> None:
     rows = _rows("equal", {"deepspeed_3d": (100.0, 10.0), "zeropp": (140.0, peak)})

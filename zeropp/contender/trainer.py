@@ -24,12 +24,7 @@ def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: in
     return ZeroppTrainer(plan, optimizer, device, seed)
 
 
-def build_engine(
-    plan: Plan,
-    optimizer: OptimizerConfig,
-    device: torch.device,
-    seed: int,
-) -> Engine:
+def build_engine(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> Engine:
     """This rank's engine for a plan, with the suite's model and torch's optimizer in it. All ranks
     of the world must call it."""
     shape, layout = plan.shape, plan.layout

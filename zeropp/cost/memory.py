@@ -449,7 +449,7 @@ def _of_microbatch(
     }
 
 
-class _Held(NamedTuple):
+class _Bytes(NamedTuple):
     """Bytes of one block, or of half a block, for one microbatch."""
 
     kept: float  # from its forward to its backward
@@ -458,7 +458,7 @@ class _Held(NamedTuple):
     full: float  # at the fullest moment of its full backward
 
 
-def _blocks(work: Work, whole: int, repeated: int, halves: tuple[BlockHalf, ...]) -> list[_Held]:
+def _blocks(work: Work, whole: int, repeated: int, halves: tuple[BlockHalf, ...]) -> list[_Bytes]:
     """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed,
     and ``whole`` ones follow that are not."""
     plain = replace(work, recompute="none")
@@ -469,8 +469,8 @@ def _blocks(work: Work, whole: int, repeated: int, halves: tuple[BlockHalf, ...]
     return held
 
 
-def _block(work: Work) -> _Held:
-    return _Held(
+def _block(work: Work) -> _Bytes:
+    return _Bytes(
         block_kept(work),
         block_deferred(work),
         block_backward(work, split=True),
@@ -478,8 +478,8 @@ def _block(work: Work) -> _Held:
     )
 
 
-def _half(work: Work, half: BlockHalf) -> _Held:
-    return _Held(
+def _half(work: Work, half: BlockHalf) -> _Bytes:
+    return _Bytes(
         half_saved(work, half),
         half_deferred(work, half),
         half_backward(work, half, split=True),
@@ -487,7 +487,7 @@ def _half(work: Work, half: BlockHalf) -> _Held:
     )
 
 
-def _kept(work: Work, blocks: list[_Held], *, head: bool) -> tuple[float, float]:
+def _kept(work: Work, blocks: list[_Bytes], *, head: bool) -> tuple[float, float]:
     """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
     gradient). Torch's pipeline stages also keep their outputs and, with delayed weight gradients,
     the gradient of their input."""
@@ -522,13 +522,7 @@ def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
 
 
 def _moments(
-    work: Work,
-    blocks: list[_Held],
-    *,
-    repeated: int,
-    head: bool,
-    activations: float,
-    later: float,
+    work: Work, blocks: list[_Bytes], *, repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
     """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
 

@@ -18,14 +18,7 @@ from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, together
 from zeropp.engine.flat import FlatParameters, TiedWeights
-from zeropp.engine.interpreter import (
-    Evaluator,
-    Interpreter,
-    Loss,
-    Microbatches,
-    Passed,
-    RowsError,
-)
+from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, Microbatches, Passed, RowsError
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
@@ -102,7 +95,6 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
-        self._closed = False
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._seeds: StepSeeds | None = None
@@ -175,7 +167,7 @@ class Engine:
                 self.interpreter.warm_up(batch)
         return batch
 
-    def meet(self, call: str, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, call: str, work: Callable[[], T]) -> T:
         """The result of ``work`` once every rank is in the same ``call``; what it raises on one
         rank reaches all of them. Raises RuntimeError where a rank is in another one."""
 
@@ -183,7 +175,7 @@ class Engine:
             self.check_usable()
             return work()
 
-        if self._closed:
+        if self.barrier.is_closed:
             self.check_usable()
         return self.barrier.run(call, checked, lambda _: 0)[0]
 
@@ -222,7 +214,7 @@ class Engine:
 
     def full_state(self) -> dict[str, Tensor]:
         """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
-        self.meet("full_state_dict", lambda: None)
+        self.on_all_ranks("full_state_dict", lambda: None)
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return dict([*self.full_parameters(every_name=True), *buffers])
 
@@ -241,7 +233,7 @@ class Engine:
         """Parameters, buffers and optimizer state of this rank, for a method that all ranks
         ``call``; tensors share memory with the engine's. Raises RuntimeError after a step that has
         failed."""
-        return self.meet(call, self._state)
+        return self.on_all_ranks(call, self._state)
 
     def take_over(self, state: checkpoint.State, *, optimizer: bool = True) -> None:
         """Continue from a ``state()`` into whose tensors a checkpoint has been read, with what it
@@ -281,7 +273,6 @@ class Engine:
         if not self._unusable:
             for flat in self.flats:
                 flat.give_back()
-        self._closed = True
         self._unusable = "this model was closed (create a new model, and load a checkpoint)"
         self._undo.close()
 

@@ -458,12 +458,7 @@ class FlatParameters:
 
 
 def _reduce_scatter(
-    source: Tensor,
-    sent: Tensor,
-    place: slice,
-    total: Tensor,
-    first: bool,
-    group: dist.ProcessGroup,
+    source: Tensor, sent: Tensor, place: slice, total: Tensor, first: bool, group: dist.ProcessGroup
 ) -> None:
     """Reduce-scatter ``source`` into ``total`` if it is the ``first``, otherwise add the result to
     ``total``. ``place`` is this rank's part of the source. If the buffer ``sent`` is another one,

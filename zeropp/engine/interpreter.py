@@ -415,11 +415,7 @@ class Evaluator:
                     module.training = True
 
     def _run_unit(
-        self,
-        batch: Microbatches,
-        unit: range,
-        passed: Passed,
-        outputs: list[Value] | None = None,
+        self, batch: Microbatches, unit: range, passed: Passed, outputs: list[Value] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """The losses of a unit's microbatches that this rank's stages give. ``passed`` collects the
         shapes between stages, and ``outputs``, instead of their losses, what the model gives."""

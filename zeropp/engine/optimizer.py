@@ -92,7 +92,7 @@ class Updater:
         asked: OptimizerConfig | MakeOptimizer,
         device: torch.device,
         lr_schedule: Callable[[int], float] | None,
-        names: Iterable[str] = (),
+        names: Iterable[str],
     ) -> Updater:
         """The optimizer that was asked for, over what this rank updates of the flat buffers; a
         group that this rank has nothing of, among the model's ``names``, has one empty tensor.

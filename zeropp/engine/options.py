@@ -51,14 +51,13 @@ class EngineOptions:
     (piece, name) that are one in the model, in ``tied_stages``; ``lr_schedule`` gives the factor on
     the learning rate from the number of steps done; ``dropout_seed``: what the model draws is a
     function of it, of the step and of the microbatch, so that every topology draws the same;
-    ``random``: the model may
-    draw random numbers, and recomputation draws the same ones again (False saves the time that
-    this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name), and ``groups`` are all of them in the model;
-    ``timeout``: how long a collective or a message
-    waits for its peers (None: as long as those of the default group, as ``init_process_group`` was
-    told); ``loss_reduction``: whether a batch's loss is the mean over its rows, or the sum, as the
-    loss function gives it for a microbatch.
+    ``random``: the model may draw random numbers, and recomputation draws the same ones again
+    (False saves the time that this takes); ``compile``: each block runs through torch.compile;
+    ``group_of``: the optimizer group of a parameter, by its (piece, name); ``groups``: all groups
+    of the model; ``timeout``: how long a collective or a message waits for its peers (None: as long
+    as those of the default group, as ``init_process_group`` was told);
+    ``loss_reduction``: whether a batch's loss is the mean over its rows, or the sum, as the loss
+    function gives it for a microbatch.
     """
 
     precision: Precision = "fp32"

@@ -90,9 +90,7 @@ def split_rows(
 
 
 @contextmanager
-def computing_in_fp32(
-    module: nn.Module, outside: torch.dtype, *, nested: bool = False
-) -> Iterator[None]:
+def computing_in_fp32(module: nn.Module, outside: torch.dtype, *, nested: bool) -> Iterator[None]:
     """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
     the type ``outside``; where it is ``nested`` in another such module, only if an input has that
     type, because otherwise the other module calls it."""

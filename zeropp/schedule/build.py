@@ -107,10 +107,7 @@ def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule:
 
 def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
     return lower(
-        order,
-        gather=sizes.gather,
-        prefetch=sizes.prefetch,
-        reduce_every=sizes.reduce_every,
+        order, gather=sizes.gather, prefetch=sizes.prefetch, reduce_every=sizes.reduce_every
     )
 
 

@@ -32,11 +32,7 @@ from zeropp.schedule.program import (
 
 @collector_paused()
 def lower(
-    schedule: Schedule,
-    *,
-    gather: bool,
-    prefetch: int = 1,
-    reduce_every: ReduceEvery = "unit",
+    schedule: Schedule, *, gather: bool, prefetch: int = 1, reduce_every: ReduceEvery = "unit"
 ) -> Schedule:
     """The whole program of a schedule, ready to be run.
 

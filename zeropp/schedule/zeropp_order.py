@@ -18,13 +18,7 @@ from operator import itemgetter
 
 from zeropp.literals import Auto, if_auto
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
-from zeropp.schedule.program import (
-    Program,
-    Schedule,
-    StageCost,
-    collector_paused,
-    loop_placement,
-)
+from zeropp.schedule.program import Program, Schedule, StageCost, collector_paused, loop_placement
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More policies would gain almost nothing, and take time.

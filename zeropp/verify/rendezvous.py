@@ -163,7 +163,7 @@ def hanging_waits(logs: Logs, rank: int) -> list[int]:
 
 
 @dataclass(eq=False, slots=True)
-class _Communication:
+class _PeerKernel:
     """A communication kernel that has come to the head of its stream."""
 
     rank: _RankReplay
@@ -180,8 +180,8 @@ class _RankReplay:
         self.at, self.limit = 0, len(log)  # how far the host is, and how far it may go
         self.queues: dict[str, deque[tuple[int, Issued]]] = defaultdict(deque)
         self.open: Counter[str | None] = Counter()  # by stream, what has not ended
-        self.running: dict[str, _Communication] = {}  # by stream, also those without a place yet
-        self.ready: list[_Communication] = []  # in a place as soon as there is one
+        self.running: dict[str, _PeerKernel] = {}  # by stream, also those without a place yet
+        self.ready: list[_PeerKernel] = []  # in a place as soon as there is one
         self.resident = 0
         self.events: set[int] = set()
         self.place = ""
@@ -208,7 +208,7 @@ class _Simulation:
         self.ranks = {rank: _RankReplay(rank, log) for rank, log in logs.items()}
         self._places, self._queue_of = resident, queue_of
         self._random = None if seed is None else random.Random(seed)
-        self._there: dict[Hashable, list[_Communication]] = {}
+        self._there: dict[Hashable, list[_PeerKernel]] = {}
         self._met: dict[Hashable, set[int]] = defaultdict(set)
         self._todo: deque[_RankReplay] = deque()
 
@@ -269,7 +269,7 @@ class _Simulation:
         if stream in rank.running or (one.kind == "wait" and one.event not in rank.events):
             return False
         if one.kind == "communication":
-            rank.running[stream] = kernel = _Communication(rank, one, number, len(one.parts))
+            rank.running[stream] = kernel = _PeerKernel(rank, one, number, len(one.parts))
             rank.ready.append(kernel)
             return True
         if one.kind == "record":
@@ -294,7 +294,7 @@ class _Simulation:
                     if not one.missing:
                         self._end(one)
 
-    def _end(self, kernel: _Communication) -> None:
+    def _end(self, kernel: _PeerKernel) -> None:
         rank, stream = kernel.rank, kernel.issued.stream
         assert stream is not None
         rank.resident -= 1

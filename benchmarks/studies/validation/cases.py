@@ -45,10 +45,7 @@ def cluster_of(row: PublishedRow) -> Cluster:
         device = with_peak(device, row.peak_bf16_tflops)
     if row.power_w:
         device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
-    stated = {
-        "memory_gib": row.memory_gib,
-        "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s,
-    }
+    stated = {"memory_gib": row.memory_gib, "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s}
     device = replace(device, **_given(stated))
     intra, inter = cluster.intra, cluster.inter
     if row.intra_link == "pcie":
