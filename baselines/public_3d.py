@@ -13,22 +13,14 @@ from itertools import product
 from typing import Annotated, Any, Literal, TypeVar
 
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import cut_by_cost
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import SizedPlan, Task
-from zeropp.planner import (
-    check_split_blocks,
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import (
     check_stages,
-    microbatches_per_step,
     one_order,
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.schedule import build, lower
-from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
-from zeropp.tune.contender import Contender
-from zeropp.tune.space import (
+from zeropp.choose.space import (
     SearchPoint,
     Space,
     at_degrees,
@@ -39,6 +31,14 @@ from zeropp.tune.space import (
     sequence_choices,
     zero_choices,
 )
+from zeropp.choose.task import Task
+from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.plan import SizedPlan
+from zeropp.price import cut_by_cost
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
+from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 
 Public3D = Literal[
     "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
@@ -62,7 +62,6 @@ class Public3DKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
-    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -93,13 +92,13 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
-    price, and ``program_on_cpus`` that of what runs on CPUs instead, if it is another one;
+    """One program's choices. ``program`` is its name in ``zeropp.price.programs``, whose traits set
+    the price, and ``program_on_cpus`` that of what runs on CPUs instead, if it is another one;
     ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
     ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
     ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
-    are pipeline ranks. ``split_blocks``: a stage may end inside a block.
+    are pipeline ranks.
     """
 
     program: str
@@ -110,7 +109,6 @@ class Offer:
     recomputes: tuple[Recompute, ...] = ("none", "full")
     sequence_parallel: bool = True
     interleaves_few: bool = False
-    split_blocks: bool = False
     placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
 
 
@@ -161,7 +159,6 @@ OFFERS: dict[Public3D, Offer] = {
         recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
         recomputes=("none", "selective", "full"),  # torch's selective checkpointing
         interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
-        split_blocks=True,  # torch's pipelining takes any module for a stage
     ),
 }
 
@@ -181,12 +178,11 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     _check_offer(knobs, schedule)
-    offer, split_blocks = OFFERS[knobs.name], if_auto(knobs.split_blocks, False)
+    offer = OFFERS[knobs.name]
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
-    check_split_blocks(task, knobs.split_blocks)
-    check_stages(task, layout, split_blocks=split_blocks)
+    check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
-    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_schedule(knobs, schedule, layout, microbatches)
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
@@ -203,7 +199,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
     )
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -242,10 +238,6 @@ def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
         raise InfeasibleError(
             f"contender.recompute={knobs.recompute}: {knobs.name} does not have it (use one of "
             f"{known})"
-        )
-    if knobs.split_blocks is True and not offer.split_blocks:
-        raise InfeasibleError(
-            f"contender.split_blocks=true: {knobs.name} cuts between blocks (use false)"
         )
     if knobs.sequence_parallel is True and not offer.sequence_parallel:
         raise InfeasibleError(
@@ -314,9 +306,6 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
-                split_blocks=if_auto(
-                    asked.split_blocks, offer.split_blocks and not point.task.shape.dropout
-                ),
             )
 
 

@@ -25,8 +25,8 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.table import latex, markdown
 from benchmarks.report.tables import paper_grids
 from benchmarks.report.write import make_table
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
-from benchmarks.specification.run_spec import SpecError
 
 if TYPE_CHECKING:
     from benchmarks.report.charts import Picture

@@ -10,7 +10,8 @@ import importlib
 import sys
 from typing import Any
 
-from benchmarks.specification.command import SpecError, run_command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
 
 
@@ -42,9 +43,9 @@ def _check_run_keys(config: dict[str, Any]) -> None:
         if field not in config:
             raise SpecError(f"{field}: missing; it has no default")
     if not isinstance(config["launcher"], dict) or "kind" not in config["launcher"]:
-        from benchmarks.launch.options import LAUNCHERS
+        from benchmarks.launch.options import KINDS
 
-        raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(LAUNCHERS)}")
+        raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(KINDS)}")
     for field in ("runs_dir", "report_dir"):
         if not isinstance(config[field], str) or not config[field]:
             raise SpecError(f"{field}={config[field]!r}: must be the path of a folder")

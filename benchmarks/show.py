@@ -4,7 +4,8 @@
 
 Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
 reduce_every. Durations, all in the same unit: forward, backward_input,
-backward_weight, unshard, reduce_grad, transfer.
+backward_weight, unshard, reduce_grad, transfer; at the end of a step,
+reduce_replicas, reduce_tied, update, gather_updated.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.specification.command import SpecError, command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import command
 from zeropp.layout import most_microbatches
-from zeropp.schedule import ScheduleError, build, lower, validate
+from zeropp.schedule import ScheduleError, lower, validate
+from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import EventResult, run
 from zeropp.schedule.legality import live_activations, resident_chunks
-from zeropp.schedule.program import StageCost, parse_action
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.program import Op, StageCost, StepEnd, parse_action
 from zeropp.timeline import Span, Timeline
 
 _STYLES = {
@@ -31,13 +35,18 @@ _STYLES = {
     "I": "black on #E69F00",
     "W": "black on #009E73",
     "B": "black on #D55E00",
+    "T": "white on #882255",
+    "U": "white on #666666",
 }
 _WORDS = {
     "F": "forward",
     "I": "backward of inputs",
     "W": "backward of weights",
     "B": "full backward",
+    "T": "sum of tied gradients",
+    "U": "update",
 }
+_LETTERS = {Op.REDUCE_TIED: "T", Op.UPDATE: "U"}  # for others, their own abbreviations
 _COSTS = {field.name for field in fields(StageCost)}
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
@@ -133,6 +142,10 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
         prefetch=request.prefetch,
         reduce_every="unit" if request.reduce_every == "unit" else "step",
     )
+    tied = (0, compute.num_stages - 1) if cost.reduce_tied and compute.num_stages > 1 else ()
+    schedule = with_step_end(
+        schedule, StepEnd(cost.reduce_replicas > 0, tied, cost.gather_updated > 0)
+    )
     validate(schedule)
     result = run(schedule, costs)
     print_grid(result, cost, console)
@@ -161,7 +174,7 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
     slot = min(cost.forward, cost.backward_input, cost.backward_weight)
     compute = [span for span in result.spans() if span.lane == "compute"]
     ranks = range(len(result.programs))
-    wide = max((len(span.action) for span in compute), default=1)
+    wide = max((len(_name(span)) for span in compute), default=1)
     rows = [_cells([span for span in compute if span.rank == r], slot, wide) for r in ranks]
     gap = " "
     if console.is_terminal and 8 + max(map(len, rows)) * (wide + 1) > console.width:
@@ -169,7 +182,7 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
     for rank, cells in enumerate(rows):
         line = Text(f"rank {rank:<3}").append(Text(gap).join(cells))
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
-    kinds = {parse_action(span.action).op for span in compute}
+    kinds = {_letter(span) for span in compute}
     legend = Text("       ")
     for kind in sorted(kinds, key=list(_WORDS).index):
         legend.append(f" {kind} ", _STYLES[kind]).append(f" {_WORDS[kind]}  ")
@@ -185,12 +198,23 @@ def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
     for span in spans:
         idle = max(0, round(span.start_s / slot) - len(cells))
         cells += [Text("·".center(wide), style="dim")] * idle
-        kind = parse_action(span.action).op
-        name = span.action if wide > 1 else kind.value
+        kind = _letter(span)
+        name = _name(span) if wide > 1 else kind
         length = max(1, round((span.end_s - span.start_s) / slot))
         cells.append(Text(name.ljust(wide), style=_STYLES[kind]))
         cells += [Text(" " * wide, style=_STYLES[kind])] * (length - 1)
     return cells
+
+
+def _letter(span: Span) -> str:
+    """The kind of an action as one letter."""
+    op = parse_action(span.action).op
+    return _LETTERS.get(op, op.value)
+
+
+def _name(span: Span) -> str:
+    action = parse_action(span.action)
+    return f"{action.stage}{_LETTERS[action.op]}" if action.op in _LETTERS else span.action
 
 
 def write(timeline: Timeline, out: Path, console: Console) -> None:

@@ -10,7 +10,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.specification.command import CommandParser, SpecError, run_command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, run_command
 
 
 def main() -> int:
@@ -36,18 +37,18 @@ def _status() -> int:
         raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
     from benchmarks.launch.sweep_status import print_table, sweep_status  # not for --help
 
-    found = sweep_status(runs_dir)
+    status = sweep_status(runs_dir)
     if arguments.json:
-        print(json.dumps([asdict(point) for point in found.points], indent=1))
-    elif not found.points:
+        print(json.dumps([asdict(point) for point in status.points], indent=1))
+    elif not status.points:
         print(f"no points in {runs_dir}")
     else:
-        print_table(found.points)
-    for note in found.notes:
+        print_table(status.points)
+    for note in status.notes:
         print(f"note: {note}", file=sys.stderr)
-    if found.problem:
-        print(f"error: Slurm could not be asked: {found.problem}", file=sys.stderr)
-    return 1 if found.problem else 0
+    if status.problem:
+        print(f"error: Slurm could not be asked: {status.problem}", file=sys.stderr)
+    return 1 if status.problem else 0
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.specification.command import SpecError, command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import command
 from benchmarks.specification.compose import compose
 
 if TYPE_CHECKING:
-    from zeropp.tune.search import Outcome
+    from zeropp.choose.search import Outcome
 
 
 @command

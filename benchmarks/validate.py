@@ -1,6 +1,6 @@
 """Compares the simulator with published measurements.
 
-The simulator is the same that the tuner, the launcher and the verdict use: zeropp.sim.simulator.
+The simulator is the same that the tuner, the launcher and the verdict use: zeropp.price.simulator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.specification.command import CommandParser, SpecError, check_writable, run_command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, check_writable, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,8 @@ def _validate(arguments: Sequence[str] | None) -> int:
     # These imports take longer than it takes to answer --help.
     from benchmarks.specification.compose import preset
     from benchmarks.specification.progress import track
-    from benchmarks.studies.validation.errors import errors_of, outcome_of, predicted_rows
+    from benchmarks.studies.validation.errors import errors_of, predictions_of
+    from benchmarks.studies.validation.predict import outcome_of
     from benchmarks.studies.validation.rows import read_rows, training_tables
     from benchmarks.studies.validation.texts import row_line, summary
     from zeropp.cluster import Cluster
@@ -36,7 +38,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     if not lines:
         raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
     outcomes = [outcome_of(line, options.cluster) for line in track(lines, len(lines), "rows")]
-    errors = errors_of(predicted_rows(outcomes))
+    errors = errors_of(predictions_of(outcomes))
     if options.verbose:
         print("\n".join(row_line(outcome) for outcome in outcomes), end="\n\n")
     print(summary(outcomes, errors))

@@ -17,16 +17,17 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
+from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
-from benchmarks.report.style import contender_label, model_label
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
-from zeropp.schedule import build, lower
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
 from zeropp.timeline import Timeline
@@ -105,7 +106,7 @@ def _all_errors() -> pd.DataFrame:
 
 def _errors_by_source(kind: str) -> str:
     """Errors of one kind against what others measured: one line per source, and all together."""
-    frame = _all_errors().query("kind == @kind and role != 'computed'")
+    frame = _all_errors().query("kind == @kind")
     frame = frame[~frame["source"].str.startswith("all ") | (frame["source"] == "all sources")]
     lines = [
         [
@@ -151,7 +152,7 @@ def _products(device: str) -> str:
 def _fits(column: str) -> str:
     """How often the simulator is right on whether a run fits into memory, by a column."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", low_memory=False)
-    frame = frame[frame["fits"].notna() & (frame["role"] != "computed")]
+    frame = frame[frame["fits"].notna()]
     too_large = frame["fits"] == "no"
     ran_out = (frame["metric"] == "ran_out_of_memory") & (frame["value"] == "yes")
     lines = []
@@ -197,24 +198,17 @@ def _quartiles(of: dict[str, float]) -> str:
 
 
 def _overhead(name: str) -> str:
-    """What the engine costs beside a plain loop, before and after it was made cheaper, and beside
-    FSDP2."""
-    before, after = (
-        json.loads((_REFERENCE / f"{name}{which}.json").read_text()) for which in ("_before", "")
-    )
-    old = {(row["way"], row["size"]): row for row in before["one_rank"]}
+    """What the engine costs beside a plain loop and beside FSDP2."""
+    record = json.loads((_REFERENCE / f"{name}.json").read_text())
     lines = []
-    for row in [*after["one_rank"], *after["two_ranks"]]:
-        both = [old.get((row["way"], row["size"])), row]
-        best = (f"{one['best_cpu_ratio']:.2f}" if one else "" for one in both)
-        medians = (_quartiles(one["cpu_ratio"]) if one else "" for one in both)
+    for row in [*record["one_rank"], *record["two_ranks"]]:
         words = f"{row['way']} over {row['base']}"
         base_ms, count = f"{row['base_cpu_s'] * 1e3:.0f}", str(row["samples"])
+        ratios = f"{row['best_cpu_ratio']:.2f}", _quartiles(row["cpu_ratio"])
         pages = (f"{row[key] / 256:.0f}" for key in ("base_pages", "pages"))  # of 4 KiB
-        lines.append([words, row["size"], count, base_ms, *best, *medians, *pages])
-    heads = ["", "model", "pairs", "CPU ms of the latter", "best, before", "best"]
-    heads += ["median, before", "median", "new MiB, latter", "new MiB"]
-    return markdown_table(heads, lines)
+        lines.append([words, row["size"], count, base_ms, *ratios, *pages])
+    heads = ["", "model", "pairs", "CPU ms of the latter", "best", "median"]
+    return markdown_table([*heads, "new MiB, latter", "new MiB"], lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {

@@ -15,8 +15,8 @@
 # # ZeroPP beside its contenders
 #
 # Reads records through `benchmarks.api`, and nothing else of the suite. Set `ZEROPP_RECORDS` to a
-# directory of your own records. `compare.py` is the source; `compare.ipynb` is made from it (see
-# "From Python" in `docs/report.md`).
+# directory of your own records. This is the source; the notebook with its outputs is made from it
+# (see "From Python" in `docs/report.md`).
 
 # %%
 import os

@@ -8,21 +8,20 @@
 In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
 trains in pipeline stages, on one rank of a process group.
 
-For the library itself read ``layout``, ``shape`` and ``cluster`` (degrees, model sizes, hardware),
-``schedule`` (which action when), ``plan`` (what every rank does), ``programs`` (what training
-software there is), ``cost`` and ``sim`` (what a plan takes), ``planner``, ``tune`` and
-``contender`` (how a plan is chosen), and ``engine`` (what runs it). For the public API read
-``api``, then ``settings`` (what it takes), ``stages`` (layers become stages, and ``auto``) and
-``parallel_model`` (what it returns). Importing the package imports no torch.
+What trains: ``api`` (the door), ``settings`` (its keywords), ``stages`` (layers become stages),
+``parallel_model`` (what it returns), ``schedule`` (which action when), ``plan`` (what every rank
+does), ``step_plan`` (what makes a plan from ``knobs``) and ``engine`` (what runs it). What a step
+takes: ``price``. Which plan is best: ``choose``. Neither is loaded where nothing is ``auto`` and no
+cluster is named. What a step would issue on a GPU: ``emulate``. Importing the package imports no
+torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
+
+from zeropp import cuda_settings as cuda_settings  # set before anything initialises CUDA
 
 if TYPE_CHECKING:
     from zeropp.api import parallelize
@@ -50,36 +49,13 @@ _HOMES = {
     "ParallelModel": "zeropp.parallel_model",
     "parallelize": "zeropp.api",
 }
-
-# CUDA's driver reads these when it is initialised; without them steps may hang. Kernels that are
-# loaded on their first use, on several ranks at once, would wait for messages that wait for these
-# ranks; and of the 8 hardware queues that are the default, two streams could share one, in which a
-# send would wait for a receive that waits for its own sender.
-CUDA_SETTINGS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-
-
-def _driver_is_initialised() -> bool:
-    """Whether something in this process has initialised CUDA's driver."""
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        return True
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except OSError:
-        return False  # nobody has loaded it
-    not_initialised = 3
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_initialised)
-
-
-# The settings that the driver was initialised without, before this package was imported.
-CUDA_MISSED = [n for n in CUDA_SETTINGS if n not in os.environ] if _driver_is_initialised() else []
-if not CUDA_MISSED:
-    for _name, _value in CUDA_SETTINGS.items():
-        os.environ.setdefault(_name, _value)
+# What few need: transformers and safetensors, and the tuner.
+_MODULES = ("huggingface", "choose")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "huggingface":  # needs transformers and safetensors
-        return importlib.import_module("zeropp.huggingface")
+    if name in _MODULES:
+        return importlib.import_module(f"zeropp.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

@@ -8,9 +8,9 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.auto import choose
-from zeropp.engine import preflight
-from zeropp.engine.engine import Engine
+from zeropp.engine import preflight, walk
+from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import together
 from zeropp.engine.interpreter import Loss, LossFunction
 from zeropp.engine.values import keywords_of
-from zeropp.engine.walk import Layer, LayerSizes, owners_of, walk
+from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute, if_auto
 from zeropp.parallel_model import ParallelModel
-from zeropp.settings import Settings
-from zeropp.stages import Stages, groups_of, plan_layers
+from zeropp.plan import Plan
+from zeropp.settings import Settings, asked_for, read_keywords
+from zeropp.stages import check_ranks, own_layers, plan_layers
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -52,11 +52,12 @@ def _with_keywords(
                 raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
             _use(keywords.get("device"))
             if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
-                on_cuda = _on_cuda(keywords.get("device"), keywords.get("mesh"))
-                preflight.check_own_gpu(on_cuda=on_cuda)
-            given = together(lambda: settings(*args, **keywords))
-            asked = frozenset(name for name, value in keywords.items() if value == "auto")
-            return build(layers, loss_fn, given, asked)
+                from zeropp.engine.preflight_cuda import check_own_gpu
+
+                check_own_gpu(on_cuda=_on_cuda(keywords.get("device"), keywords.get("mesh")))
+            together(lambda: _check_call(args, keywords, inspect.signature(settings).parameters))
+            made = together(lambda: read_keywords(layers, keywords))
+            return build(layers, loss_fn, made, asked_for(keywords))
 
         first = list(inspect.signature(build).parameters.values())[:2]
         rest = inspect.signature(settings).parameters.values()
@@ -64,6 +65,22 @@ def _with_keywords(
         return call
 
     return decorate
+
+
+def _check_call(args: Sequence[Any], keywords: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise TypeError for arguments without a name, and for names that ``parallelize`` has not."""
+    if args:
+        raise TypeError(
+            "parallelize: takes two positional arguments, layers and the loss function; all others "
+            "are keywords (sample=..., global_batch=...)"
+        )
+    for name in keywords:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "zeropp.settings.Settings has them all"
+            raise TypeError(f"parallelize: got an unexpected keyword argument {name!r} ({hint})")
+    if missing := [name for name in ("sample", "global_batch") if name not in keywords]:
+        raise TypeError(f"parallelize: {' and '.join(missing)} must be given")
 
 
 @_with_keywords(Settings)
@@ -74,67 +91,87 @@ def parallelize(
 
     ``layers`` are modules, or functions that make the same one at every call: a function is called
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
-    ``loss_fn`` takes the last layer's output and the targets, and gives the mean (or the sum) over
-    a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
-    over all ranks. All other keywords are the fields of ``zeropp.settings.Settings``.
+    ``loss_fn`` takes the last layer's output and the targets, and gives what ``loss_reduction``
+    says of a microbatch: by default the mean over its rows. ``sample`` is one microbatch of inputs,
+    and ``global_batch`` the rows of a step over all ranks. All other keywords are the fields of
+    ``zeropp.settings.Settings``; a finished ``plan`` takes the place of all degrees and knobs.
 
     Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     together(lambda: preflight.check_inference("parallelize"))
-    if settings.tied is None and (tied := getattr(layers, "tied", None)):
-        settings = replace(settings, tied=tied)  # as Hugging Face's models know it
     together(lambda: preflight.check_layers(layers, settings.weights, settings.tied))
-    preflight.compare(lambda: f"{settings.described()} {len(layers)} layers {sorted(asked)}")
+    preflight.compare(
+        lambda: {
+            **settings.described(),
+            "layers": f"{len(layers)} layers",
+            "auto": str(sorted(asked)),
+            "loss_fn": preflight.describe_function(loss_fn),
+        }
+    )
     device = together(lambda: _device(settings.device, settings.mesh))
-    settings, stages = together(lambda: _cut(layers, loss_fn, settings, asked))
-    preflight.compare(lambda: _functions(settings, stages.sizes))
-    pieces = together(lambda: stages.pieces(layers, device, settings.tied))
-    preflight.compare_values(pieces)
-    modules = {piece.index: piece.module for piece in pieces}
-    owners = owners_of([modules.get(index, layer) for index, layer in enumerate(layers)])
-    engine = Engine(
-        pieces, stages.plan.schedule, stages.plan.layout, boundary=stages.boundary,
-        loss=Loss(loss_fn, owners), optimizer=settings.optimizer,
-        device=device, options=stages.engine_options(settings),
-    )  # fmt: skip
-    model = ParallelModel(engine, settings, stages)
-    preflight.compare(lambda: _rates(engine.optimizer))
+    sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
+    plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
+    preflight.compare(lambda: _functions(settings, sizes))
+    held = together(lambda: own_layers(layers, plan, device, settings.tied))
+    preflight.compare_values(held)
+    owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
+    loss = Loss(loss_fn, settings.loss_reduction, owners)
+    engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
+    model = ParallelModel(engine, plan, frozenset(settings.sample_keywords), chosen)
+    preflight.compare(lambda: {"optimizer": engine.updater.described()})
     return model
 
 
-def _cut(
+def _sizes(
     layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
-) -> tuple[Settings, Stages]:
-    """The settings, in which every ``auto`` is replaced by a value, and the stages of the model."""
+) -> list[LayerSizes]:
+    """The sizes of all layers; what could not be trained is refused."""
     preflight.check_loss(loss_fn)
-    recompute: Recompute = "full" if "recompute" in asked else if_auto(settings.recompute, "none")
-    sizes = walk(
-        layers, settings.sample, settings.sample_keywords, recompute, measure_saved=bool(asked)
+    recompute: Recompute = if_auto(settings.recompute, "full")
+    sizes = walk.walk(
+        layers,
+        settings.sample,
+        settings.sample_keywords,
+        recompute,
+        record_operators=_is_priced(settings, asked),
+        measure_saved=bool(asked),
+        tied=settings.tied,
     )
-    named = [keywords_of(loss_fn), *(one.names for one in sizes)]
+    named = [keywords_of(loss_fn), *(layer.names for layer in sizes)]
     preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
-    kinds = [one.kinds for one in sizes]
+    kinds = [layer.kinds for layer in sizes]
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
+    preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
+    return sizes
+
+
+def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:
+    return settings.plan is None and (bool(asked) or settings.hardware is not None)
+
+
+def make_plan(
+    settings: Settings, asked: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
+) -> tuple[Plan, str]:
+    """The plan of a step on so many ranks, and one line about the choice of what was ``asked`` for
+    as ``auto``; raises InfeasibleError where there is none."""
     chosen = ""
-    if asked:
-        settings, chosen = choose(settings, asked, sizes)
-    return settings, Stages(plan=plan_layers(settings, sizes), sizes=sizes, chosen=chosen)
+    if _is_priced(settings, asked):
+        from zeropp.choose import auto  # the tuner and all prices, which nothing else here needs
+
+        plan, chosen = auto.plan_on_cluster(settings, asked, sizes, num_ranks)
+    else:
+        check_ranks(settings, num_ranks)
+        plan = plan_layers(settings, sizes)
+    plan.check()
+    return plan, chosen
 
 
-def _functions(settings: Settings, sizes: Sequence[LayerSizes]) -> str:
+def _functions(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, str]:
     """What the caller's functions give, which must be equal on all ranks."""
-    groups, schedule = groups_of(settings, sizes), settings.lr_schedule
-    return f"{groups} {None if schedule is None else [float(schedule(step)) for step in (0, 1)]}"
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> str:
-    """The kind and the numbers of an optimizer, which must be equal on all ranks."""
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} {groups}"
+    schedule = settings.lr_schedule
+    factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
+    return {"group_of": str(groups_of(settings, sizes)), "lr_schedule": str(factors)}
 
 
 def _on_cuda(asked: Any, mesh: Any) -> bool:
@@ -160,7 +197,10 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
     A CUDA device becomes this process's current one, because streams and events are those of the
     current device where none is named.
     """
-    device = torch.device(asked or ("cuda" if _on_cuda(None, mesh) else "cpu"))
+    try:
+        device = torch.device(asked or ("cuda" if _on_cuda(None, mesh) else "cpu"))
+    except RuntimeError:  # whose message has all of torch's types of devices
+        raise InfeasibleError(f"device={asked!r}: is none of torch's devices (cuda, cpu)") from None
     known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
     if device.type not in known:
         raise InfeasibleError(
@@ -170,6 +210,11 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
     if device.type == "cpu":
         return torch.device("cpu")  # tensors on the CPU have no index
     if device.type == "cuda":
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise InfeasibleError(
+                f"device={str(device)!r}: this process sees {count} CUDA devices (take a torch "
+                "with CUDA, or look at CUDA_VISIBLE_DEVICES)"
+            )
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)

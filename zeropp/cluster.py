@@ -143,26 +143,29 @@ _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE / "clusters", _PACKAGE.parent / "conf" / "cluster")  # installed, checkout
 
 
-def named_cluster(name: str) -> Cluster:
-    """The description of a cluster; raises InfeasibleError, in one line, where there is none."""
+def cluster_of(name: str | Cluster) -> Cluster:
+    """The description of a cluster that may be given by its name; raises InfeasibleError, in one
+    line, where there is none."""
+    if isinstance(name, Cluster):
+        return name
     files = {path.stem: path for folder in _FOLDERS for path in folder.glob("*.yaml")}
-    if name not in files:
+    if not isinstance(name, str) or name not in files:
         raise InfeasibleError(
             f"cluster={name!r}: must be one of {', '.join(sorted(files))}, or a zeropp.Cluster"
         )
     import yaml
 
-    return _cluster(yaml.safe_load(files[name].read_text()))
+    return _cluster(yaml.safe_load(files[name].read_text(encoding="utf-8")))
 
 
-def _cluster(found: dict[str, Any]) -> Cluster:
-    device = dict(found["device"])
+def _cluster(entry: dict[str, Any]) -> Cluster:
+    device = dict(entry["device"])
     if newer := device.get("newer"):
         device["newer"] = Kernels(**newer)
     parts = {
         "device": Device(**device),
-        "intra": Link(**found["intra"]),
-        "inter": Link(**found["inter"]),
-        "group_shares": tuple(found.get("group_shares", ())),
+        "intra": Link(**entry["intra"]),
+        "inter": Link(**entry["inter"]),
+        "group_shares": tuple(entry.get("group_shares", ())),
     }
-    return Cluster(**{**found, **parts})
+    return Cluster(**{**entry, **parts})

@@ -1,7 +1,10 @@
 """Causal language models of Hugging Face's ``transformers`` (5 or later) as a list of layers.
 
     layers = zeropp.huggingface.layers("folder/of/save_pretrained")
-    model = zeropp.parallelize(layers, loss_fn, sample=tokens[:1], global_batch=64, pp=4, shard=2)
+    model = zeropp.parallelize(
+        layers, zeropp.huggingface.token_loss, loss_reduction="tokens",
+        sample=tokens[:1], global_batch=64, pp=4, shard=2,
+    )
     ...
     layers.save_pretrained(model, "other/folder")
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +31,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -44,6 +49,8 @@ from zeropp.parallel_model import ParallelModel
 from zeropp.settings import ParameterName
 
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = re.compile(r"\.(base_layer|lora_[A-Za-z_]+)\.")
+_IGNORED = -100  # the label of a token that ``transformers`` leaves out of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,7 @@ class Family:
     dropout: str = ""  # of the embedded tokens
     project_in: str = ""  # from the embeddings' width to the blocks', and back
     project_out: str = ""
+    packs: bool = True  # documents that ``position_ids`` begin anew do not see each other
 
 
 _LLAMA = Family()
@@ -74,7 +82,7 @@ FAMILIES = {
     ),
     "opt": Family(
         decoder="model.decoder", norm="final_layer_norm", positions="embed_positions",
-        project_in="project_in", project_out="project_out",
+        project_in="project_in", project_out="project_out", packs=False,
     ),
 }  # fmt: skip
 
@@ -113,10 +121,14 @@ class Block(_ModelPart):
     """One decoder layer, with its mask and its rotary embedding."""
 
     def __init__(
-        self, modules: dict[str, tuple[str, nn.Module | None]], config: Any, index: int
+        self,
+        modules: dict[str, tuple[str, nn.Module | None]],
+        config: Any,
+        index: int,
+        packs: bool,
     ) -> None:
         super().__init__(modules)
-        self.config = config
+        self.config, self.packs = config, packs
         kinds = getattr(config, "layer_types", None)
         self.kind = kinds[index] if kinds else None
         slides = self.kind in (None, "sliding_attention")
@@ -129,16 +141,18 @@ class Block(_ModelPart):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Any = None
     ) -> Tensor:
-        """``attention_mask`` [rows, length] is 0 for padding."""
+        """``attention_mask`` [rows, length] is 0 for padding. Without one, ``position_ids`` [rows,
+        length] tell documents apart that are packed into rows, as in ``transformers``."""
         parts: Any = self
         places = _places(x) if position_ids is None else position_ids
         keywords: dict[str, Any] = {}
         if parts.rotary is not None:
             kind = (self.kind,) if self.by_kind else ()
             keywords["position_embeddings"] = parts.rotary(x, places, *kind)
-        mask = _mask(self.config._attn_implementation, x, attention_mask, self.window)
-        found = parts.layer(x, attention_mask=mask, position_ids=places, **keywords)
-        hidden: Tensor = found[0] if isinstance(found, tuple) else found
+        packed = position_ids if self.packs and attention_mask is None else None
+        mask = _mask(self.config._attn_implementation, x, attention_mask, self.window, packed)
+        output = parts.layer(x, attention_mask=mask, position_ids=places, **keywords)
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
 
 
@@ -162,19 +176,30 @@ def _places(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)[None]
 
 
-def _mask(how: str, x: Tensor, attention_mask: Tensor | None, window: int | None) -> Tensor | None:
+def _mask(
+    how: str,
+    x: Tensor,
+    attention_mask: Tensor | None,
+    window: int | None,
+    position_ids: Tensor | None,
+) -> Tensor | None:
     """The mask for an attention implementation, without a look at values, for which the host would
-    wait for the device: [rows or 1, 1, length, length], or None for a causal one."""
+    wait for the device: [rows or 1, 1, length, length], or None for a causal one. A document begins
+    where ``position_ids`` [rows, length] do not go on by one."""
     length = x.shape[1]
     window = length if window is None else window
     is_short = length <= window
-    if how == "sdpa" and attention_mask is None and is_short:
+    if how == "sdpa" and attention_mask is None and position_ids is None and is_short:
         return None
     place = torch.arange(length, device=x.device)
     behind = place[:, None] - place  # of a query, the keys before it
     allowed = (behind >= 0 if is_short else (behind >= 0) & (behind < window))[None, None]
     if attention_mask is not None:
         allowed = allowed & attention_mask[:, None, None, :].bool()
+    if position_ids is not None:
+        begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+        document = begins.cumsum(-1)
+        allowed = allowed & (document[:, None, :, None] == document[:, None, None, :])
     if how == "sdpa":
         return allowed
     lowest = torch.finfo(x.dtype).min
@@ -247,7 +272,7 @@ class HuggingFaceLayers(Sequence[Layer]):
                 "metadata": {"total_size": sum(size for _, size in held)},
                 "weight_map": {name: file for of_rank, _ in held for name, file in of_rank.items()},
             }
-            (folder / _INDEX).write_text(json.dumps(files, indent=2))
+            (folder / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
             config = copy.deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.dtype = dtype or torch.float32
@@ -258,13 +283,27 @@ class HuggingFaceLayers(Sequence[Layer]):
     def _by_layer(self, model: ParallelModel) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(layer, its parameters by the model's names), of this rank's layers, each as soon as it
         is whole; a tied head misses the embedding's parameter, as in ``transformers``' files."""
-        found: dict[int, dict[str, Tensor]] = {}
+        waiting: dict[int, dict[str, Tensor]] = {}
         for name, value in model.full_parameters():
             index = int(name.partition(".")[0])
-            found.setdefault(index, {})[self.own_name(name)] = value
-            if len(found[index]) == self._counts[index]:
-                yield index, found.pop(index)
-        yield from found.items()
+            waiting.setdefault(index, {})[self.own_name(name)] = value
+            if len(waiting[index]) == self._counts[index]:
+                yield index, waiting.pop(index)
+        yield from waiting.items()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """For ``loss_reduction="tokens"``: the sum of the cross entropies of the next tokens, and how
+    many of these are not ignored.
+
+    ``logits`` [rows, length, vocabulary], which are widened to fp32; ``targets`` [rows, length] are
+    the tokens that follow those of the inputs, or -100 for what is ignored.
+    """
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    losses = F.cross_entropy(
+        wide.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+    )
+    return losses, (targets != _IGNORED).sum()
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -279,8 +318,8 @@ def layers(model: PreTrainedModel | Path | str, *, seed: int = 0) -> HuggingFace
     was made on the meta device, whose parameters are then drawn from ``seed`` layer by layer.
     Parameters from a folder are fp32, whatever they are there.
 
-    Raises InfeasibleError for a family that is not among ``FAMILIES``, and for settings of one that
-    are not known here.
+    Raises InfeasibleError for a family that is not among ``FAMILIES``, for settings of one that are
+    not known here, and for adapters of peft.
     """
     if isinstance(model, PreTrainedModel):
         skeleton, fill = model, _draw
@@ -315,9 +354,17 @@ def _pieces(model: PreTrainedModel) -> list[_ModelPart]:
         "layerdrop": getattr(config, "layerdrop", 0.0) > 0,
         "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
         "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
+        # The router's loss is that of all layers' routers together, which no layer can add alone.
+        "output_router_logits=True": bool(getattr(config, "output_router_logits", False)),
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise InfeasibleError(f"model: {name} is not supported (set it otherwise in the config)")
+    for name in (name for name, _ in model.named_parameters() if _ADAPTER.search(name)):
+        raise InfeasibleError(
+            f"model: {name!r} belongs to an adapter of peft, which save_pretrained could not write "
+            "as peft does (merge the adapters into the weights; or cut the model into layers by "
+            "hand, and keep what is trained with model.save)"
+        )
     decoder: Any = model.get_submodule(family.decoder)
 
     def part(name: str) -> tuple[str, nn.Module | None]:
@@ -329,7 +376,7 @@ def _pieces(model: PreTrainedModel) -> list[_ModelPart]:
     for index in range(config.num_hidden_layers):
         path = f"{family.decoder}.{family.blocks}.{index}"
         modules = {"layer": (path, model.get_submodule(path)), "rotary": part("rotary_emb")}
-        pieces.append(Block(modules, config, index))
+        pieces.append(Block(modules, config, index, family.packs))
     last = {"norm": part(family.norm), "project_out": part(family.project_out)}
     last["head"] = ("lm_head", model.get_submodule("lm_head"))
     return [*pieces, Head(last, config)]
@@ -371,7 +418,7 @@ def _draw(made: _ModelPart, index: int) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """The file of every weight in a folder, by its name there."""
     if (folder / _INDEX).exists():
-        files = json.loads((folder / _INDEX).read_text())["weight_map"]
+        files = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in files.items()}
     single = folder / "model.safetensors"
     if not single.exists():
@@ -389,7 +436,9 @@ class _Reader:
         mapping = get_model_conversion_mapping(model)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self._converters = {one: found for found in converters for one in found.source_patterns}
+        self._converters = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         known, prefix = model.state_dict(), model.base_model_prefix
         self._sources = [
             (name, *rename_source_key(name, renamings, converters, prefix, known))
@@ -419,16 +468,16 @@ class _Reader:
 
     def _values(self, paths: tuple[str, ...]) -> dict[str, Tensor]:
         """What the files have below some paths of the model, by the model's names."""
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         for name, own, pattern in self._sources:
             if own.startswith(paths):
-                if own not in found:
+                if own not in by_name:
                     converter = self._converters[pattern] if pattern else None
-                    found[own] = copy.deepcopy(converter) or WeightRenaming(name, own)
+                    by_name[own] = copy.deepcopy(converter) or WeightRenaming(name, own)
                 with safe_open(self._files[name], framework="pt") as opened:
-                    found[own].add_tensor(own, name, pattern or name, opened.get_tensor(name))
+                    by_name[own].add_tensor(own, name, pattern or name, opened.get_tensor(name))
         values: dict[str, Tensor] = {}
-        for own, converter in found.items():
+        for own, converter in by_name.items():
             made = converter.convert(own, model=self._model, config=self._model.config)
             values |= {n: one[0] if isinstance(one, list) else one for n, one in made.items()}
         return values

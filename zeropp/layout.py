@@ -102,6 +102,30 @@ def most_microbatches(stages: int) -> int:
     return _MOST_ACTIONS // stages
 
 
+def microbatches_per_step(global_batch: int, layout: Layout, microbatch_size: int) -> int:
+    """Microbatches per step and pipeline. Raises InfeasibleError if the global batch does not
+    divide among the data-parallel ranks, or if there are more microbatches than can be planned."""
+    slots = layout.dp * microbatch_size
+    if global_batch % slots:
+        below = global_batch // slots * slots
+        nearest = f"{below} or {below + slots}" if below else f"{slots}"
+        raise InfeasibleError(
+            f"global_batch={global_batch}: must be a multiple of microbatch_size="
+            f"{microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})",
+            "global batch does not divide",
+        )
+    count = global_batch // slots
+    stages = layout.pp * layout.chunks
+    if count > most_microbatches(stages):
+        raise InfeasibleError(
+            f"global_batch={global_batch}: {count} microbatches per step and pipeline x "
+            f"{stages} stages are more than can be planned (at most {most_microbatches(stages)} "
+            "microbatches; try a larger microbatch_size)",
+            "more microbatches than can be planned",
+        )
+    return count
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

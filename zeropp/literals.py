@@ -23,22 +23,21 @@ from typing import (
 )
 
 Auto = Literal["auto"]
-BlockHalf = Literal["attention", "mlp"]  # each with its norm and its residual add
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
-LossReduction = Literal["mean", "sum"]  # what a loss function does over its batch
+LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1]
 
 T = TypeVar("T")
 
 
-def if_auto(asked: T | Auto, otherwise: T) -> T:
-    """``asked`` itself, or ``otherwise`` if it is ``auto``."""
-    return otherwise if asked == "auto" else asked
+def if_auto(value: T | Auto, otherwise: T) -> T:
+    """``value`` itself, or ``otherwise`` if it is ``auto``."""
+    return otherwise if value == "auto" else value
 
 
 # Ranges for the fields of dataclasses, written as ``Annotated[int, AT_LEAST_1]``.
@@ -133,6 +132,8 @@ def _in_words(kinds: tuple[Any, ...]) -> str:
 
 def _named(kind: Any) -> str:
     if get_origin(kind) is Callable:
-        given = ", ".join(getattr(one, "__name__", str(one)) for one in get_args(kind)[0])
-        return f"a function of ({given})"
+        arguments = ", ".join(
+            getattr(argument, "__name__", str(argument)) for argument in get_args(kind)[0]
+        )
+        return f"a function of ({arguments})"
     return str(kind) if get_args(kind) else f"a {kind.__name__}"

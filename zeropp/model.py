@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeropp.literals import BlockHalf
 from zeropp.shape import ModelShape
 
 
@@ -113,24 +112,6 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
 
-class HalfBlock(nn.Module):
-    """One of the two residual branches of a block, over the same parameters under the same names:
-    what one of two pipeline stages computes where the model is cut inside the block. Between them
-    goes the residual stream alone."""
-
-    def __init__(self, block: Block, half: BlockHalf) -> None:
-        super().__init__()
-        self.which = half
-        for name, module in block.named_children():
-            if name.startswith(half) or name == "dropout":
-                self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        norm, branch = self.get_submodule(f"{self.which}_norm"), self.get_submodule(self.which)
-        return x + self.get_submodule("dropout")(branch(norm(x)))  # type: ignore[no-any-return]
-
-
 _STD = ContextVar("standard deviation of initial weights", default=0.02)  # GPT-2's
 
 
@@ -198,18 +179,6 @@ def build_piece(
     return piece
 
 
-def build_half(
-    shape: ModelShape, index: int, half: BlockHalf, *, seed: int, device: torch.device | str = "cpu"
-) -> nn.Module:
-    """Half of block ``index``, with the parameters that ``build_piece`` gives the whole block.
-
-    The whole block is drawn first, so that no number depends on where the model is cut.
-    """
-    block = build_piece(shape, index, seed, device)
-    assert isinstance(block, Block)
-    return HalfBlock(block, half)
-
-
 def build_model(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> nn.Sequential:
     """The whole model on one device; parameter names are ``{piece}.{parameter}``.
 
@@ -251,4 +220,4 @@ def _initialise(piece: nn.Module, shape: ModelShape, seed: int) -> None:
             module.reset_parameters()
 
 
-__all__ = ["build_half", "build_model", "build_piece", "cross_entropy", "initial_std"]
+__all__ = ["build_model", "build_piece", "cross_entropy", "initial_std"]

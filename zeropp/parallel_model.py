@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.checkpoint import load_named
-from zeropp.engine.engine import Engine, StepTensors
+from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.optimizer import StepTensors
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import split_rows
-from zeropp.settings import Settings
-from zeropp.stages import Stages
+from zeropp.plan import Plan
+
+if TYPE_CHECKING:
+    from zeropp.engine.checkpoint import Checkpointer
 
 
 class ParallelModel:
@@ -24,19 +28,21 @@ class ParallelModel:
 
     All ranks must call every method together, except for ``close``. ``rows`` is this rank's slice
     of a global batch: part ``data_parallel_rank`` of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them. ``settings`` is one line with the degrees and knobs of the
-    model, whether they were given, chosen or are defaults.
+    ``DistributedSampler`` numbers them. ``plan`` is what every rank does in a step, and ``summary``
+    one line with its degrees and knobs, whether they were given, chosen or are defaults.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, stages: Stages) -> None:
-        layout = stages.plan.layout
-        self.engine = engine
-        self.settings = stages.describe()
-        self.rows = stages.rows()
-        self.data_parallel_rank = layout.dp_index(dist.get_rank())
-        self.data_parallel_size = layout.dp
-        self._microbatch_size = len(settings.sample)
-        self._keywords = frozenset(settings.sample_keywords)
+    def __init__(self, engine: Engine, plan: Plan, keywords: frozenset[str], chosen: str) -> None:
+        """``keywords`` are the names of the keyword inputs; ``chosen`` is what ``auto`` has become,
+        and the estimate behind it."""
+        self.engine, self.plan = engine, plan
+        self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
+        self.data_parallel_rank = plan.layout.dp_index(dist.get_rank())
+        self.data_parallel_size = plan.layout.dp
+        rows = plan.num_microbatches * plan.microbatch_size
+        first = rows * self.data_parallel_rank
+        self.rows = slice(first, first + rows)
+        self._keywords = keywords
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepTensors:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -47,24 +53,25 @@ class ParallelModel:
         loss function if that names it. Returns the loss of the
         global batch and the gradient's norm before clipping, equal on every rank.
 
-        Raises ValueError for another number of rows or a batch on another device, TypeError for
-        something that is not a tensor or for other keyword inputs than ``sample_keywords`` had, and
+        Raises ValueError for another number of rows, a batch on another device, or other rows than
+        those of a rank with the same ``data_parallel_rank`` (on a GPU in the next step), TypeError
+        for something that is not a tensor or other keyword inputs than ``sample_keywords`` had, and
         RuntimeError under ``torch.no_grad`` and under ``torch.autocast``, whose copies of the
         weights would outlive an update. The other ranks then raise PeerError, which is a
         RuntimeError, and nothing has run. A rank on which a step raises while it runs is to end,
         and its launcher ends the others; on it every further call raises RuntimeError.
         """
-        parts = self.engine.agree(
+        batch = self.engine.agree(
             "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
         )
-        return self.engine.step(parts.inputs, parts.targets, parts.keywords)
+        return self.engine.step(batch)
 
     def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
         """The loss of a batch, forward only: no gradients, every module in evaluation mode.
 
         The number of rows may be any, also 0, and may differ between data-parallel ranks; ranks
         with the same ``data_parallel_rank`` give the same rows. Returns the mean over all rows of
-        all ranks (the sum with ``loss_reduction="sum"``), equal on every rank. It changes no state:
+        all ranks, or what ``loss_reduction`` says, equal on every rank. It changes no state:
         a training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
@@ -93,13 +100,13 @@ class ParallelModel:
         named ``{layer}.{parameter}``; empty on the other ranks. A tied parameter is there under
         each of its names, as in a plain model's state dict. For models that fit into one machine's
         memory."""
-        mine = self.engine.full_state()
+        own_part = self.engine.full_state()
         if self.data_parallel_rank > 0:
-            mine = {}
+            own_part = {}
         parts: list[dict[str, Tensor]] | None = None
         if dist.get_rank() == 0:
             parts = [{} for _ in range(dist.get_world_size())]
-        dist.gather_object(mine, parts, dst=0)
+        dist.gather_object(own_part, parts, dst=0)
         return {name: value for part in parts or [] for name, value in part.items()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,7 +128,7 @@ class ParallelModel:
         parameter has the unsharded shape and the values that this rank keeps, so any topology, or
         one process with a plain state dict, reads what another has written.
         """
-        return self.engine.state().named()
+        return self._checkpointer.state().named()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or whole
@@ -132,9 +139,7 @@ class ParallelModel:
         missing, if no rank knows it, or if its tensor has another shape.
         """
         self.engine.on_all_ranks("load_state_dict", lambda: check_inference("load_state_dict"))
-        state = self.engine.state()
-        has_optimizer = load_named(state, state_dict)
-        self.engine.take_over(state, optimizer=has_optimizer)
+        self._checkpointer.load_named(state_dict)
 
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint that any topology can load: parameters, persistent
@@ -144,7 +149,7 @@ class ParallelModel:
         An interrupted save leaves no half checkpoint: the last one with that name stays until this
         one is complete.
         """
-        self.engine.save(directory)
+        self._checkpointer.save(directory)
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of this topology or another, of ``save`` or of
@@ -152,7 +157,7 @@ class ParallelModel:
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
         where a file of ``save`` is missing or is not as it was written."""
         self.engine.on_all_ranks("load", lambda: check_inference("load"))
-        self.engine.load(directory, weights_only=weights_only)
+        self._checkpointer.load(directory, weights_only=weights_only)
 
     def close(self) -> None:
         """End this model's threads and process groups; it cannot be used afterwards."""
@@ -164,6 +169,12 @@ class ParallelModel:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:  # else peers may wait for this rank, and closing would wait for them
             self.close()
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        from zeropp.engine.checkpoint import Checkpointer  # which takes torch long to import
+
+        return Checkpointer(self.engine)
 
     def _check_ready(self) -> None:
         device = self.engine.lanes.device
@@ -218,7 +229,8 @@ class ParallelModel:
                 f"{sorted(self._keywords)} (sample_keywords)"
             )
         device, used = self.engine.lanes.device, self.engine.interpreter.reads(keyword_inputs)
-        for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
+        whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
+        for name, part in whole.items():
             if not isinstance(part, Tensor) or not part.dim():
                 raise TypeError(
                     f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
@@ -230,7 +242,19 @@ class ParallelModel:
                     f"batch there: .to({str(device)!r}))"
                 )
         if not len(inputs):
-            return Microbatches((), ())
-        size = self._microbatch_size
+            return Microbatches((), (), whole=whole)
+        size = self.plan.microbatch_size
         keywords = split_rows(keyword_inputs, size)
-        return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords)
+        return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords, whole)
+
+
+def describe(plan: Plan) -> str:
+    """The degrees and knobs of a plan, and its layers per stage, in one line."""
+    layout, order = plan.layout, plan.schedule
+    counts = " ".join(str(end - begin) for begin, end in pairwise(plan.cuts))
+    return (
+        f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
+        f"chunks={layout.chunks} unit={order.unit} activation_cap={plan.activation_cap} "
+        f"recompute={plan.recompute}; {order.num_microbatches} microbatches, layers per stage: "
+        f"{counts}"
+    )

@@ -1,4 +1,4 @@
-"""Task, Candidate and Plan: what is trained, a contender's settings, and what every rank does.
+"""Plans: what every rank does in one step.
 
 A ``SizedPlan`` becomes a ``Plan`` once its order of actions is chosen. The engine, the simulator,
 the validation and the viewer all work from the same Plan, so that what is priced is what runs.
@@ -7,53 +7,18 @@ Imports no torch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import ceil, floor
-from typing import Generic, Protocol, TypeVar
 
-from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, WireType
-from zeropp.programs import program_named
-from zeropp.schedule.program import Schedule, ScheduleSizes
+from zeropp.literals import Precision, Recompute, ReduceEvery, WireType
+from zeropp.schedule.legality import validate
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.program import Schedule, ScheduleSizes, StepEnd
 from zeropp.shape import ModelShape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained and on what: the same for every contender of a comparison."""
-
-    shape: ModelShape
-    cluster: Cluster
-    num_gpus: int
-    global_batch: int  # sequences per step, over all ranks
-    precision: Precision = "bf16"
-
-
-class Knobs(Protocol):
-    """A contender's settings: a frozen dataclass of its own.
-
-    A field with the name of an axis (``pp``, ``tp``, ``shard``, ``replicate``) is that axis's
-    degree; an axis without a field has degree 1.
-    """
-
-    @property
-    def name(self) -> str:
-        """The contender's name in the registry."""
-        ...
-
-
-K = TypeVar("K", bound=Knobs)
-
-
-@dataclass(frozen=True)
-class Candidate(Generic[K]):
-    """What a search tries: a contender's knobs and the number of sequences per microbatch."""
-
-    knobs: K
-    microbatch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +50,9 @@ class SizedPlan:
     """Everything about one step of one configuration except for the order of actions, which the
     cost model does not need.
 
-    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
-    ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
-    piece 3, a block, between its attention and its MLP. In every step ``num_microbatches``
-    microbatches of ``microbatch_size`` sequences pass through every pipeline.
+    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` has the
+    pieces from ``cuts[s]`` to before ``cuts[s+1]``. In every step ``num_microbatches`` microbatches
+    of ``microbatch_size`` sequences pass through every pipeline.
     """
 
     contender: str
@@ -96,12 +60,11 @@ class SizedPlan:
     layout: Layout
     microbatch_size: int
     schedule: ScheduleSizes
-    cuts: tuple[float, ...]
-    program: str  # name of the training program in ``zeropp.programs``
+    cuts: tuple[int, ...]
+    program: str  # name of the training program in ``zeropp.price.programs``
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
-    # Halves of blocks are never recomputed.
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
@@ -109,19 +72,11 @@ class SizedPlan:
     split_backward: bool = True
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False
+    # The pieces that share a parameter, of a model whose shape does not say that embedding and head
+    # do.
+    tied_pieces: tuple[int, ...] = ()
     # Predicted memory per pipeline rank; empty where nothing was predicted.
     memory: tuple[MemoryBytes, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, with the known names, if the program is not registered."""
-        program_named(self.program)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered before use: because they are sharded, or because the
-        program computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
-        casts = program_named(self.program).state(self.precision).casts_parameters
-        return self.layout.shard > 1 or casts
 
     @property
     def num_microbatches(self) -> int:
@@ -139,23 +94,16 @@ class SizedPlan:
         return self.microbatch_size * self.num_microbatches * self.layout.dp
 
     def pieces_of(self, stage: int) -> range:
-        """The indices of the whole pieces of a stage."""
-        return range(ceil(self.cuts[stage]), floor(self.cuts[stage + 1]))
-
-    def halves_of(self, stage: int) -> tuple[tuple[int, BlockHalf], ...]:
-        """(index of the piece, half) of the halves of blocks in a stage: the MLP of a block in
-        which it begins, and the attention of a block in which it ends."""
-        begin, end = self.cuts[stage], self.cuts[stage + 1]
-        halves: list[tuple[int, BlockHalf]] = [(floor(begin), "mlp")] if begin % 1 else []
-        return (*halves, *([(floor(end), "attention")] if end % 1 else []))  # type: ignore[arg-type]
+        """The indices of the pieces of a stage."""
+        return range(self.cuts[stage], self.cuts[stage + 1])
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """The number of whole transformer blocks per stage."""
-        return _whole_blocks(self.cuts, self.shape.num_pieces)
+        """The number of transformer blocks per stage."""
+        return _blocks(self.cuts)
 
     def blocks_of(self, stage: int) -> int:
-        """The number of whole transformer blocks in a stage."""
+        """The number of transformer blocks in a stage."""
         return self.blocks[stage]
 
     @cached_property
@@ -174,8 +122,34 @@ class SizedPlan:
         first = max(1, self.cuts[stage])
         return first <= piece < first + self.recomputed_blocks(stage)
 
+    @property
+    def sharing_pieces(self) -> tuple[int, ...]:
+        """The two pieces that share a parameter, in their order; empty if none is shared."""
+        return (0, self.shape.num_pieces - 1) if self.shape.tied_embeddings else self.tied_pieces
+
+    @property
+    def tied_stages(self) -> tuple[int, ...]:
+        """The two stages that each have a copy of the parameter that two pieces share; empty if
+        none is shared, or if a single stage has it."""
+        stages = {bisect_right(self.cuts, piece) - 1 for piece in self.sharing_pieces}
+        # Under FSDP, where every piece is a stage, both pieces use one parameter.
+        is_one = len(stages) < 2 or self.schedule.name == "accumulation"
+        return () if is_one else tuple(sorted(stages))
+
+    @property
+    def step_end(self) -> StepEnd:
+        """What follows the passes of a step."""
+        replicas = self.layout.replicate > 1
+        zero1 = replicas and self.layout.replicate_zero == 1
+        return StepEnd(replicas, self.tied_stages, zero1)
+
     def ordered(self, schedule: Schedule) -> Plan:
-        """The same plan with the programs of ``schedule``, which must have the plan's sizes."""
+        """The same plan with the programs of a lowered ``schedule``, which must have the plan's
+        sizes, and with the end of the step."""
+        return self.with_programs(with_step_end(schedule, self.step_end))
+
+    def with_programs(self, schedule: Schedule) -> Plan:
+        """The same plan with these programs, which may be a part of a step."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Plan(**values | {"schedule": schedule})
 
@@ -186,10 +160,30 @@ class Plan(SizedPlan):
 
     schedule: Schedule
 
+    def check(self) -> None:
+        """Raise ScheduleError for programs that are illegal, deadlock, exceed the plan's cap, or
+        end otherwise than it says."""
+        validate(self.schedule, activation_cap=self.activation_cap or None, end=self.step_end)
+
+
+TooLarge = Callable[[Schedule], bool]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An order of a plan's actions. ``complete`` gives the plan with its programs. Where that takes
+    long, because gathers, reductions and transfers must be added, ``compute`` has the compute
+    actions; of an order that is too large it may be the beginning alone."""
+
+    complete: Callable[[], Plan]
+    compute: Schedule | None = None
+
 
 @lru_cache(maxsize=4096)
-def _whole_blocks(cuts: tuple[float, ...], num_pieces: int) -> tuple[int, ...]:
-    """Whole blocks per stage: its whole pieces without embedding and head."""
-    first_and_last = (0, num_pieces - 1)
-    stages = [range(ceil(begin), floor(end)) for begin, end in pairwise(cuts)]
-    return tuple(len(pieces) - sum(end in pieces for end in first_and_last) for pieces in stages)
+def _blocks(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks per stage: all pieces but the embedding and the head, which are the first and the
+    last."""
+    counts = [end - begin for begin, end in pairwise(cuts)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)

@@ -1,22 +1,26 @@
-"""What a person may set of ``zeropp.parallelize``: one dataclass, whose fields are its keywords."""
+"""What a person may set of ``zeropp.parallelize``: one dataclass, whose fields are its keywords.
+
+A plan is made from it, or given in it; what no plan decides (the optimizer, tied parameters, random
+numbers) the engine reads here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.cluster import Cluster, named_cluster
-from zeropp.contender.contender import StepKnobs
-from zeropp.engine.options import EngineOptions, GroupOf, MakeOptimizer, one_group
+from zeropp.knobs import StepKnobs
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import (
+    AT_LEAST_0,
     AT_LEAST_1,
     Auto,
     Axis,
@@ -27,11 +31,32 @@ from zeropp.literals import (
     check_fields,
     if_auto,
 )
+from zeropp.plan import Plan
 from zeropp.training import OptimizerConfig
 
+if TYPE_CHECKING:
+    from zeropp.cluster import Cluster
+else:
+    Cluster = object  # its module is loaded, and looks at the value, where there is one
+
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
+# The optimizer group of a parameter, by its name.
+GroupOf = Callable[[ParameterName, nn.Parameter], str]
+# From flat tensors, by the name of their optimizer group, to an optimizer of them.
+MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
 _AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
 _OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
+
+
+def one_group(name: ParameterName, parameter: nn.Parameter) -> str:
+    """The optimizer group of every parameter, if there is only one group."""
+    del name, parameter
+    return "all"
+
+
+def asked_for(keywords: Mapping[str, object]) -> frozenset[str]:
+    """The keywords whose value is to be chosen, because ``auto`` was given for them."""
+    return frozenset(name for name, value in keywords.items() if value == "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +76,18 @@ class Settings(StepKnobs):
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
     chunks: Annotated[int | Auto, AT_LEAST_1] = 1
     recompute: Recompute | Auto = "none"
+    plan: Plan | None = None
+    """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
+    ``mesh``, ``precision``, ``weights`` and ``cluster``."""
     mesh: DeviceMesh | None = None
     """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
     element by element, from flat fp32 tensors by group: ``lambda groups:
-    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. Clipping needs a configuration."""
+    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``."""
+    clip_norm: Annotated[float, AT_LEAST_0] = 0.0
+    """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
+    down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""
     group_of: GroupOf = one_group
     """The optimizer group of a parameter, given its (layer, name) and itself."""
     precision: Precision = "fp32"
@@ -67,7 +98,10 @@ class Settings(StepKnobs):
     parameters in fp32: their inputs are cast to it, and their outputs back to bf16."""
     loss_reduction: LossReduction = "mean"
     """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
-    mean over its rows; ``sum``: their sum."""
+    mean over its rows; ``sum``: their sum; ``tokens``: the function gives a sum and a count (of the
+    labels that are not ignored, for example), and the loss of a batch is the sum over all of it
+    divided by the count of all of it. Scalars that layers give are added to what the function gives
+    for the same microbatch: to its mean or to its sum."""
     sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
     """The keyword inputs of one microbatch, by name, for their shapes; [rows, ...] each."""
     weights: Sequence[float] | None = None
@@ -85,9 +119,11 @@ class Settings(StepKnobs):
     the CPU. A CUDA device becomes the current one of this process (``torch.cuda.set_device``)."""
     lr_schedule: Callable[[int], float] | None = None
     """The factor on the learning rate, given the number of steps done."""
-    dropout_seed: int | None = None
-    """What the model draws is a function of this number (0 if it is None), the step and the
-    microbatch."""
+    dropout_seed: int | None = 0
+    """What the model draws by torch's default generators is a function of this number, of the step,
+    the microbatch and the layer, so that every topology draws the same; draws of Python, of numpy
+    and of a generator of its own differ. None: its layers draw nothing (one that does is
+    refused), and the time of seeding is saved."""
     timeout: timedelta | None = None
     """How long this model's collectives and messages wait for their peers; by default as long as
     those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
@@ -108,6 +144,9 @@ class Settings(StepKnobs):
         if self.tied is not None:
             first, second = sorted(self.tied)
             object.__setattr__(self, "tied", (first, second))
+        self._take_over_clipping()
+        if self.plan is not None:
+            self._take_over(self.plan)
         _ = self.layout, self.hardware  # which raise where there is none
 
     @cached_property
@@ -127,34 +166,77 @@ class Settings(StepKnobs):
     @cached_property
     def hardware(self) -> Cluster | None:
         """The cluster, if one was named or given."""
-        return named_cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
+        if self.cluster is None:
+            return None
+        from zeropp.cluster import cluster_of
 
-    def described(self) -> str:
-        """What must be equal on all ranks. Functions are compared by what they give."""
-        return repr(
-            {
-                one.name: _described(getattr(self, one.name))
-                for one in fields(self)
-                if one.name not in _OF_THIS_RANK
-            }
-        )
+        return cluster_of(self.cluster)
 
-    def engine_options(self) -> EngineOptions:
-        """The options of the engine, which have the same names."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        own["recompute"] = if_auto(self.recompute, "none")
-        if self.dropout_seed is None:
-            own["dropout_seed"] = 0
-        return EngineOptions(
-            **{one.name: own[one.name] for one in fields(EngineOptions) if one.name in own}
-        )
+    def described(self) -> dict[str, str]:
+        """What must be equal on all ranks, by field. Functions are compared by what they give."""
+        return {
+            each.name: repr(_described(getattr(self, each.name)))
+            for each in fields(self)
+            if each.name not in _OF_THIS_RANK
+        }
+
+    def _take_over_clipping(self) -> None:
+        """Set the norm of a configured optimizer; raises InfeasibleError if another was given."""
+        config = self.optimizer
+        configured = config.clip_norm if isinstance(config, OptimizerConfig) else 0.0
+        if configured and self.clip_norm not in (0, configured):
+            raise InfeasibleError(
+                f"clip_norm={self.clip_norm}: the optimizer's configuration has {configured} "
+                "(leave one of the two out)"
+            )
+        object.__setattr__(self, "clip_norm", configured or self.clip_norm)
+
+    def _take_over(self, plan: Plan) -> None:
+        """Set what a plan decides; raises InfeasibleError where it is not for this batch."""
+        for name, value in _decided_by(plan).items():
+            object.__setattr__(self, name, value)
+        if plan.layout != self.layout:
+            raise InfeasibleError("plan: has tensor parallelism, which nothing here can run")
+        if (self.global_batch, len(self.sample)) != (plan.global_batch, plan.microbatch_size):
+            raise InfeasibleError(
+                f"plan: is for global_batch={plan.global_batch} in microbatches of "
+                f"{plan.microbatch_size} rows, but global_batch={self.global_batch} and the sample "
+                f"has {len(self.sample)} rows"
+            )
+
+
+def read_keywords(layers: object, keywords: Mapping[str, Any]) -> Settings:
+    """The settings with these keywords; without ``tied``, layers may know it (as those of Hugging
+    Face's models do). Raises InfeasibleError as ``Settings`` does, and for a keyword beside a plan
+    that decides otherwise, be it ``auto`` or the keyword's default."""
+    settings = Settings(**keywords)
+    if settings.tied is None and (tied := getattr(layers, "tied", None)):
+        settings = replace(settings, tied=tied)
+    for name, value in _decided_by(settings.plan).items() if settings.plan else ():
+        if name in keywords and keywords[name] != value:
+            raise InfeasibleError(
+                f"{name}={keywords[name]!r}: the plan decides it (leave one of the two out)"
+            )
+    return settings
+
+
+def _decided_by(plan: Plan) -> dict[str, Any]:
+    """What a plan decides, by the names of the fields of ``Settings``."""
+    places = (plan, plan.layout, plan.schedule)
+    knobs = {
+        name: next(getattr(place, name) for place in places if hasattr(place, name))
+        for name in ("precision", *(each.name for each in fields(StepKnobs)))
+    }
+    return dict.fromkeys(("mesh", "weights", "cluster")) | knobs
 
 
 def _described(value: Any) -> object:
+    if isinstance(value, Plan):  # its text would be long
+        return crc32(repr(replace(value, memory=())).encode())
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, Mapping):
-        return {name: _described(one) for name, one in value.items()}
+        return {name: _described(inner) for name, inner in value.items()}
     return "a function" if callable(value) else value
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-Lane = Literal["compute", "gather", "reduce", "transfer", "memory"]
+Lane = Literal["compute", "gather", "reduce", "replicas", "transfer", "memory"]
 Provenance = Literal["measured", "traced", "simulated", "published"]
 
 
@@ -16,7 +16,7 @@ class Span(NamedTuple):
     """One action on one lane of one pipeline rank, in seconds since the start of the step.
 
     ``action`` is the text form of a schedule's action (``3F1`` is the forward of microbatch 1 in
-    stage 3) or a plain word (``optimizer``). It is a tuple, because a large step has hundreds of
+    stage 3) or a plain word. It is a tuple, because a large step has hundreds of
     thousands of spans.
     """
 
@@ -55,7 +55,7 @@ class Timeline:
         Each rank is shown as a process and each lane as one of its threads. Perfetto requires
         thread numbers to be unique in the whole trace and reserves 0 for the idle thread.
         """
-        lanes: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer", "memory")
+        lanes: tuple[Lane, ...] = get_args(Lane)
         process = {rank: 1 + rank * len(lanes) for rank in self.ranks}
         for rank, pid in process.items():
             name = {"name": f"pipeline rank {rank}"}
@@ -85,7 +85,7 @@ class Timeline:
             "traceEvents": list(self.chrome_events()),
             "otherData": {"title": self.title, "provenance": self.provenance},
         }
-        path.write_text(json.dumps(document))
+        path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def timeline_from_rows(title: str, provenance: Provenance, rows: list[list[Any]]) -> Timeline:

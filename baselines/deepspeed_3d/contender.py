@@ -10,21 +10,21 @@ from math import prod
 from typing import Annotated, Literal
 
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import cut_by_cost
-from zeropp.layout import InfeasibleError
-from zeropp.literals import AT_LEAST_1, Auto, ReplicateZero, if_auto
-from zeropp.plan import SizedPlan, Task
-from zeropp.planner import (
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import (
     asked_degrees,
     check_stages,
-    microbatches_per_step,
     one_order,
     resolve_degrees,
 )
-from zeropp.schedule import build
-from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placement, unordered
-from zeropp.tune.contender import Contender
-from zeropp.tune.space import SearchPoint, Space, at_degrees, choices, one_member, zero_choices
+from zeropp.choose.space import SearchPoint, Space, at_degrees, choices, one_member, zero_choices
+from zeropp.choose.task import Task
+from zeropp.layout import InfeasibleError, microbatches_per_step
+from zeropp.literals import AT_LEAST_1, Auto, ReplicateZero, if_auto
+from zeropp.plan import SizedPlan
+from zeropp.price import cut_by_cost
+from zeropp.schedule.build import build
+from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_placement, unordered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,9 @@ class DeepSpeedKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-# The plan of DeepSpeed 3D: plain 1F1B over stages that are balanced by cost.
-#
-# A rank's program is the order of actions that DeepSpeed's own ``TrainSchedule`` gives; a test
-# compares the two, action by action.
-
-
 def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
-    """A plan of TP x PP x DP with ZeRO 0 or 1, with all sizes but without an order of actions.
+    """A plan of TP x PP x DP with ZeRO 0 or 1, whose stages are balanced by cost, with all sizes
+    but without an order of actions.
 
     Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, and one
     stage per node. Raises InfeasibleError, whose message is one line.
@@ -66,7 +61,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
     placement = loop_placement(layout.pp, 1)
-    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     plan = SizedPlan(
         contender="deepspeed_3d",
         shape=task.shape,
@@ -83,14 +78,15 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
 
 
 def programs(plan: SizedPlan) -> Schedule:
-    """The programs of a plan, of which DeepSpeed has one order."""
-    return _schedule(plan.layout.pp, plan.num_microbatches)
+    """The programs of a plan: plain 1F1B in the one order of DeepSpeed's own ``TrainSchedule``; a
+    test compares the two, action by action."""
+    return _schedule(plan.layout.pp, plan.num_microbatches, plan.tied_stages)
 
 
 @lru_cache(maxsize=128)
-def _schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+def _schedule(num_ranks: int, num_microbatches: int, tied: tuple[int, ...]) -> Schedule:
     schedule = build("1f1b", num_ranks=num_ranks, chunks=1, num_microbatches=num_microbatches)
-    return with_deepspeed_exchanges(schedule)
+    return with_deepspeed_exchanges(schedule, tied)
 
 
 def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
@@ -103,20 +99,22 @@ def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
     return 2 if fits else 1
 
 
-def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
+def with_deepspeed_exchanges(schedule: Schedule, tied: tuple[int, ...]) -> Schedule:
     """Add sends, receives and the final gradient reduction to a compute-only 1F1B schedule, in the
-    order of DeepSpeed's ``TrainSchedule.steps``.
+    order of DeepSpeed's ``TrainSchedule.steps``; it sums the gradients of ``tied`` stages before
+    they are reduced.
 
     DeepSpeed counts in time slots of one forward or backward pass each. A pass's output is sent in
     the slot after the pass. If that slot holds a backward pass, the gradient that this backward
     needs is received before the send.
     """
     last = schedule.num_stages - 1
-    programs = (_exchanges(program, last) for program in schedule.programs)
+    programs = (_exchanges(program, last, tied) for program in schedule.programs)
     return replace(schedule, programs=tuple(programs))
 
 
-def _exchanges(program: Program, last: int) -> Program:
+def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankProgram:
+    stage = program[0].stage
     out: list[Action] = []
     unsent: list[Action] = []
     slot = -1
@@ -127,7 +125,8 @@ def _exchanges(program: Program, last: int) -> Program:
         out += (*received, *unsent) if receive_first else (*unsent, *received)
         out.append(action)
         unsent = sent
-    return (*out, *unsent, Action(program[0].stage, Op.REDUCE_GRAD))
+    sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
+    return (*out, *unsent, *sums, Action(stage, Op.REDUCE_GRAD))
 
 
 def _slot(action: Action, last: int) -> int:

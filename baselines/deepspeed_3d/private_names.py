@@ -39,7 +39,9 @@ OPS: dict[type, Op] = {
     instructions.RecvActivation: Op.RECV_F,
     instructions.SendGrad: Op.SEND_B,
     instructions.RecvGrad: Op.RECV_B,
+    instructions.ReduceTiedGrads: Op.REDUCE_TIED,
     instructions.ReduceGrads: Op.REDUCE_GRAD,
+    instructions.OptimizerStep: Op.UPDATE,
 }
 
 Handler = Callable[..., None]

@@ -103,24 +103,24 @@ class _VocabularyLoss(torch.autograd.Function):
         largest = scores.max(dim=-1).values
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         scores = scores - largest.unsqueeze(-1)
-        mine, local = _local_tokens(targets, logits.shape[-1], group)
+        mask, local = _local_tokens(targets, logits.shape[-1], group)
         rows = torch.arange(len(targets), device=targets.device)
-        chosen = torch.where(mine, scores[rows, local], 0.0)
+        chosen = torch.where(mask, scores[rows, local], 0.0)
         exponentials = scores.exp_()
         sums = torch.stack((exponentials.sum(dim=-1), chosen))
         dist.all_reduce(sums, group=group)
         total, chosen = sums
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), mine, local)
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), mask, local)
         ctx.dtype = logits.dtype
         loss: Tensor = (total.log() - chosen).mean()
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gradient, mine, local = ctx.saved_tensors
-        rows = torch.arange(len(mine), device=mine.device)
-        gradient[rows, local] -= mine.to(gradient.dtype)
-        gradient *= grad / len(mine)
+        gradient, mask, local = ctx.saved_tensors
+        rows = torch.arange(len(mask), device=mask.device)
+        gradient[rows, local] -= mask.to(gradient.dtype)
+        gradient *= grad / len(mask)
         return gradient.to(ctx.dtype), None, None
 
 
@@ -165,8 +165,8 @@ def _row_parallel(linear: nn.Linear, group: Group) -> Any:
 
 def _vocabulary_embedding(embedding: nn.Embedding, group: Group) -> Any:
     def forward(tokens: Tensor) -> Tensor:
-        mine, local = _local_tokens(tokens, embedding.weight.shape[0], group)
-        part = F.embedding(local, embedding.weight) * mine.unsqueeze(-1)
+        mask, local = _local_tokens(tokens, embedding.weight.shape[0], group)
+        part = F.embedding(local, embedding.weight) * mask.unsqueeze(-1)
         return _Sum.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
     return forward
@@ -176,5 +176,5 @@ def _local_tokens(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tens
     """(mask of the tokens that are among this rank's ``size`` entries of the vocabulary, their
     index there or 0)."""
     shifted = tokens - group.rank() * size
-    mine = (shifted >= 0) & (shifted < size)
-    return mine, torch.where(mine, shifted, 0)
+    mask = (shifted >= 0) & (shifted < size)
+    return mask, torch.where(mask, shifted, 0)

@@ -49,18 +49,17 @@ from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
-# The layers of DeepSpeed's ``PipelineModule``, each built by a function of this suite.
-#
-# With tied embeddings the first and the last layer share the embedding's weight.
-
-
 _TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
 TIED_NAME = f"tied_modules.{_TIED}"
+_TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
+_LARGEST_BUCKET = 500_000_000  # elements that are reduced at once, DeepSpeed's default
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 class Factory(nn.Module):
-    """A layer type for DeepSpeed's ``LayerSpec``, which builds layers from a type and arguments:
-    making one calls ``make(index)`` and returns that module."""
+    """A layer type for DeepSpeed's ``LayerSpec``, which builds the layers of a ``PipelineModule``
+    from a type and arguments: making one calls ``make(index)`` and returns that module."""
 
     def __new__(cls, make: Callable[[int], nn.Module], index: int) -> Any:
         return make(index)
@@ -94,22 +93,14 @@ def tie(
     ]
 
 
-# The integers that DeepSpeed's pipeline stages send each other, for a rank traced without peers.
-#
-# A *boundary* is the activation that one stage sends to the next. Before the first one, its shape
-# is sent (``PipelineEngine._send_tensor_meta``). Under tensor parallelism a rank sends only its
-# part of each boundary, after integers that describe the part (``PartitionedTensor.to_meta``). A
-# traced rank has no peer that sends these integers, so they are computed here. All boundaries of a
-# plan have one shape.
-
-
-_TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
-
-
 def fill(plan: Plan, message: Tensor) -> None:
-    """Fill a received message of integers with what the neighbouring stage would have sent.
+    """Fill a received message of integers with what the neighbouring stage would have sent, for a
+    rank that is traced without its peers.
 
-    An int64 ``message`` describes this rank's part of a boundary; any other one gives its shape.
+    A *boundary* is the activation that one stage sends to the next; all boundaries of a plan have
+    one shape, which is sent before the first one (``PipelineEngine._send_tensor_meta``). Under
+    tensor parallelism a rank sends only its part of each boundary, after integers that describe the
+    part (``PartitionedTensor.to_meta``): these are an int64 ``message``, any other is the shape.
     """
     numbers = _partition(plan) if message.dtype == torch.int64 else _shapes(plan)
     message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
@@ -132,11 +123,6 @@ def _shapes(plan: Plan) -> list[int]:
         return [_TENSOR, code, len(shape), *shape]
     place, part = len(_partition(plan)), prod(shape) // plan.layout.tp
     return [_TUPLE, 2, codes[torch.int64], 1, place, code, 1, part]
-
-
-logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-_LARGEST_BUCKET = 500_000_000  # elements that are reduced at once, DeepSpeed's default
 
 
 def build(
@@ -165,7 +151,7 @@ class DeepSpeedTrainer:
 
         layers = [LayerSpec(Factory, make, index) for index in range(shape.num_pieces)]
         module = CutPipeline(
-            tuple(int(cut) for cut in plan.cuts),
+            plan.cuts,
             layers=tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
             loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),
@@ -176,7 +162,7 @@ class DeepSpeedTrainer:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module.parameters(), optimizer),
-            config=_config(plan, sum(each.numel() for each in module.parameters())),
+            config=_config(plan, sum(parameter.numel() for parameter in module.parameters())),
         )
         self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
         self._counters: Counter[str] = Counter()
@@ -221,6 +207,8 @@ class DeepSpeedTrainer:
         schedule are counted and timed; handlers of others are returned as they are."""
         trainer = self
         op = OPS.get(kind)
+        if op is Op.REDUCE_TIED and self._engine.stage_id not in self._plan.tied_stages:
+            op = None  # DeepSpeed gives every stage the instruction
 
         def observed(engine: Any, **arguments: Any) -> None:
             if kind is instructions.OptimizerStep:
@@ -297,13 +285,13 @@ def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
     """The process group of those lists' ranks that this rank is in. All ranks must call it with the
     same lists, because ``new_group`` is collective; no list means one group per rank."""
-    mine = None
+    own_group = None
     for ranks in rank_lists or [[rank] for rank in range(dist.get_world_size())]:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None
-    return mine  # type: ignore[no-any-return]
+            own_group = group
+    assert own_group is not None
+    return own_group  # type: ignore[no-any-return]
 
 
 def _config(plan: Plan, parameters: int) -> dict[str, Any]:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal
 
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import one_order, resolve_degrees
+from zeropp.choose.space import SearchPoint, Space, at_degrees, choices, recompute_choices
+from zeropp.choose.task import Task
+from zeropp.layout import microbatches_per_step
 from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
-from zeropp.plan import SizedPlan, Task
-from zeropp.planner import microbatches_per_step, one_order, resolve_degrees
+from zeropp.plan import SizedPlan
+from zeropp.price.programs import gathers
 from zeropp.schedule import lower
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
-from zeropp.tune.contender import Contender
-from zeropp.tune.space import SearchPoint, Space, at_degrees, choices, recompute_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +35,13 @@ class FSDPKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-# The plan of FSDP2 alone: gradient accumulation over microbatches.
-#
-# Every piece of the model (embedding, block, head) is a stage of its own on the only pipeline rank,
-# because FSDP2 gathers piece by piece, for the forward and again for the backward of every
-# microbatch.
-
-
 def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times, with all sizes but without an
     order of actions. By a simple rule ``shard: auto`` is the GPUs of a node. Raises
     InfeasibleError."""
     pieces = task.shape.num_pieces
     layout = replace(resolve_degrees(task, knobs), chunks=pieces)
-    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     return SizedPlan(
         contender="fsdp",
         shape=task.shape,
@@ -69,14 +65,16 @@ def recomputed_pieces(asked: int | Auto, pieces: int) -> tuple[int, ...]:
 
 
 def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
-    """The sizes of gradient accumulation in which every piece is a stage."""
+    """The sizes of gradient accumulation over microbatches. Every piece of the model (embedding,
+    block, head) is a stage of its own on the only pipeline rank, because FSDP2 gathers piece by
+    piece, for the forward and again for the backward of every microbatch."""
     return unordered("accumulation", (0,) * pieces, microbatches, 1)
 
 
 def programs(plan: SizedPlan) -> Schedule:
     """The program of a plan, of which there is one order."""
     stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
-    return _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
+    return _schedule(stages, microbatches, gathers(plan), plan.reduce_every)
 
 
 @lru_cache(maxsize=128)

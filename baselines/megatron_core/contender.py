@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baselines.public_3d import SPACE, Public3DKnobs, programs, size
-from zeropp import CUDA_SETTINGS
-from zeropp.planner import one_order
-from zeropp.tune.contender import Contender
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import one_order
+from zeropp.cuda_settings import CUDA_SETTINGS
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _HEAD: dict[str, tuple[Cut, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Held:
+class Contents:
     """What one parameter of Megatron-Core holds: parameters ``names`` of piece ``piece`` of
     ``zeropp.model``, joined in ``groups`` groups of rows that hold a part of each of them."""
 
@@ -71,7 +71,7 @@ class Held:
         return [value.flatten(0, 1) for value in torch.split(grouped, rows, dim=1)]
 
 
-def held(shape: ModelShape, name: str, piece: int, tp: int) -> Held:
+def contents_of(shape: ModelShape, name: str, piece: int, tp: int) -> Contents:
     """What the parameter ``name`` of a ``GPTModel`` holds; in a layer, ``name`` is the name inside
     the layer and ``piece`` the layer's number, which counts from 1. Raises KeyError for a name that
     Megatron-Core did not have."""
@@ -91,4 +91,4 @@ def held(shape: ModelShape, name: str, piece: int, tp: int) -> Held:
     if cut == "columns" and kind == "bias":  # added once, after the sum over the ranks
         cut = "whole"
     groups = shape.kv_heads if len(names) == 3 else tp
-    return Held(piece, tuple(f"{each}.{kind}" for each in names), cut, groups)
+    return Contents(piece, tuple(f"{module_name}.{kind}" for module_name in names), cut, groups)

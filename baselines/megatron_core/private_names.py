@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.tracing import as_one_kernel
+from zeropp.emulate.memory import as_one_kernel
 from zeropp.schedule.program import Op
 
 
@@ -56,8 +56,8 @@ _CPU = torch.device("cpu")
 _PASSES = {Op.FORWARD: schedules.forward_step, Op.FULL_BACKWARD: schedules.backward_step}
 
 
-def known(kind: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Those of the values that this release of Megatron-Core has parameters for."""
+def supported_keywords(kind: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Those of the keyword arguments that ``kind`` has in this release of Megatron-Core."""
     names = inspect.signature(kind).parameters
     return {name: value for name, value in values.items() if name in names}
 
@@ -107,8 +107,8 @@ def master_values(parameter: nn.Parameter, optimizers: list[Any]) -> tuple[Tenso
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed with the kernel of Apex that adds weight gradients
     inside their product, which Megatron-Core needs for the output layer."""
-    found = importlib.util.find_spec("transformer_engine") is not None
-    return found and bool(parallel_layers._grad_accum_fusion_available)
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return is_installed and bool(parallel_layers._grad_accum_fusion_available)
 
 
 def overlap_tensor_parallel(tokens: int, hidden: int, tp: int) -> None:
@@ -118,9 +118,6 @@ def overlap_tensor_parallel(tokens: int, hidden: int, tp: int) -> None:
 
     base.destroy_ub()
     base.initialize_ub(shape=[tokens, hidden], tp_size=tp, bootstrap_backend="nccl")
-
-
-# What lets Megatron-Core run on CPUs.
 
 
 class _Proxy(ModuleType):
@@ -149,10 +146,10 @@ def run_on_cpu() -> None:
         current_stream=lambda *_: SimpleNamespace(wait_stream=_nothing, wait_event=_nothing),
     )
     names = ("tensor", "zeros", "ones", "empty", "arange")
-    ours = _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in names})
+    proxy = _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in names})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = ours  # type: ignore[attr-defined]
+            module.torch = proxy  # type: ignore[attr-defined]
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
@@ -180,8 +177,8 @@ def tensors_say_cuda(device: torch.device) -> Iterator[None]:
     kind, cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        said = kind(tensor, *arguments, **keywords)
-        return said.replace("torch.", "torch.cuda.") if isinstance(said, str) else said
+        result = kind(tensor, *arguments, **keywords)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
     def cuda_(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
         return tensor

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 # isort: off
 from baselines.megatron_core import private_names  # first, because it imports Megatron-Core quickly
-from baselines.megatron_core.private_names import known
+from baselines.megatron_core.private_names import supported_keywords
 
 # isort: on
 from megatron.core import parallel_state
@@ -40,7 +40,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from baselines.megatron_core.parameters import Held, held
+from baselines.megatron_core.parameters import Contents, contents_of
 from baselines.public_3d import microbatch_group
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, build_piece
@@ -49,13 +49,11 @@ from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
-# What Megatron-Core's own layers leave to Transformer Engine: fused attention, and a norm that can
-# be under sequence parallelism.
-
 
 class FusedAttention(nn.Module):
-    """Core attention by torch's fused kernel, as in every other contender. Megatron-Core's own
-    without Transformer Engine (``DotProductAttention``) writes all scores to memory."""
+    """Core attention by torch's fused kernel, as in every other contender. Megatron-Core leaves
+    fused attention to Transformer Engine; its own (``DotProductAttention``) writes all scores to
+    memory."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -70,8 +68,8 @@ class FusedAttention(nn.Module):
 
 class Norm:
     """Torch's norm, marked where its gradient is to be summed over the tensor-parallel ranks, which
-    see different tokens under sequence parallelism. Megatron-Core's wrapper of torch's norm
-    (``WrappedTorchNorm``) refuses sequence parallelism."""
+    see different tokens under sequence parallelism. Megatron-Core leaves such a norm to Transformer
+    Engine: its wrapper of torch's norm (``WrappedTorchNorm``) refuses sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
@@ -159,10 +157,10 @@ class MegatronTrainer:
                 if part.cut != "whole":
                     parts = [torch.empty_like(values) for _ in range(self._plan.layout.tp)]
                     dist.all_gather(parts, values, group=self._tp_group)
-                names = [f"{part.piece}.{each}" for each in part.names]
-                whole = part.values(parts, [shapes[each] for each in names])
-                for each, value in zip(names, whole, strict=True):
-                    yield each, value.cpu()
+                full_names = [f"{part.piece}.{name}" for name in part.names]
+                whole = part.values(parts, [shapes[full_name] for full_name in full_names])
+                for full_name, value in zip(full_names, whole, strict=True):
+                    yield full_name, value.cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
@@ -209,7 +207,7 @@ class MegatronTrainer:
             post_process=stage == plan.schedule.num_stages - 1,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="learned_absolute" if shape.family == "gpt" else "rope",
-            **known(GPTModel, vp_stage=chunk if layout.chunks > 1 else None),
+            **supported_keywords(GPTModel, vp_stage=chunk if layout.chunks > 1 else None),
         )
         if stage == 0:
             model.embedding.embedding_dropout.p = 0.0  # the suite's models have none there
@@ -222,7 +220,7 @@ class MegatronTrainer:
                 if part.piece not in pieces:
                     piece = build_piece(shape, part.piece, seed, self._device)
                     pieces = {part.piece: piece.state_dict()}  # of one at a time
-                values = [pieces[part.piece][each] for each in part.names]
+                values = [pieces[part.piece][name] for name in part.names]
                 parameter.copy_(part.parts(values, layout.tp)[self._tp_group.rank()])
         return model.bfloat16() if plan.precision == "bf16" else model
 
@@ -239,22 +237,22 @@ class MegatronTrainer:
             use_distributed_optimizer=zero,
             overlap_param_gather=zero,
         )
-        optimizer = get_megatron_optimizer(
-            settings, self._chunks, **known(get_megatron_optimizer, use_gloo_process_groups=False)
-        )
+        groups = supported_keywords(get_megatron_optimizer, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(settings, self._chunks, **groups)
         self._inner = private_names.inner_optimizers(optimizer)
         for inner in self._inner:
             _step_with(inner, config)
         return optimizer
 
-    def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Held]]:
+    def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Contents]]:
         """(name, this rank's part, what it holds) of every parameter of a model chunk."""
         for name, parameter in model.named_parameters():
             piece, short = 0, name
             if name.startswith("decoder.layers."):
                 _, _, index, short = name.split(".", 3)
                 piece = model.decoder.layers[int(index)].layer_number
-            yield name, parameter, held(self._plan.shape, short, piece, self._plan.layout.tp)
+            contents = contents_of(self._plan.shape, short, piece, self._plan.layout.tp)
+            yield name, parameter, contents
 
     def _fp32(self, parameter: nn.Parameter) -> Tensor:
         """The parameter or, of one in bf16, its fp32 masters."""
@@ -393,7 +391,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
             "recompute_method": "block",
             "recompute_num_layers": blocks,
         }
-    config = TransformerConfig(**known(TransformerConfig, **fields))
+    config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config
 

@@ -11,32 +11,15 @@ from typing import Annotated, Literal
 from baselines.fsdp import contender as fsdp
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
-from zeropp.cost import cut_by_cost
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import Plan, SizedPlan, Task
-from zeropp.planner import (
-    check_split_blocks,
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import (
     check_stages,
     default_chunks,
-    microbatches_per_step,
     one_order,
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.schedule import build, lower, validate
-from zeropp.schedule.program import (
-    COMPUTE,
-    Action,
-    Op,
-    Program,
-    Schedule,
-    loop_placement,
-    unordered,
-    v_placement,
-)
-from zeropp.tune.contender import Contender
-from zeropp.tune.space import (
+from zeropp.choose.space import (
     SearchPoint,
     Space,
     at_degrees,
@@ -45,6 +28,23 @@ from zeropp.tune.space import (
     one_member,
     placement_choices,
     sequence_choices,
+)
+from zeropp.choose.task import Task
+from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.plan import Plan, SizedPlan
+from zeropp.price import cut_by_cost
+from zeropp.schedule import lower, validate
+from zeropp.schedule.build import build
+from zeropp.schedule.program import (
+    COMPUTE,
+    Action,
+    Op,
+    RankProgram,
+    Schedule,
+    loop_placement,
+    unordered,
+    v_placement,
 )
 
 TorchSchedule = Literal[
@@ -68,7 +68,6 @@ class TorchPPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
-    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     compile: bool = False  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -76,20 +75,11 @@ class TorchPPKnobs:
 
 @dataclass(frozen=True)
 class TorchtitanKnobs(TorchPPKnobs):
-    """torchtitan has the same degrees and torch's own schedules. It cuts a model between blocks
-    (``torchtitan/distributed/pipeline_parallel.py``: stages are lists of whole layers), and it is
-    priced with ``torch.compile``, so that its schedules do not split the backward."""
+    """torchtitan has the same degrees and torch's own schedules. It is priced with
+    ``torch.compile``, so that its schedules do not split the backward."""
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
-    split_blocks: Literal[False] = False
     compile: Literal[True] = True
-
-
-# The plan of torch.distributed.pipelining: torch's own schedules.
-#
-# Compute, gathers, releases and reductions come in the order of torch's schedule classes; a test
-# compares the two. Torch gathers parameters by a rule of its own (``_add_unshard_reshard``): a rank
-# keeps the next ``_ACTIVE_STAGES`` stages gathered that have something to compute.
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -97,7 +87,7 @@ SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev
 SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
-# The entry of ``zeropp.programs`` that prices each of the two contenders of this folder.
+# The entry of ``zeropp.price.programs`` that prices each of the two contenders of this folder.
 _PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d"}
 
 
@@ -117,11 +107,9 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    split_blocks = if_auto(knobs.split_blocks, False)
-    check_split_blocks(task, knobs.split_blocks)
-    check_stages(task, layout, split_blocks=split_blocks)
+    check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
-    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
@@ -141,7 +129,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     )
     if isinstance(knobs, TorchtitanKnobs) and layout.pp == 1:
         return _without_pipeline(plan, knobs)
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def _without_pipeline(plan: SizedPlan, knobs: TorchPPKnobs) -> SizedPlan:
@@ -159,7 +147,8 @@ def _without_pipeline(plan: SizedPlan, knobs: TorchPPKnobs) -> SizedPlan:
 
 
 def programs(plan: SizedPlan) -> Schedule:
-    """The programs of a plan, in the one order of torch's schedule class."""
+    """The programs of a plan: compute, gathers, releases and reductions in the one order of torch's
+    schedule class; a test compares the two."""
     name, layout = plan.schedule.name, plan.layout
     if name == "accumulation":
         return fsdp.programs(plan)
@@ -199,11 +188,13 @@ def check(plan: Plan) -> None:
     validate(replace(plan.schedule, programs=tuple(programs)))
 
 
-def with_torch_gathers(program: Program, compute: Program) -> Program:
-    """Add gathers and releases to a program by torch's rule; ``compute`` are its compute actions.
+def with_torch_gathers(program: RankProgram, compute: RankProgram) -> RankProgram:
+    """Add gathers and releases to a program by torch's rule (``_add_unshard_reshard``): a rank
+    keeps the next ``_ACTIVE_STAGES`` stages gathered that have something to compute.
 
-    Before each compute action, the stages that are not among the next to compute are released, and
-    those that are among them are gathered. At the end all stages that are left are released.
+    ``compute`` are the program's compute actions. Before each of them, the stages that are not
+    among the next to compute are released, and those that are among them are gathered. At the end
+    all stages that are left are released.
     """
     out: list[Action] = []
     active: list[int] = []
@@ -219,16 +210,16 @@ def with_torch_gathers(program: Program, compute: Program) -> Program:
     return (*out, *(Action(stage, Op.RESHARD) for stage in active))
 
 
-def _next_stages(compute: Program) -> Iterator[list[int]]:
+def _next_stages(compute: RankProgram) -> Iterator[list[int]]:
     """For each compute action, the next stages that have something to compute, beginning with its
-    own. They are found from the end of the program backwards."""
+    own. The search runs from the end of the program backwards."""
     nearest: list[int] = []
-    found = []
+    upcoming = []
     for stage, _, _ in reversed(compute):
         if nearest[:1] != [stage]:
             nearest = [stage, *(other for other in nearest if other != stage)]
-        found.append(nearest)
-    return (stages[:_ACTIVE_STAGES] for stages in reversed(found))
+        upcoming.append(nearest)
+    return (stages[:_ACTIVE_STAGES] for stages in reversed(upcoming))
 
 
 def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
@@ -250,7 +241,7 @@ def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> S
     return schedule
 
 
-def _reverse_backwards(program: Program) -> Program:
+def _reverse_backwards(program: RankProgram) -> RankProgram:
     forwards = [action for action in program if action.op is Op.FORWARD]
     backwards = [action for action in program if action.op is not Op.FORWARD]
     return (*forwards, *sorted(backwards, reverse=True))
@@ -336,7 +327,6 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
-                split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
             )
 
 

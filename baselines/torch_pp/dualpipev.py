@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from zeropp.schedule.program import Action, Op, Program
+from zeropp.schedule.program import Action, Op, RankProgram
 
 
-def dualpipev(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+def dualpipev(num_ranks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """One program of compute actions per rank, with two chunks per rank. ``num_microbatches`` must
     be at least ``2 * num_ranks``."""
     return tuple(_Rank(rank, num_ranks).program(num_microbatches) for rank in range(num_ranks))
@@ -29,7 +29,7 @@ class _Rank:
         self._next: Counter[tuple[int, str]] = Counter()
         self._weights: deque[tuple[int, int]] = deque()
 
-    def program(self, num_microbatches: int) -> Program:
+    def program(self, num_microbatches: int) -> RankProgram:
         """The rank's program: the eight phases, one after the other."""
         near, far, rank = self._near, self._far, self._rank
         below = self._num_ranks - rank - 1  # ranks further down the V

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import _Action as TorchAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as Runtime
 from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
 
-from zeropp.schedule import build as build_schedule
+from zeropp.schedule.build import build as build_schedule
 from zeropp.schedule.program import Op
 
 __all__ = [

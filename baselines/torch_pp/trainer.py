@@ -44,22 +44,21 @@ from baselines.fsdp2 import (
 from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import Block, Embedding, HalfBlock, build_half, build_piece, cross_entropy
+from zeropp.model import Block, Embedding, build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
-# Tied embeddings in a pipeline, which torch's pipelining does not provide.
-#
-# The head's stage holds a copy of the embedding's weight. After every step's backward both get the
-# sum of their gradients, so that they stay equal.
-
 
 class TiedEnds:
-    """The tied weights that this rank holds: the embedding's, the head's, both or none. Both are
-    sharded in the same way. All ranks of the world must construct it."""
+    """The tied weights that this rank holds: the embedding's, the head's, both or none.
+
+    Torch's pipelining has no tied embeddings, so the head's stage holds a copy of the embedding's
+    weight, sharded in the same way. After every step's backward both get the sum of their
+    gradients, so that they stay equal. All ranks of the world must construct it.
+    """
 
     def __init__(self, plan: Plan, chunks: dict[int, nn.Module]) -> None:
         schedule, layout = plan.schedule, plan.layout
@@ -96,18 +95,17 @@ class TiedEnds:
             local(copy.data).copy_(local(original.data))
 
 
-# Tensor parallelism of a model piece by DTensor, with or without sequence parallelism.
-#
-# As in Megatron-LM (arXiv 1909.08053), projections into attention heads and into the MLP are
-# column-parallel, those out of them are row-parallel, and embedding and logits are cut by the
-# vocabulary. With sequence parallelism (arXiv 2205.05198) the activations between these regions are
-# sharded over the sequence, and so are the activations that pipeline stages send each other.
-
-
 def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a piece of ``zeropp.model`` (embedding, block or head) in place over a 1-D mesh."""
+    """Cut a piece of ``zeropp.model`` (embedding, block or head) by DTensor, in place, over a 1-D
+    mesh of tensor-parallel ranks.
+
+    As in Megatron-LM (arXiv 1909.08053), projections into attention heads and into the MLP are
+    column-parallel, those out of them are row-parallel, and embedding and logits are cut by the
+    vocabulary. With sequence parallelism (arXiv 2205.05198) the activations between these regions
+    are sharded over the sequence, and so are the activations that pipeline stages send each other.
+    """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    if isinstance(piece, Block | HalfBlock):
+    if isinstance(piece, Block):
         styles = _block_styles(between)
     elif isinstance(piece, Embedding):
         styles = _embedding_styles(between)
@@ -268,7 +266,8 @@ class TorchPipelineTrainer:
         shape, layout = plan.shape, plan.layout
         mesh = data_mesh(self._mesh, layout)
         pieces: dict[int, nn.Module] = {}
-        for index, piece in self._pieces(stage, seed):
+        for index in plan.pieces_of(stage):
+            piece = build_piece(shape, index, seed, self._device)
             if layout.tp > 1:
                 cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
             if 0 < index < shape.num_pieces - 1:
@@ -280,16 +279,6 @@ class TorchPipelineTrainer:
         chunk = _StageModule(pieces)
         shard(chunk, mesh, plan.precision, reshard_after_forward=False)
         return chunk
-
-    def _pieces(self, stage: int, seed: int) -> Iterator[tuple[int, nn.Module]]:
-        """The modules of a stage with their pieces' indices, in their order."""
-        plan, shape = self._plan, self._plan.shape
-        halves = dict(plan.halves_of(stage))
-        for index in sorted({*plan.pieces_of(stage), *halves}):
-            if index in halves:
-                yield index, build_half(shape, index, halves[index], seed=seed, device=self._device)
-            else:
-                yield index, build_piece(shape, index, seed, self._device)
 
     def _build_stage(self, index: int, chunk: _StageModule) -> ObservedStage:
         last = self._plan.schedule.num_stages - 1

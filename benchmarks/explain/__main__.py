@@ -52,12 +52,12 @@ def _explain() -> int:
 
     files = [word for word in given.words if "=" not in word]
     question = ask(files, [w for w in given.words if "=" in w], words[split + 1 :])
-    found = answer(question)
+    answered = answer(question)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    show(found, console, verbose=given.verbose)
+    show(answered, console, verbose=given.verbose)
     if given.dialect:
-        print(written_as(given.dialect, found.result.plan, found.candidate))
-    return 0 if found.fits else 1
+        print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
+    return 0 if answered.fits else 1
 
 
 if __name__ == "__main__":

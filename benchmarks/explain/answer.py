@@ -14,14 +14,15 @@ from typing import Any
 
 from benchmarks import CHECKOUT
 from benchmarks.explain.question import Question
-from benchmarks.specification.command import SpecError
+from benchmarks.records.metrics import share_of_peak
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
-from zeropp.cost import model_flops_per_token
+from zeropp.choose.contender import Contender, describe
+from zeropp.choose.search import Evaluated, Outcome, search
+from zeropp.choose.task import Candidate
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate
-from zeropp.sim.simulator import SimResult
-from zeropp.tune.contender import Contender, describe
-from zeropp.tune.search import Outcome, search
+from zeropp.price import model_flops_per_token
+from zeropp.price.simulator import SimResult
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
 _search = partial(search, tolerance=0.01, runner_up=False)
@@ -29,32 +30,23 @@ SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth o
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
 _DEGREES = ("tp", "pp", "shard", "replicate")
-_FIXED = ("name", "placement", "compile", "split_blocks", "split_backward")
-
-
-@dataclass(frozen=True)
-class KnobChange:
-    """A change of one knob (or of one degree and the data parallelism that follows from it)."""
-
-    knob: str
-    candidate: Candidate[Any]
-    result: SimResult
+_FIXED = ("name", "placement", "compile", "split_backward")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that the screen shows."""
+    """Everything that the screen shows. Nothing of it is kept, so there is no record."""
 
     question: Question
-    candidate: Candidate[Any]
-    result: SimResult
-    changes: list[KnobChange]
+    asked: Evaluated[Any]  # the plan of the question
+    # The best change of each knob (of a degree with the data parallelism that follows from it).
+    changes: dict[str, Evaluated[Any]]
     best: list[Outcome[Any]]  # of this program, and of ZeroPP
 
     @property
     def fits(self) -> bool:
         """Whether every rank's peak is within the device's memory for tensors."""
-        return self.result.peak_bytes <= self.question.task.cluster.device.usable_bytes
+        return self.asked.peak_bytes <= self.question.task.cluster.device.usable_bytes
 
 
 def answer(question: Question, search_s: float | None = None) -> Answer:
@@ -64,46 +56,48 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     search_s = search_s or SEARCH_S
     candidate = _settled(question, search_s)
     try:
-        result = contender.simulated(task, candidate)
+        plan = Evaluated(candidate, contender.simulated(task, candidate))
     except InfeasibleError as error:
         raise SpecError(str(error)) from None
     contenders = [contender, *([PRICED["zeropp"]] if contender.name != "zeropp" else [])]
-    best = [_search(task, one, budget_s=search_s) for one in contenders]
-    changes = _changes(question, candidate, result, search_s)
-    return Answer(question, candidate, result, changes, best)
+    best = [_search(task, other, budget_s=search_s) for other in contenders]
+    return Answer(question, plan, _changes(question, plan, search_s), best)
 
 
 def _settled(question: Question, search_s: float) -> Candidate[Any]:
     """The candidate that the file describes; what it leaves open is chosen by the tuner."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
-    if size != "auto" and set(opened) <= {"recompute_blocks", "split_blocks", "placement"}:
+    if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
         return Candidate(question.knobs, size)
-    found = _search(question.task, question.contender, question.knobs, size, budget_s=search_s)
-    if found.winner is None:
+    winner = _search(
+        question.task, question.contender, question.knobs, size, budget_s=search_s
+    ).winner
+    if winner is None:
         raise SpecError(
             f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
             "more GPUs, or set every degree to see what each rank would need)"
         )
-    return found.winner.candidate
+    return winner.candidate
 
 
-def _changes(
-    question: Question, candidate: Candidate[Any], now: SimResult, search_s: float
-) -> list[KnobChange]:
+def _changes(question: Question, now: Evaluated[Any], search_s: float) -> dict[str, Evaluated[Any]]:
     """The best change of each knob that fits and is faster, the fastest first. If the plan itself
     does not fit, every plan that does is an improvement."""
     limit = question.task.cluster.device.usable_bytes
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
-    found: dict[str, KnobChange] = {}
-    for knob, asked, size in _opened(candidate):
+    changes: dict[str, Evaluated[Any]] = {}
+    plans = set()  # several knobs may lead to the same plan
+    for knob, asked, size in _opened(now.candidate):
         winner = _search(
             question.task, question.contender, asked, size, budget_s=search_s / 5
         ).winner
-        if winner is not None and winner.step_s < 0.999 * slowest:
-            change = KnobChange(knob, winner.candidate, winner.result)
-            found.setdefault(describe(winner.result.plan), change)
-    return sorted(found.values(), key=lambda change: change.result.step_s)
+        if winner is None or winner.step_s >= 0.999 * slowest:
+            continue
+        if (words := describe(winner.plan)) not in plans:
+            plans.add(words)
+            changes[knob] = winner
+    return dict(sorted(changes.items(), key=lambda change: change[1].step_s))
 
 
 def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -127,25 +121,24 @@ def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
 
 def mfu(result: SimResult, question: Question) -> float | None:
     """Model FLOP/s divided by the device's dense peak (arXiv 2204.02311, appendix B)."""
-    device, precision = question.task.cluster.device, question.task.precision
-    peak = device.peak_bf16_tflops if precision == "bf16" else device.peak_fp32_tflops
-    flops = model_flops_per_token(question.task.shape) * result.tokens_per_s_per_gpu
-    return None if peak is None else flops / (peak * 1e12)
+    task = question.task
+    flops = model_flops_per_token(task.shape) * result.tokens_per_s_per_gpu
+    return share_of_peak(task.cluster.device, task.precision, flops / 1e12)
 
 
 def measured_errors(contender: Contender[Any]) -> str:
     """How far the simulator was from published runs of this program in any version, as words."""
     path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
-    found = []
+    errors = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             own = row["program"].startswith(contender.name) and row["first_of_run"] == "yes"
             if own and row["relative_error"]:
-                found.append(abs(float(row["relative_error"])))
-    if len(found) < 2:
+                errors.append(abs(float(row["relative_error"])))
+    if len(errors) < 2:
         return f"no published run of {contender.label} to compare with"
-    high = quantiles(found, n=10)[-1]
+    high = quantiles(errors, n=10)[-1]
     return (
-        f"error on {len(found)} published runs of {contender.label}: median "
-        f"{100 * median(found):.1f} %, 90th percentile {100 * high:.1f} %"
+        f"error on {len(errors)} published runs of {contender.label}: median "
+        f"{100 * median(errors):.1f} %, 90th percentile {100 * high:.1f} %"
     )

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

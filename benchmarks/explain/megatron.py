@@ -14,9 +14,9 @@ import yaml
 
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
 from benchmarks.explain.shell import Arguments, arguments_of, arguments_of_log, arguments_of_script
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
-from zeropp.programs import program_named
+from zeropp.price.programs import program_named
 
 _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
@@ -141,7 +141,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
     reading.knobs["replicate_zero"] = int(bool(keys.take("--use-distributed-optimizer")))
     inner = keys.take("--use-tp-pp-dp-mapping")
-    reading.knobs |= {"placement": "pp_inner" if inner else "dp_inner", "split_blocks": False}
+    reading.knobs["placement"] = "pp_inner" if inner else "dp_inner"
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:

@@ -13,14 +13,16 @@ import yaml
 
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.reading import Reading
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
-from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced, validated
+from benchmarks.specification.reading import validated
+from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from zeropp.choose.contender import Contender
+from zeropp.choose.task import Knobs, Task
 from zeropp.cluster import Cluster
-from zeropp.plan import Knobs, SizedPlan, Task
-from zeropp.programs import program_named
-from zeropp.tune.contender import Contender
+from zeropp.plan import SizedPlan
+from zeropp.price.programs import program_named
 
 _KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
 
@@ -39,7 +41,7 @@ class Question:
 def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) -> Question:
     """The question of a command line: at most one file, ``key=value`` words, and Megatron's
     arguments. Raises SpecError with one line for what cannot be asked."""
-    given = _given(words)
+    given = _parse_words(words)
     num_gpus = given.get("num_gpus")
     if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
@@ -53,9 +55,9 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     return _question(reading, given)
 
 
-def _given(words: Sequence[str]) -> dict[str, Any]:
+def _parse_words(words: Sequence[str]) -> dict[str, Any]:
     """The values of ``key=value`` words."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or (key not in _KEYS and not key.startswith(("model.", "contender."))):
@@ -63,8 +65,8 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
                 f"{word}: must be key=value with a key among {', '.join(_KEYS)}, model.KEY and "
                 "contender.KNOB"
             )
-        found[key] = yaml.safe_load(value)
-    return found
+        values[key] = yaml.safe_load(value)
+    return values
 
 
 def _read(path: Path, num_gpus: int | None) -> Reading:

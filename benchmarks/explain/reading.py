@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 
 @dataclass(kw_only=True)
 class Reading:
     """What one file says. ``model``, ``knobs`` and ``settings`` have the keys of ``conf/``;
-    ``traits`` are those of the contender's program (``zeropp.programs``) that the file switches.
+    ``traits`` are those of the contender's program (``zeropp.price.programs``) that the file
+    switches.
 
     ``named`` are lines about what may change time or memory and has no price here, ``harmless`` are
     keys that change neither, and ``derived`` are lines about values that follow from others.
@@ -24,7 +25,7 @@ class Reading:
     knobs: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     traits: dict[str, Any] = field(default_factory=dict)
-    program: str = ""  # another entry of ``zeropp.programs`` than the contender's own
+    program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
@@ -71,11 +72,11 @@ class Keys:
         beginnings = tuple(harmless)
         for key, value in self._left.items():
             nothing, why = neutral.get(key, (None, ""))
-            said = self._spelled(key) if value is True else f"{self._spelled(key)}={value}"
+            setting = self._spelled(key) if value is True else f"{self._spelled(key)}={value}"
             if (why and value == nothing) or (not why and key.startswith(beginnings)):
-                reading.harmless.append(said)
+                reading.harmless.append(setting)
             else:
-                reading.named.append(f"{said}: {why or 'not known here, left out of the price'}")
+                reading.named.append(f"{setting}: {why or 'not known here, left out of the price'}")
         self._left.clear()
 
 

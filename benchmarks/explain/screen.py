@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -12,10 +13,12 @@ from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
-from benchmarks.specification.command import SpecError
-from zeropp.plan import Candidate, SizedPlan
-from zeropp.sim.simulator import SimResult
-from zeropp.tune.contender import describe, overrides
+from benchmarks.specification import SpecError
+from zeropp.choose.contender import describe, overrides
+from zeropp.choose.search import Evaluated
+from zeropp.choose.task import Candidate
+from zeropp.plan import SizedPlan
+from zeropp.price.simulator import SimResult
 
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 
@@ -35,7 +38,7 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
 def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     """Print what was understood, and the answers to: will it fit, why is it slow, what is
     better."""
-    question, result = answer.question, answer.result
+    question, result = answer.question, answer.asked.result
     task, reading = question.task, question.reading
     console.print(
         f"{question.contender.label}: {task.shape.name} on {task.num_gpus} x {task.cluster.name}, "
@@ -58,13 +61,13 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
 
 
 def _speed(answer: Answer) -> str:
-    result = answer.result
+    result = answer.asked.result
     share = mfu(result, answer.question)
     words = f"Step {result.step_s:.3f} s, {result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
     words += "" if share is None else f", MFU {100 * share:.1f} %"
     if answer.fits:
         return f"It fits. {words}."
-    rank, memory = max(enumerate(result.memory), key=lambda one: one[1].total)
+    rank, memory = max(enumerate(result.memory), key=lambda rank: rank[1].total)
     device = answer.question.task.cluster.device
     return (
         f"It does not fit: pipeline rank {rank} needs {memory.total / 2**30:.1f} GiB, the device "
@@ -77,9 +80,9 @@ def _memory(answer: Answer) -> Table:
     limit = answer.question.task.cluster.device.usable_bytes
     table = _table("GiB of each pipeline rank at its peak")
     table.padding, table.show_edge = 0, False  # whole headings in 80 columns
-    ranks = list(enumerate(answer.result.memory))
+    ranks = list(enumerate(answer.asked.result.memory))
     if len(ranks) > _MOST_RANKS:
-        by_total = sorted(ranks, key=lambda one: one[1].total)
+        by_total = sorted(ranks, key=lambda rank: rank[1].total)
         ranks = sorted({*by_total[:2], *by_total[-6:]}, key=itemgetter(0))
         table.title = f"{table.title} (the fullest six and the emptiest two)"
     kinds = list(asdict(ranks[0][1]))
@@ -117,13 +120,12 @@ def _table_of_plans(title: str, first: str) -> Table:
 
 
 def _print_changes(answer: Answer, console: Console) -> None:
-    changes = answer.changes[:3]
-    if not changes:
+    if not answer.changes:
         console.print("No change of a single knob is faster and fits.")
         return
     table = _table_of_plans("Changes of one knob that gain most", "knob")
-    for change in changes:
-        table.add_row(change.knob, describe(change.result.plan), *_numbers(change.result, answer))
+    for knob, change in islice(answer.changes.items(), 3):
+        table.add_row(knob, describe(change.plan), *_numbers(change, answer))
     console.print(table)
 
 
@@ -131,14 +133,13 @@ def _print_best(answer: Answer, console: Console) -> None:
     table = _table_of_plans("Best plans on the same GPUs", "program")
     for outcome in answer.best:
         label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
-        if outcome.winner is None:
+        if (winner := outcome.winner) is None:
             table.add_row(label, "no plan fits", "-", "-", "-")
         else:
-            result = outcome.winner.result
-            table.add_row(label, describe(result.plan), *_numbers(result, answer))
+            table.add_row(label, describe(winner.plan), *_numbers(winner, answer))
     console.print(table)
 
 
-def _numbers(result: SimResult, answer: Answer) -> tuple[str, str, str]:
-    gain = f"{answer.result.step_s / result.step_s:.2f}" if answer.fits else "-"
-    return f"{result.step_s:.3f}", gain, f"{result.peak_bytes / 2**30:.1f}"
+def _numbers(plan: Evaluated[Any], answer: Answer) -> tuple[str, str, str]:
+    gain = f"{answer.asked.step_s / plan.step_s:.2f}" if answer.fits else "-"
+    return f"{plan.step_s:.3f}", gain, f"{plan.peak_bytes / 2**30:.1f}"

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|\$\(\(([^)]*)\)\)|\$(\w+)")
 _WHOLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
@@ -27,17 +27,17 @@ Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or 
 
 def arguments_of(words: list[str]) -> Arguments:
     """Flags with their values, as argparse would read them; ``--flag=value`` is the same."""
-    found: Arguments = {}
+    arguments: Arguments = {}
     flag = ""
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
             flag, equals, value = word.partition("=")
-            found[flag] = value if equals else True
-        elif flag and found[flag] is True:
-            found[flag] = word
+            arguments[flag] = value if equals else True
+        elif flag and arguments[flag] is True:
+            arguments[flag] = word
         elif flag:
-            found[flag] = f"{found[flag]} {word}"
-    return found
+            arguments[flag] = f"{arguments[flag]} {word}"
+    return arguments
 
 
 def arguments_of_log(text: str) -> Arguments:
@@ -85,9 +85,9 @@ def arguments_of_script(text: str) -> tuple[Arguments, int | None]:
 def _world(launcher: Arguments) -> int | None:
     """The number of GPUs in torchrun's own arguments."""
     spelled = {flag.replace("-", "_").lstrip("_"): value for flag, value in launcher.items()}
-    each, nodes = spelled.get("nproc_per_node", ""), spelled.get("nnodes", "1")
-    if str(each).isdigit() and str(nodes).isdigit():
-        return int(each) * int(nodes)
+    ranks_per_node, nodes = spelled.get("nproc_per_node", ""), spelled.get("nnodes", "1")
+    if str(ranks_per_node).isdigit() and str(nodes).isdigit():
+        return int(ranks_per_node) * int(nodes)
     return None
 
 
@@ -139,13 +139,13 @@ def _words(text: str, variables: dict[str, list[str]]) -> list[str]:
         split = shlex.split(text.strip().rstrip(";"), posix=True)
     except ValueError:
         split = text.split()
-    found: list[str] = []
+    replaced: list[str] = []
     for word in split:
         if (whole := _WHOLE.fullmatch(word)) and whole[1] in variables:
-            found += [part for value in variables[whole[1]] for part in _parts(value)]
+            replaced += [part for value in variables[whole[1]] for part in _parts(value)]
         else:
-            found += _parts(_replaced(word, variables))
-    return found
+            replaced += _parts(_replaced(word, variables))
+    return replaced
 
 
 def _parts(word: str) -> list[str]:

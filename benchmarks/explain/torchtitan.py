@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
-from zeropp.programs import program_named
+from zeropp.price.programs import program_named
 
 # name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
 _LLAMA3 = {
@@ -96,13 +96,13 @@ def read(text: str, num_gpus: int | None) -> Reading:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested tables by dotted keys."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            leaves[prefix + key] = value
+    return leaves
 
 
 def _model(keys: Keys) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
 def written(plan: SizedPlan) -> str:
     """A plan as a TOML of torchtitan; raises SpecError if it has no key for it."""
     layout, stages = plan.layout, plan.layout.pp * plan.layout.chunks
-    spelled = {ours: theirs for theirs, ours in _SCHEDULES.items()}
+    spelled = {name: spelling for spelling, name in _SCHEDULES.items()}
     if plan.schedule.name not in spelled and layout.pp > 1:
         raise SpecError(f"--as torchtitan: schedule={plan.schedule.name}: not in torch's pipelines")
     if layout.replicate_zero or layout.placement == "pp_inner":

@@ -1,36 +1,28 @@
-"""One attempt at a point: its folder, whether it is alive, how it ended, and its record.
+"""One attempt at a point: its folder, how it ended, and its record.
 
 An attempt is a folder ``RUNS_DIR/<point>/<launcher>-...``. It holds what it was started with
 (``spec.json``, and ``attempt.json``, the ``Header``), the event files and logs of its ranks, a file
-``alive``, and at its end ``record.json``, which is written once and never changed.
-
-**Alive.** Whoever works on an attempt holds a lock on its file ``alive`` and touches it every
-``BEAT_S`` seconds. On the machine that wrote the file, the lock decides: the kernel drops it when
-the process ends, however it ends, and also containers share it. Elsewhere, and for Slurm's scripts,
-which only touch the file, a heartbeat of the last ``QUIET_S`` seconds decides. An age is the
-difference of two times of the same file system, so that the clocks of hosts do not matter.
+``alive`` (``benchmarks.launch.alive``), and at its end ``record.json``, which is written once and
+never changed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from benchmarks.launch.alive import ALIVE, is_alive, keep_alive
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
 from benchmarks.records.record import (
@@ -55,9 +47,6 @@ PROVENANCE: dict[str, Provenance] = {
     "trace": "traced",
     "simulate": "simulated",
 }
-ALIVE = "alive"
-BEAT_S = 20.0
-QUIET_S = 90.0
 # Errors of a file system, node or network that may not happen again, so that the point runs again.
 _PASSING = re.compile(
     r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
@@ -74,73 +63,6 @@ _LOG_BYTES = 20_000  # bytes at the end of a log that are read
 
 class DamagedError(ValueError):
     """No record of an attempt can be made; the message is one line that names the file."""
-
-
-# Alive or not.
-
-
-@contextmanager
-def held(file: Path) -> Iterator[None]:
-    """Hold ``alive`` and keep it fresh inside this context, for a folder that may be renamed."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-    over = Event()
-
-    def beat() -> None:
-        while not over.wait(BEAT_S):
-            with suppress(OSError):
-                os.utime(descriptor)
-
-    thread = Thread(target=beat, daemon=True)
-    try:
-        with suppress(OSError):  # a file system without locks: the heartbeat alone will do
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, _boot().encode())
-        thread.start()
-        yield
-    finally:
-        over.set()
-        os.close(descriptor)
-
-
-def is_alive(attempt: Path) -> bool:
-    """Whether the process behind an attempt may be at work, by the rule above."""
-    try:
-        with (attempt / ALIVE).open("rb") as file:
-            if _boot() and file.read().decode(errors="replace") == _boot():
-                return _is_locked(file.fileno())
-        return age_s(attempt / ALIVE) < QUIET_S
-    except OSError:
-        return False
-
-
-def age_s(path: Path) -> float:
-    """Seconds since a file was written, by the clock of its file system (by the host's if it is
-    read-only); raises OSError."""
-    written = path.stat().st_mtime
-    try:
-        with tempfile.TemporaryFile(dir=path.parent) as probe:
-            return os.fstat(probe.fileno()).st_mtime - written
-    except OSError:
-        return time.time() - written
-
-
-def _is_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _boot() -> str:
-    """The id of this start of this machine's kernel; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-# What an attempt was started with.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +133,14 @@ def frozen(directory: Path) -> tuple[dict[str, Any], Header]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises DamagedError, which names the file and the mistake."""
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise DamagedError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise DamagedError(f"{path}: no JSON object")
-    return found
+    return document
 
 
 @contextmanager
@@ -231,16 +153,13 @@ def started(spec: RunSpec, header: Header, runs_dir: Path) -> Iterator[Path]:
     point.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=point))
     fresh.chmod(0o755)  # mkdtemp closes folders to others, but others may ask for the status
-    with held(fresh / ALIVE):
+    with keep_alive(fresh / ALIVE):
         freeze(spec, header, fresh)
         yield fresh.rename(point / _new_name(header.launcher))
 
 
 def _new_name(launcher: str) -> str:
     return f"{launcher}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S-%f')}"
-
-
-# How an attempt ended.
 
 
 @dataclass(frozen=True)
@@ -265,6 +184,21 @@ def killed(rank: int, number: int) -> Ending:
     """The ending of an attempt in which a signal killed one rank."""
     name = signal.Signals(number).name
     return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
+
+
+def exited(rank: int, code: int, events: Events | None) -> Ending | None:
+    """The ending of an attempt in which one rank ended with this exit code before the others; None
+    if its ``events`` say it better. They are None if it has not even a file for them.
+
+    A program that ends by itself will do so again. But Python ends with 1 after an error that a
+    full disk kept from the rank's file, and a wrapper of a killed program with 128 + the signal.
+    """
+    ends = ("error", "oom", "signal", "done")
+    if any(x["event"] in ends or x.get("passed") is False for x in events or ()):
+        return None
+    if code > 128 and code - 128 in set(signal.Signals):
+        return killed(rank, code - 128)
+    return Ending("failed", f"rank {rank}: exit code {code}", events is not None and code <= 1)
 
 
 def read_ranks(directory: Path) -> dict[int, Events]:
@@ -310,9 +244,6 @@ def last_words(log: Path, use: Callable[[str], object] = bool) -> str:
         return ""
     causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip()) and use(x.strip())]
     return causes[-1][:300] if causes else ""
-
-
-# The record.
 
 
 def make_record(

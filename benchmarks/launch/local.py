@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,23 +32,30 @@ from typing import Any
 from benchmarks.launch.attempt import (
     Ending,
     close_abandoned,
+    ending_by_events,
+    exited,
     finish_attempt,
     killed,
     new_header,
+    read_ranks,
     started,
 )
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.sweep import SweepProgress, one_by_one, say
-from benchmarks.records.events import of_kind, rank_file, read_events
+from benchmarks.launch.running import SweepProgress, one_by_one, say
+from benchmarks.launch.slurm.client import SlurmError
+from benchmarks.launch.slurm.submissions import close_ended, query_slurm, read_view
+from benchmarks.records.events import Events, of_kind, rank_file, read_events
 from benchmarks.records.metrics import step_line
-from benchmarks.records.record import RunRecord, read_spec
+from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import read_spec
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification.run_spec import RunSpec
 from zeropp.cluster import Device
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
-_PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
+_PRELOADED = ("torch.distributed", "benchmarks.specification.compose", __name__)
 # For CPU ranks only. Optimizers import dynamo in their first step.
 _PRELOADED_ON_CPU = ("benchmarks.worker.__main__", "torch._dynamo")
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -229,8 +236,10 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
     limit_s = watched.point.spec.measure.timeout_s
     deadline = time.monotonic() + limit_s
     first = rank_file(directory, min(processes))
+    failed_first: list[int] = []  # none if all ended at once
     while any(process.exitcode is None for process in processes.values()):
-        if any(process.exitcode for process in processes.values()):
+        failed_first = [rank for rank, process in processes.items() if process.exitcode]
+        if failed_first:
             _wait_all(processes, _GRACE_S)
             break
         if time.monotonic() > deadline:
@@ -238,12 +247,26 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
         watched.show(read_events(first))
         time.sleep(_POLL_S)
     watched.show(read_events(first))
-    for rank, process in processes.items():
-        exitcode = process.exitcode or 0
+    codes = {rank: process.exitcode or 0 for rank, process in processes.items()}
+    return _ending_by_codes(codes, failed_first, read_ranks(directory))
+
+
+def _ending_by_codes(
+    codes: Mapping[int, int], failed_first: Sequence[int], ranks: Mapping[int, Events]
+) -> Ending | None:
+    """How ranks ended that did not say it themselves, by their exit codes; None if all did. Errors
+    of the others are consequences of what befell ``failed_first``."""
+    for rank in failed_first:
+        if codes[rank] > 0 and (ending := exited(rank, codes[rank], ranks.get(rank))):
+            return ending
+    for rank, code in codes.items():
         # How a process ended does not matter once its rank has measured everything.
-        if exitcode < 0 and not of_kind(read_events(rank_file(directory, rank)), "done"):
-            return killed(rank, -exitcode)
-    return None
+        if code < 0 and not of_kind(ranks.get(rank, []), "done"):
+            return killed(rank, -code)
+    if failed_first or ending_by_events(len(codes), ranks):
+        return None
+    endings = (exited(rank, code, ranks.get(rank)) for rank, code in codes.items())
+    return next(filter(None, endings), None)
 
 
 def _stage_of(events: Sequence[dict[str, Any]]) -> str:
@@ -309,6 +332,12 @@ def launch(
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
-    """Record attempts whose launcher is dead. No point is under way: the folder is locked."""
+    """Record the attempts that are over, and return the points under way. Where Slurm does not
+    answer, these are also the points that were submitted and have no record."""
     close_abandoned(runs_dir)
-    return {}
+    try:
+        view = query_slurm(runs_dir)
+    except SlurmError:
+        view = replace(read_view(runs_dir), is_answered=False)
+    close_ended(view)
+    return view.under_way()

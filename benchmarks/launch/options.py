@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from benchmarks.specification.reading import SpecError, validated
+from benchmarks.specification import SpecError
+from benchmarks.specification.reading import validated
 
 Flag = str | int | float | bool | None
 Flags = dict[str, Flag]
@@ -131,14 +132,14 @@ _TYPES: dict[str, type[LauncherOptions]] = {
     "trace": TraceOptions,
     "simulate": SimulateOptions,
 }
-LAUNCHERS = tuple(_TYPES)
+KINDS = tuple(_TYPES)
 
 
 def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
     """The options of a configuration's launcher; raises SpecError with one line for a mistake."""
     kind = values.get("kind")
     if kind not in _TYPES:
-        raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(LAUNCHERS)}")
+        raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(KINDS)}")
     options = validated(_TYPES[kind], dict(values), "launcher")
     if isinstance(options, SlurmOptions):
         _check_slurm(options)
@@ -173,10 +174,10 @@ def seconds_of(limit: Flag) -> float | None:
     absent or not understood."""
     if limit == "UNLIMITED":
         return math.inf
-    found = None if isinstance(limit, bool) else _TIME.fullmatch(str(limit))
-    if found is None:
+    parts = None if isinstance(limit, bool) else _TIME.fullmatch(str(limit))
+    if parts is None:
         return None
-    days, *rest = found.groups()
+    days, *rest = parts.groups()
     numbers = [int(part) for part in rest if part is not None]
     if days is not None:  # D-HH[:MM[:SS]]
         hours, minutes, seconds = [*numbers, 0, 0][:3]

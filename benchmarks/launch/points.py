@@ -27,16 +27,17 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, SpecError, is_priced, knobs_from
+from benchmarks.specification.run_spec import RunSpec, is_priced, knobs_from
 from benchmarks.worker.data import check_data
-from zeropp.cost import price_plan
+from zeropp.choose.contender import any_auto, describe
+from zeropp.choose.search import search
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
-from zeropp.sim.memory import peak_memory
+from zeropp.price import price_plan
+from zeropp.price.peak_memory import peak_memory
 from zeropp.timeline import Provenance
-from zeropp.tune.contender import describe
-from zeropp.tune.search import search
 
 Rerun = Literal["missing", "failed", "all"]
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
@@ -78,18 +79,18 @@ def still_to_run(
     """
     if rerun == "all":
         return list(points)
-    found = []
+    missing = []
     for point in points:
-        mine = [
+        alike = [
             record
             for record in records_of(point.spec, runs_dir)
             if (record.provenance, record.variant) == (provenance, variant)
         ]
-        has_success = any(record.status == "ok" for record in mine)
-        has_failed = rerun == "missing" and any(not record.interrupted for record in mine)
+        has_success = any(record.status == "ok" for record in alike)
+        has_failed = rerun == "missing" and any(not record.interrupted for record in alike)
         if not has_success and not has_failed:
-            found.append(point)
-    return found
+            missing.append(point)
+    return missing
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
@@ -117,8 +118,7 @@ def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
     no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
     device's memory.
     """
-    contender = CONTENDERS[spec.contender.name]
-    is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
+    is_open = spec.microbatch_size == "auto" or any_auto(spec.contender)
     if not is_open:
         return spec, ""
     if not is_priced(spec.cluster, spec.precision):
@@ -131,7 +131,8 @@ def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(choice)))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
-    line = f"auto: {contender.label}, {where}: {choice.words} ({source})"
+    label = CONTENDERS[spec.contender.name].label
+    line = f"auto: {label}, {where}: {choice.words} ({source})"
     asked = {name: value for name, value in asdict(spec.contender).items() if value != "auto"}  # type: ignore[call-overload]
     knobs = knobs_from(choice.knobs | asked)  # a unit that the planner cuts stays as it was asked
     return replace(spec, contender=knobs, microbatch_size=choice.microbatch_size), line

@@ -7,19 +7,19 @@ The records have provenance ``simulated``: no rank ran, ``step_s`` is one predic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.sweep import SweepProgress, one_by_one
+from benchmarks.launch.running import SweepProgress, one_by_one
 from benchmarks.launch.trace import traced_record, traced_stages
 from benchmarks.records.record import RunRecord
+from benchmarks.records.simulated import prediction
 from benchmarks.specification.run_spec import check_priced
-from zeropp.cost import price_plan
-from zeropp.sim.simulator import SimResult, simulate
+from zeropp.price import price_plan
+from zeropp.price.simulator import simulate
 
 _SPANS = 20_000  # most spans of a timeline that a record keeps
 
@@ -75,17 +75,3 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         spans=rows if len(rows) <= _SPANS else [],
         predicted=prediction(result) | ({"compute_from": source.record_id} if source else {}),
     )
-
-
-def prediction(result: SimResult) -> dict[str, Any]:
-    """The part of a simulated step that a record keeps."""
-    return {
-        "step_s": result.step_s,
-        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
-        "bubble": result.bubble,
-        "compute_limit_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu / result.limit_share,
-        "share_of_compute_limit": result.limit_share,
-        "breakdown_s": result.breakdown.by_kind(),
-        "peak_bytes": result.peak_bytes,
-        "memory": [asdict(memory) for memory in result.memory],
-    }

@@ -1,49 +1,44 @@
 """Runs a sweep: gives points to their launchers, collects the records and makes the report.
 
-A launcher is a module with ``check(points, options)`` (raises SpecError, before anything starts),
-``settle(runs_dir)`` (records attempts that are over, and returns the points under way with a line
-on each) and ``launch(points, options, runs_dir, progress)`` (returns the records). What is still to
-run is decided after ``settle`` and under a lock, so that two sweeps at once run each point once.
+What is still to run is decided after the launcher's ``settle`` (``launchers.Launcher``) and under a
+lock, so that two sweeps at once run each point once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
 from filelock import FileLock, Timeout
 
-from benchmarks.launch.attempt import PROVENANCE, Ending, new_header, or_unwritten, write_unstarted
+from benchmarks.launch.attempt import PROVENANCE
+from benchmarks.launch.launchers import LAUNCHERS
 from benchmarks.launch.options import LauncherOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
-from benchmarks.records.metrics import peak_memory_gib
+from benchmarks.launch.running import (
+    LaunchError,
+    SweepProgress,
+    one_by_one,
+    refuse,
+    say,
+    say_outcome,
+)
 from benchmarks.records.record import RunRecord
+from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
-_MODULES = {"local": "local", "slurm": "slurm.submit", "trace": "trace", "simulate": "simulate"}
-# The lock of a launcher in the runs folder, and what its holder does. Ranks of two sweeps on one
-# machine would spoil each other's timings; two submissions would submit every point twice.
-_LOCKS = {
-    "local": (".lock", "runs points in this folder"),
-    "trace": (".lock", "runs points in this folder"),
-    "slurm": ("slurm/.lock", "submits into this folder"),
-}
-
-
-class LaunchError(RuntimeError):
-    """Nothing could be started; the message is one line."""
+# Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
+# each other's timings; two submissions, or a submission beside a local sweep, which has begun only
+# the first of its points, would measure points twice.
+_LOCKED = ("local", "trace", "slurm")
 
 
 @contextmanager
@@ -80,70 +75,7 @@ def announce(
     bars.CONSOLE.print(line, soft_wrap=True)
     for point in todo:
         if point.plan is None:
-            _say("infeasible", point.spec.spec_id, point.reason)
-
-
-def say(line: str) -> None:
-    """Print one line, which only a terminal wraps."""
-    bars.CONSOLE.print(line, markup=False, soft_wrap=True)
-
-
-class SweepProgress:
-    """A progress bar over the points of a sweep, or lines if the output is no terminal."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = bars.progress_line()
-        self._task = self._bar.add_task("starting", total=total)
-
-    def __enter__(self) -> SweepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, point: Point, state: str) -> None:
-        """Show the state of a running point."""
-        without_hash = point.spec.spec_id.rpartition("-")[0]
-        self._bar.update(self._task, description=f"{without_hash}: {state}")
-
-    def finished(self, record: RunRecord) -> None:
-        """Print the outcome of a point and advance the bar."""
-        detail = record.reason
-        if record.status == "ok":
-            detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
-        _say(record.status, record.spec_id, detail)
-        self._bar.advance(self._task)
-
-
-def _say(status: str, spec_id: str, detail: str) -> None:
-    bars.CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
-
-
-def over_device(record: RunRecord) -> str:
-    """A warning if a success needs more memory than its device has, which a trace may; otherwise
-    empty."""
-    peak = peak_memory_gib(record)
-    device = record.spec.get("cluster", {}).get("device", {}).get("memory_gib")
-    if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
-        return ""
-    return f"WARNING: {peak[0]:.1f} GiB are more than the device's {device:g} GiB"
-
-
-def _outcome(record: RunRecord) -> str:
-    """The main results of a success, in a few words."""
-    words = []
-    if record.step_s:
-        words.append(f"{statistics.median(record.step_s):.3f} s/step")
-    if record.losses:
-        words.append(f"loss {record.losses[-1]:.4f}")
-    peak = peak_memory_gib(record)
-    if peak is not None:
-        words.append(f"{peak[0]:.2f} GiB")
-    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
-    if kernels:
-        words.append(f"compute over its kernels {max(kernels):.3f}")
-    return ", ".join(words)
+            say_outcome("infeasible", point.spec.spec_id, point.reason)
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
@@ -207,7 +139,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
             for contender in {point.spec.contender.name for point in group}:
                 if missing := CONTENDERS[contender].missing():
                     raise SpecError(missing)
-        _launcher(options).check(group, options)
+        LAUNCHERS[options.kind].check(group, options)
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
         _launch_missing(group, options, runs_dir, rerun)
@@ -217,10 +149,9 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
-        name, purpose = _LOCKS.get(options.kind, ("", ""))
-        lock = only_one(runs_dir / name, purpose, say) if name else nullcontext()
+        lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
         try:
-            with lock:
+            with lock if options.kind in _LOCKED else nullcontext():
                 records += _launch_missing(group, options, runs_dir, rerun)
         except OSError as error:  # full or read-only: every point counts as missing
             records += _unwritten(group, options, error)
@@ -231,7 +162,7 @@ def _launch_missing(
     group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun
 ) -> list[RunRecord]:
     """Run what no record settles yet of points that share a launcher's options."""
-    launcher = _launcher(options)
+    launcher = LAUNCHERS[options.kind]
     under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
     free = [point for point in group if point.spec.spec_id not in under_way]
     todo = still_to_run(
@@ -248,25 +179,6 @@ def _launch_missing(
     feasible = [point for point in todo if point.plan is not None]
     with SweepProgress(len(feasible)) as progress:
         return list(launcher.launch(feasible, options, runs_dir, progress))
-
-
-def one_by_one(
-    points: Sequence[Point], kind: str, progress: SweepProgress, run: Callable[[Point], RunRecord]
-) -> list[RunRecord]:
-    """Run every point, also after one has failed; returns the records."""
-    records = []
-    for point in points:
-        records.append(or_unwritten(point.spec, kind, partial(run, point)))
-        progress.finished(records[-1])
-    return records
-
-
-def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
-    """Record a point that cannot run."""
-    header = new_header(options.kind, variant=options.variant)
-    ending = Ending("infeasible", reason)
-    write = partial(write_unstarted, point.spec, runs_dir, header, ending)
-    return or_unwritten(point.spec, options.kind, write)
 
 
 def _unwritten(group: list[Point], options: LauncherOptions, error: OSError) -> list[RunRecord]:
@@ -293,7 +205,3 @@ def _by_launcher(
             groups.append((values, read_launcher_options(values), same))
         same.setdefault(point.spec.spec_id, point)
     return [(options, list(group.values())) for _, options, group in groups]
-
-
-def _launcher(options: LauncherOptions) -> ModuleType:
-    return importlib.import_module(f"benchmarks.launch.{_MODULES[options.kind]}")

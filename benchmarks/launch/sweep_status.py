@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.launch.attempt import age_s, close_abandoned, is_alive
+from benchmarks.launch.alive import age_s, is_alive
+from benchmarks.launch.attempt import close_abandoned
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.submissions import (
     SubmittedPoint,
@@ -69,8 +70,8 @@ def sweep_status(runs_dir: Path) -> SweepStatus:
         view, problem = read_view(runs_dir), str(error)
     notes += view.problems
     under_way = {} if problem else view.under_way()
-    found = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
-    names = sorted({name for name in found if not name.startswith(".")} | set(view.latest))
+    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    names = sorted({name for name in folders if not name.startswith(".")} | set(view.latest))
     records = {name: _newest(runs_dir / name, notes) for name in names}
     known = [record for record in records.values() if record is not None]
     points = [
@@ -180,8 +181,8 @@ def _progress(attempt: Path) -> str:
     if not events:
         return "starting"
     steps = of_kind(events, "warmup", "step")
-    what = f"step {steps[-1]['index']}" if steps else str(events[-1]["event"])
-    return f"{what} {_words(age_s(path))} ago"
+    event = f"step {steps[-1]['index']}" if steps else str(events[-1]["event"])
+    return f"{event} {_words(age_s(path))} ago"
 
 
 def _words(seconds: float) -> str:
@@ -191,24 +192,24 @@ def _words(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def print_table(found: list[PointStatus]) -> None:
+def print_table(points: list[PointStatus]) -> None:
     """The points as a table. A terminal too narrow for paths shows the logs of those points below
     it that did not end well."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     narrow = console.width < _LOG_WIDTH
     shown = [name for name in _OPTIONAL if not (narrow and name == "log")]
-    columns = [name for name in shown if any(getattr(point, name) for point in found)]
+    columns = [name for name in shown if any(getattr(point, name) for point in points)]
     table = Table(box=None, pad_edge=False)
     for heading in ("point", "state", *columns):
         is_whole = heading in ("point", "state", "evidence", "ended", "job")
         table.add_column(heading, overflow="fold", no_wrap=is_whole)
-    for point in found:
+    for point in points:
         colour = _COLOURS.get(point.state, "red")
         cells = (escape(getattr(point, name)) for name in columns)
         table.add_row(point.spec_id, f"[{colour}]{point.state}[/]", *cells)
     console.print(table)
-    for point in found if narrow else ():
+    for point in points if narrow else ():
         if point.log and point.state != "ok":
             console.print(f"{point.spec_id}: {point.log}", soft_wrap=True, markup=False)
-    counts = Counter(point.state for point in found)
+    counts = Counter(point.state for point in points)
     console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))

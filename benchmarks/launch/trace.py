@@ -15,39 +15,46 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.launch.attempt import OK, Ending, new_header, plan_summary, write_unstarted
+from benchmarks.launch.attempt import (
+    OK,
+    Ending,
+    close_abandoned,
+    new_header,
+    plan_summary,
+    write_unstarted,
+)
 from benchmarks.launch.local import is_here, preload, run_attempt
-from benchmarks.launch.local import settle as settle
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
-from benchmarks.launch.sweep import SweepProgress, one_by_one
+from benchmarks.launch.running import SweepProgress, one_by_one
 from benchmarks.records.record import RunRecord
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, SpecError
-from zeropp.cost.plan_price import PlanPrice, StageExtras
+from benchmarks.specification.run_spec import RunSpec
 from zeropp.plan import Plan
+from zeropp.price.plan_price import PlanPrice, StageExtras
 from zeropp.schedule.program import StageCost
 
-Like = tuple[float, float, bool, bool]  # what makes stages alike: blocks, half, embedding, head
+Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head
 
 
 def traced_record(spec: RunSpec, plan: Plan, runs_dir: Path) -> RunRecord:
     """The newest record with compute times of exactly this plan. Raises SpecError if there is none,
     or if it has no stage with the same pieces for one of the plan's stages."""
-    found = [
+    records = [
         record
         for record in records_of(spec, runs_dir)
         if record.status == "ok"
         and record.predicted.get("compute_s")
         and _without_memory(record.plan) == _without_memory(plan_summary(plan))
     ]
-    if not found:
+    if not records:
         raise SpecError(
             f"launcher.compute=traced: {runs_dir} has no record of {spec.spec_id}, planned as it "
             "is today, with compute times (run it with launcher=trace launcher.tensors=real)"
         )
-    _by_stage(plan, found[-1].predicted["compute_s"])
-    return found[-1]
+    _by_stage(plan, records[-1].predicted["compute_s"])
+    return records[-1]
 
 
 def _without_memory(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,9 +114,8 @@ def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, floa
 
 
 def _like(plan: Plan, stage: int) -> Like:
-    first, last = plan.cuts[stage], plan.cuts[stage + 1]
-    embedding, head = first == 0, last == plan.shape.num_pieces
-    return last - first - embedding - head, first % 1, embedding, head
+    pieces = plan.pieces_of(stage)
+    return plan.blocks_of(stage), 0 in pieces, plan.shape.num_pieces - 1 in pieces
 
 
 def check(points: Sequence[Point], options: TraceOptions) -> None:
@@ -151,6 +157,13 @@ def _check_real(point: Point) -> None:
             f"cluster={cluster.name}: launcher.tensors=real needs that GPU here and none is found "
             "(use launcher.tensors=fake, or cluster=cpu_gloo)"
         )
+
+
+def settle(runs_dir: Path) -> dict[str, str]:
+    """Record the attempts whose launcher is dead. No point is under way: the folder is locked, and
+    what others measure is no trace."""
+    close_abandoned(runs_dir)
+    return {}
 
 
 def launch(
@@ -196,7 +209,7 @@ def _trace(
     point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
 ) -> dict[str, Any]:
     """Trace some ranks with fake tensors; returns the part that a record keeps."""
-    from zeropp.engine.tracing import Trace, trace_ranks
+    from zeropp.emulate.memory import Trace, trace_ranks
 
     spec = point.spec
     build = CONTENDERS[spec.contender.name].build

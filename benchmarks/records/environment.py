@@ -100,18 +100,18 @@ def _git(*arguments: str) -> str | None:
 def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +40,8 @@ _REQUIRED: dict[str, dict[str, tuple[type, ...]]] = {
     "signal": {"name": (str,)},
     "spans": {"rows": (list,)},
 }
+# A step that takes longer than both, in seconds and in medians of all steps, holds a pause.
+_PAUSE_S, _PAUSE_MEDIANS = 5.0, 10.0
 _RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 
 
@@ -111,18 +114,32 @@ def measured(
     first = ranks.get(0, [])
     steps = of_kind(first, "warmup", "step")
     spans = [event for events in ranks.values() for event in of_kind(events, "spans")]
+    step_s, code = _slowest(ranks, "step"), _code_fields(ranks, launched_digest)
     return {
         "gate": _gate(first),
         "losses": [event["loss"] for event in steps if "loss" in event],
         "grad_norms": [event["grad_norm"] for event in steps if "grad_norm" in event],
         "warmup_s": _slowest(ranks, "warmup"),
-        "step_s": _slowest(ranks, "step"),
+        "step_s": step_s,
         "ranks": [_rank_record(rank, events, plan or {}) for rank, events in ranks.items()],
         "spans": [row for event in spans for row in event["rows"]],
         "span_clock": str(spans[0].get("clock", "")) if spans else "",
         "predicted": _without_peers(ranks),
-        **_code_fields(ranks, launched_digest),
+        **code,
+        "notes": [*code.get("notes", ()), *_pauses(step_s)],
     }
+
+
+def _pauses(step_s: list[float]) -> list[str]:
+    """A note on each timed step that took so long that the ranks must have stood still meanwhile;
+    medians do not show it."""
+    usual_s = median(step_s) if step_s else 0.0
+    return [
+        f"timed step {number} of {len(step_s)} took {seconds:.1f} s, the median {usual_s:.2g} s: "
+        "the ranks stood still (suspended, a slow disk, a busy node)"
+        for number, seconds in enumerate(step_s, start=1)
+        if seconds > max(_PAUSE_S, _PAUSE_MEDIANS * usual_s)
+    ]
 
 
 def _code_fields(ranks: Mapping[int, Events], launched_digest: str) -> dict[str, Any]:
@@ -130,8 +147,8 @@ def _code_fields(ranks: Mapping[int, Events], launched_digest: str) -> dict[str,
     not run the same files. Nothing if rank 0 has not said what it runs."""
     codes = {rank: _last(events, "environment").get("code") for rank, events in ranks.items()}
     digests = {r: code.get("digest", "") for r, code in codes.items() if isinstance(code, dict)}
-    first, mine = digests.get(0, ""), codes.get(0)
-    if not first or not isinstance(mine, dict):
+    first, code = digests.get(0, ""), codes.get(0)
+    if not first or not isinstance(code, dict):
         return {}
     notes = []
     if launched_digest and first != launched_digest:
@@ -139,15 +156,15 @@ def _code_fields(ranks: Mapping[int, Events], launched_digest: str) -> dict[str,
     others = [str(rank) for rank, digest in sorted(digests.items()) if digest not in ("", first)]
     if others:
         notes.append(f"other files of the suite than on rank 0 ran on ranks {', '.join(others)}")
-    sha, dirty = str(mine.get("sha", "unknown")), bool(mine.get("dirty", True))
+    sha, dirty = str(code.get("sha", "unknown")), bool(code.get("dirty", True))
     return {"git_sha": sha, "git_dirty": dirty, "code_digest": str(first), "notes": notes}
 
 
 def _gate(events: Events) -> GateResult | None:
     """The result of the gate; None if there is none, or if its line is damaged."""
-    found = _last(events, "gate")
+    event = _last(events, "gate")
     try:
-        return adapter(GateResult).validate_python(found) if found else None
+        return adapter(GateResult).validate_python(event) if event else None
     except ValidationError:
         return None
 
@@ -162,22 +179,22 @@ def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
 def _without_peers(ranks: Mapping[int, Events]) -> dict[str, Any]:
     """The results of ranks that ran without peers: seconds of each stage's compute actions and of
     whole steps, and sums over kernels. Empty if ranks had their peers."""
-    found = {rank: events for rank, events in ranks.items() if of_kind(events, "compute")}
-    if not found:
+    alone = {rank: events for rank, events in ranks.items() if of_kind(events, "compute")}
+    if not alone:
         return {}
-    compute = [of_kind(events, "compute")[-1]["seconds"] for events in found.values()]
+    compute = [of_kind(events, "compute")[-1]["seconds"] for events in alone.values()]
     return {
-        "ranks": list(found),
+        "ranks": list(alone),
         "compute_s": {name: s for of_rank in compute for name, s in of_rank.items()},
-        "lone_step_s": [[e["seconds"] for e in of_kind(v, "lone_step")] for v in found.values()],
-        "kernels": [_last(events, "kernels") for events in found.values()],
+        "lone_step_s": [[e["seconds"] for e in of_kind(v, "lone_step")] for v in alone.values()],
+        "kernels": [_last(events, "kernels") for events in alone.values()],
     }
 
 
 def _last(events: Events, kind: str) -> dict[str, Any]:
     """The fields of the last event of a kind, without its kind and time."""
-    found = of_kind(events, kind)
-    return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
+    matches = of_kind(events, kind)
+    return {k: v for k, v in matches[-1].items() if k not in ("event", "time")} if matches else {}
 
 
 def _rank_record(rank: int, events: Events, plan: Mapping[str, Any]) -> RankRecord:

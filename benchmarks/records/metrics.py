@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.records.record import RecordedSpec, RunRecord
-from zeropp.cost import model_flops_per_token
+from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import RecordedDevice, RecordedSpec
+from zeropp.cluster import Device
+from zeropp.price import model_flops_per_token
 
 Values = NDArray[np.float64]
 
@@ -136,7 +138,7 @@ def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
 
 def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
     """Model TFLOP/s per rank: of one forward and backward without recomputation, with attention
-    counted as not causal (``zeropp.cost.model_flops_per_token``). None if a size of the model is
+    counted as not causal (``zeropp.price.model_flops_per_token``). None if a size of the model is
     not known."""
     shape = spec.model.shape
     if shape is None:
@@ -147,10 +149,16 @@ def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
 def mfu(spec: RecordedSpec, step_s: float) -> float | None:
     """Model FLOP/s divided by the device's dense peak at the run's precision (arXiv 2204.02311,
     appendix B); None if either is not known."""
-    device = spec.cluster.device
-    peak = device.peak_bf16_tflops if spec.precision == "bf16" else device.peak_fp32_tflops
     reached = model_tflops_per_gpu(spec, step_s)
-    return None if peak is None or reached is None else reached / peak
+    if reached is None:
+        return None
+    return share_of_peak(spec.cluster.device, spec.precision, reached)
+
+
+def share_of_peak(device: Device | RecordedDevice, precision: str, tflops: float) -> float | None:
+    """TFLOP/s divided by the device's dense peak at a precision; None if that is not known."""
+    peak = device.peak_bf16_tflops if precision == "bf16" else device.peak_fp32_tflops
+    return None if peak is None else tflops / peak
 
 
 def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:

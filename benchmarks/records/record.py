@@ -5,17 +5,16 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from benchmarks.specification.reading import SpecError, adapter, validated
-from zeropp.shape import ModelShape
+from benchmarks.specification.reading import adapter
 from zeropp.timeline import Provenance
 
 # Records of other schemas are refused. A new field has a default and needs no new number; one that
@@ -85,10 +84,10 @@ class GateResult:
         """Why it failed, in one line: the worst check, and how many others failed."""
         worst, *others = self.failures()
         # "3.mlp.up.weight (adamw)": the optimizer is named in the kind
-        what = " ".join([worst.worst, *worst.kind.split()[1:]]) if worst.worst else worst.kind
+        check = " ".join([worst.worst, *worst.kind.split()[1:]]) if worst.worst else worst.kind
         more = f"; {len(others)} more of {len(self.checks)} checks failed" if others else ""
         return (
-            f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
+            f"gate: {check} differs from one process by {worst.error:.1e} in step {worst.step}, "
             f"relative to its own; allowed {worst.limit:.1e}{more}"
         )
 
@@ -111,6 +110,7 @@ class RunRecord:
     launcher: str
     code_digest: str = ""  # of the suite's files, see environment.Code
     variant: str = ""  # traced with "real tensors", simulated with "traced compute"
+    basis: str = ""  # how a study chose the degrees of all contenders ("best plans"), if one did
     interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
@@ -163,7 +163,7 @@ def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
@@ -213,90 +213,8 @@ def find_below(root: Path, pattern: str) -> list[Path]:
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.
     """
-    found = []
+    paths = []
     for place, folders, files in os.walk(root):
-        found += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
+        paths += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
         folders[:] = [name for name in folders if not name.startswith(".")]
-    return sorted(found)
-
-
-# What reports read of a record's spec, which is the plain mapping that was run. A key without a
-# default must be there; others may come and go without a new schema.
-
-
-@dataclass(frozen=True)
-class RecordedModel:
-    """What is read of a spec's ``model``; ``sizes`` is the whole mapping."""
-
-    name: str
-    seq: int
-    sizes: dict[str, Any]
-
-    @property
-    def shape(self) -> ModelShape | None:
-        """The model's shape; None if the record lacks a size that ``ModelShape`` needs."""
-        known = {f.name for f in fields(ModelShape)}
-        try:
-            return ModelShape(**{k: v for k, v in self.sizes.items() if k in known})
-        except TypeError:
-            return None
-
-
-@dataclass(frozen=True)
-class RecordedDevice:
-    """What is read of ``cluster.device``."""
-
-    name: str = ""
-    memory_gib: float | None = None
-    peak_bf16_tflops: float | None = None  # dense
-    peak_fp32_tflops: float | None = None  # dense, without TF32
-
-
-@dataclass(frozen=True)
-class RecordedCluster:
-    """What is read of ``cluster``."""
-
-    name: str
-    device: RecordedDevice = RecordedDevice()
-
-
-@dataclass(frozen=True)
-class RecordedContender:
-    """What is read of ``contender``; ``knobs`` is the whole mapping."""
-
-    name: str
-    knobs: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedSpec:
-    """What is read of a whole spec; ``data`` is the whole mapping of that key."""
-
-    model: RecordedModel
-    cluster: RecordedCluster
-    num_gpus: int
-    contender: RecordedContender
-    global_batch: int
-    precision: str
-    microbatch_size: int = 1
-    data: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-
-
-def recorded_spec(record: RunRecord) -> RecordedSpec:
-    """What reports read of a record's spec. Raises RecordError, in one line, if a key that they
-    need is missing or wrong."""
-    return read_spec(record.spec)
-
-
-def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
-    """What reports read of a spec that is a mapping, as ``RunSpec.to_dict`` gives it. Raises
-    RecordError as ``recorded_spec`` does."""
-    values = dict(spec)
-    for key, whole in (("model", "sizes"), ("contender", "knobs")):
-        if isinstance(values.get(key), dict):
-            values[key] = values[key] | {whole: values[key]}
-    try:
-        return validated(RecordedSpec, values, "spec")
-    except SpecError as error:
-        raise RecordError(str(error)) from None
+    return sorted(paths)

@@ -1,8 +1,9 @@
 """Reports, which are made from records alone, at any time: what is in one, by name.
 
 In: folders of records. Out: tables (CSV, Parquet, Markdown, LaTeX, HTML), figures and one page.
-Read ``frame`` (a record becomes a row of a DataFrame), ``table`` and ``style`` (how tables and
-figures look), the modules that are named below, and ``write``, which puts a report together.
+Read ``frame`` (a record becomes a row of a DataFrame), ``display`` (labels and rounding), ``table``
+and ``style`` (how tables and figures look), the modules that are named below, and ``write``, which
+puts a report together.
 ``compare`` holds two sets of runs together, and ``trackers`` sends records to services that collect
 experiments. A new table or figure is a function and a line here.
 """
@@ -63,5 +64,5 @@ DEFAULTS = Options()
 def maker(path: str) -> Callable[..., Any]:
     """The function that a section names."""
     module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return function

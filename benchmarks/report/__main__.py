@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.report import DEFAULTS, TABLES, Options
-from benchmarks.specification.command import CommandParser, SpecError, check_writable, command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, check_writable, command
 
 
 @command
@@ -27,9 +28,20 @@ def main() -> int:
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
     if arguments.tensorboard or arguments.wandb:
         return _track(runs, arguments)
-    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
     out = arguments.out or Path("results/reports", arguments.table or "latest")
     check_writable("--out", out)
+    try:
+        return _write(runs, out, arguments)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # such as a disk that has become full
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"--out={out}: no report: {why}") from None
+
+
+def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
+    """Write what was asked for; returns the exit status."""
+    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
     if arguments.compare:
         from benchmarks.report.compare import write_comparison
 

@@ -14,12 +14,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture
 from benchmarks.report.frame import CELL, default_knobs
 from benchmarks.report.speedup import speedup_of
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 MAX_GROUPS = 6  # panels of a figure; the table has all
 _GROUP = [*CELL, "contender"]
@@ -58,7 +58,7 @@ def _varied(groups: list[pd.DataFrame]) -> str:
         for knobs in group["knobs"]:
             for name, value in knobs.items():
                 values.setdefault(name, {})[str(value)] = None
-    varied = [f"{name} {'|'.join(found)}" for name, found in values.items() if len(found) > 1]
+    varied = [f"{name} {'|'.join(texts)}" for name, texts in values.items() if len(texts) > 1]
     return f"there are {', '.join(varied)}" if varied else "nothing was varied"
 
 
@@ -112,40 +112,40 @@ def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 def ablation_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of ablations: throughput, speed-up and memory of every configuration and its
     base."""
-    found = ablations(rows, options.against)
-    worker = style.worker_word(rows)
+    configurations = ablations(rows, options.against)
+    worker = display.worker_word(rows)
     columns = (
         *(column for column in key_columns(rows) if column.name != "basis"),
         Column("change", "change"),
         Column("layout", "configuration"),
-        Column("step_s", "step [s]", form=style.seconds, interval=True, instead="status"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, interval=True),
-        Column("speedup", "over the base", form=style.ratio, interval=True, unsure="unsure"),
-        Column("peak_gib", "peak [GiB]", form=style.gib),
-        Column("memory_ratio", "peak over the base's", form=style.ratio),
+        Column("step_s", "step [s]", form=display.seconds, interval=True, instead="status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, interval=True),
+        Column("speedup", "over the base", form=display.ratio, interval=True, unsure="unsure"),
+        Column("peak_gib", "peak [GiB]", form=display.gib),
+        Column("memory_ratio", "peak over the base's", form=display.ratio),
         Column("reason", "note"),
         Column("is_base", "is the base", hidden=True),
         Column("knobs_text", "knobs", hidden=True),
         Column("status", "status", hidden=True),
     )
     caption = "Every configuration that was run, against the one called base in the same cell."
-    return table("ablation", "Ablations", columns, found, caption=caption)
+    return table("ablation", "Ablations", columns, configurations, caption=caption)
 
 
 def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Throughput and peak memory of every configuration, divided by the base's: one row of panels
     per contender and cell."""
-    found = ablations(rows, options.against)
-    for (evidence, cluster), mine in found.groupby(["evidence", "cluster"], sort=True):
-        groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
-        more = mine.groupby(_GROUP).ngroups - len(groups)
+    clusters = ablations(rows, options.against).groupby(["evidence", "cluster"], sort=True)
+    for (evidence, cluster), cluster_rows in clusters:
+        groups = [group for _, group in cluster_rows.groupby(_GROUP, sort=False)][:MAX_GROUPS]
+        more = cluster_rows.groupby(_GROUP).ngroups - len(groups)
         yield Picture(
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
             caption="Throughput and peak memory of every configuration over those of its base, "
-            f"{evidence} on {style.cluster_label(str(cluster))}."
+            f"{evidence} on {display.cluster_label(str(cluster))}."
             + (f" The table has {more} more groups." if more else ""),
             figure=_panels(groups),
-            shown=style.shown(mine),
+            shown=style.shown(cluster_rows),
         )
 
 
@@ -155,12 +155,13 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
     for number, group in enumerate(groups):
         left, right = axes[2 * number : 2 * number + 2]
-        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=style.tokens)
-        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=style.gib)
+        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
+        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=display.gib)
         first = group.iloc[0]
+        contender = display.contender_label(first["contender"])
         left.set_title(
-            f"{style.contender_label(first['contender'])}, {style.model_label(first['model'])}, "
-            f"{first['num_gpus']} {style.worker_word(group)}s, batch {first['global_batch']}",
+            f"{contender}, {display.model_label(first['model'])}, "
+            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}",
             loc="left",
         )
         right.set_yticklabels([])
@@ -169,7 +170,7 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     return figure
 
 
-def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: style.Form) -> None:
+def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: display.Form) -> None:
     places = range(len(group))
     ratios = group[ratio].to_numpy(dtype=float)
     colours = [
@@ -180,11 +181,11 @@ def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: styl
     for place, row in zip(places, group.to_dict("records"), strict=True):
         number = row[ratio]
         failed = row["status"] != "ok"
-        text = style.status_label(row["status"]) if failed else MISSING
-        if not style.is_missing(number) and not failed:
-            text = f"{style.ratio(number)}  ({form(row[value])})"
+        text = display.status_label(row["status"]) if failed else MISSING
+        if not display.is_missing(number) and not failed:
+            text = f"{display.ratio(number)}  ({form(row[value])})"
         axis.text(
-            0 if failed or style.is_missing(number) else number,
+            0 if failed or display.is_missing(number) else number,
             place,
             f" {text}",
             va="center",

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
@@ -80,17 +80,17 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     No figure mixes kinds of evidence or clusters, except for those that compare them.
     """
     keys = ["evidence", "basis", "cluster"]
-    for (evidence, basis, cluster), mine in rows.groupby(keys, sort=True):
+    for (evidence, basis, cluster), group in rows.groupby(keys, sort=True):
         kind = [str(word) for word in (evidence, basis) if word]
         suffix = "_".join([*kind, str(cluster)]).replace(" ", "_")
-        where = style.cluster_label(str(cluster))
-        yield suffix, f"{', '.join(kind)} on {where}", mine
+        where = display.cluster_label(str(cluster))
+        yield suffix, f"{', '.join(kind)} on {where}", group
 
 
 def panel_title(panel: pd.DataFrame) -> str:
     """Model, batch and sequence length of the rows of one panel."""
     row = panel.iloc[0]
-    name = style.model_label(row["model"])
+    name = display.model_label(row["model"])
     return f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
 
 
@@ -109,29 +109,30 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
     There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
     contender in its fastest configuration. If none succeeded, a word says why.
     """
-    for suffix, said, mine in by_evidence(best_or_failed(rows)):
-        if mine["tokens_per_s_per_gpu"].notna().any():
-            worker = style.worker_word(mine)
+    for suffix, evidence, group in by_evidence(best_or_failed(rows)):
+        if group["tokens_per_s_per_gpu"].notna().any():
+            worker = display.worker_word(group)
             yield Picture(
                 name=f"throughput_{suffix}",
-                caption=f"Tokens per second and {worker}, {said}"
-                + ": medians with 95 % bootstrap intervals" * said.startswith("measured")
-                + f".{_left_out(mine)}",
-                figure=_panels(mine, _THROUGHPUT, f"tokens/s/{worker}"),
-                shown=style.shown(mine),
+                caption=f"Tokens per second and {worker}, {evidence}"
+                + ": medians with 95 % bootstrap intervals" * evidence.startswith("measured")
+                + f".{_left_out(group)}",
+                figure=_panels(group, _THROUGHPUT, f"tokens/s/{worker}"),
+                shown=style.shown(group),
             )
 
 
 def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """One figure of peak memory per kind of evidence, cluster and kind of peak, arranged like that
     of throughput."""
-    for suffix, said, mine in by_evidence(best_or_failed(rows)):
-        worker = style.worker_word(mine)
-        for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
+    for suffix, evidence, group in by_evidence(best_or_failed(rows)):
+        worker = display.worker_word(group)
+        for kind, known in group[group["peak_gib"].notna()].groupby("memory_kind"):
             label = _PEAKS[str(kind)].format(worker=worker)
             yield Picture(
                 name=f"memory_{suffix}_{kind}",
-                caption=f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
+                caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}."
+                + _left_out(known),
                 figure=_panels(known, _PEAK, label),
                 shown=style.shown(known),
             )
@@ -161,46 +162,46 @@ def _panels(
     return figure
 
 
-def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: style.Form) -> None:
+def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: display.Form) -> None:
     counts = sorted(rows["num_gpus"].unique())
     contenders = style.ordered(rows["contender"])
     width = 0.84 / len(contenders)
     turn = 90 if len(counts) * len(contenders) > 6 else 0
     for number, contender in enumerate(contenders):
-        mine = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
+        series = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
         places = np.arange(len(counts)) + (number - (len(contenders) - 1) / 2) * width
-        values = mine[column].to_numpy(dtype=float)
+        values = series[column].to_numpy(dtype=float)
         drawn = axis.bar(
             places,
             np.nan_to_num(values),
             width * 0.92,
-            yerr=errors(mine, column),
-            label=style.contender_label(contender),
+            yerr=errors(series, column),
+            label=display.contender_label(contender),
             color=style.colour(contender),
             hatch=style.hatch(contender),
             edgecolor="white",
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
-        texts = [_text(v, s, form) for v, s in zip(values, mine["status"], strict=True)]
+        texts = [_text(v, s, form) for v, s in zip(values, series["status"], strict=True)]
         # The text lies inside the panel, so it must not change the arrangement of the figure.
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axis.set_xlabel(f"{style.worker_word(rows)}s")
+    axis.set_xlabel(f"{display.worker_word(rows)}s")
     axis.margins(y=0.35 if turn else 0.22)
     axis.set_ylim(bottom=0)
 
 
-_THROUGHPUT = partial(_bars, column="tokens_per_s_per_gpu", form=style.tokens)
-_PEAK = partial(_bars, column="peak_gib", form=style.gib)
+_THROUGHPUT = partial(_bars, column="tokens_per_s_per_gpu", form=display.tokens)
+_PEAK = partial(_bars, column="peak_gib", form=display.gib)
 
 
-def _text(value: float, status: object, form: style.Form) -> str:
+def _text(value: float, status: object, form: display.Form) -> str:
     """The number above a bar, or a word such as ``OOM`` if there is no bar."""
     if not np.isnan(value):
         over = status not in ("ok", None)  # the predicted peak is larger than the device's memory
-        return f"{form(value)} {style.status_label(str(status))}" if over else form(value)
-    return style.status_label(str(status)) if isinstance(status, str) and status != "ok" else ""
+        return f"{form(value)} {display.status_label(str(status))}" if over else form(value)
+    return display.status_label(str(status)) if isinstance(status, str) and status != "ok" else ""
 
 
 def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
@@ -225,19 +226,19 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
     """
     best = best_configuration(rows)
     best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
-    for suffix, said, mine in by_evidence(best):
+    for suffix, evidence, group in by_evidence(best):
         for kind, key in _KINDS.items():
             groups = [
                 (_title(panel, key), panel)
-                for _, panel in mine.groupby([*_SERIES, key], sort=True, dropna=False)
+                for _, panel in group.groupby([*_SERIES, key], sort=True, dropna=False)
                 if panel["num_gpus"].nunique() > 1
             ]
             if groups:
-                worker, kept = style.worker_word(mine), groups[: style.COLUMNS]
+                worker, kept = display.worker_word(group), groups[: style.COLUMNS]
                 more = f" {len(groups) - len(kept)} more series are left out."
                 yield Picture(
                     name=f"scaling_{kind}_{suffix}",
-                    caption=f"{kind.capitalize()} scaling, {said}: tokens per second and model "
+                    caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second and model "
                     f"PFLOP/s of the whole job, and throughput per {worker} over that at the "
                     f"contender's smallest {worker} count." + more * (len(groups) > len(kept)),
                     figure=_curves(kept),
@@ -246,9 +247,9 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
 
 
 def _title(panel: pd.DataFrame, key: str) -> str:
-    worker = style.worker_word(panel)
+    worker = display.worker_word(panel)
     unit = "batch" if key == "global_batch" else f"sequences per {worker}:"
-    return f"{style.model_label(panel['model'].iloc[0])}, {unit} {panel[key].iloc[0]:g}"
+    return f"{display.model_label(panel['model'].iloc[0])}, {unit} {panel[key].iloc[0]:g}"
 
 
 def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
@@ -266,7 +267,7 @@ def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
             _series(axis, label, panel)
             if column == 0:
                 axis.set_ylabel(label)
-        axes[-1].set_xlabel(f"{style.worker_word(panel)}s")
+        axes[-1].set_xlabel(f"{display.worker_word(panel)}s")
     return figure
 
 
@@ -274,9 +275,9 @@ def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
     """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
     ends: list[tuple[float, float, str, str]] = []
     for contender in style.ordered(panel["contender"]):
-        mine = panel[panel["contender"] == contender].sort_values("num_gpus")
+        series = panel[panel["contender"] == contender].sort_values("num_gpus")
         gpus, per_gpu, tflops = (
-            mine[c].to_numpy(float)
+            series[c].to_numpy(float)
             for c in ("num_gpus", "tokens_per_s_per_gpu", "model_tflops_per_gpu")
         )
         values = {
@@ -284,11 +285,11 @@ def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
             "model PFLOP/s": gpus * tflops / 1000,
             "efficiency [%]": 100 * per_gpu / per_gpu[0],
         }[label]
-        bounds = errors(mine, "tokens_per_s_per_gpu") if label == "tokens/s" else None
+        bounds = errors(series, "tokens_per_s_per_gpu") if label == "tokens/s" else None
         scaled = None if bounds is None else gpus * bounds
         axis.errorbar(gpus, values, scaled, capsize=2, **style.line(contender))
         ends.append(
-            (gpus[-1], values[-1], style.contender_label(contender), style.colour(contender))
+            (gpus[-1], values[-1], display.contender_label(contender), style.colour(contender))
         )
     if label.startswith("efficiency"):
         axis.axhline(100, color=style.NEUTRAL, linewidth=0.8)
@@ -310,14 +311,14 @@ def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
     same batches from the same initial parameters."""
     best = best_configuration(rows)
     best = best[best["losses"].map(len) > 1]
-    for suffix, said, mine in by_evidence(best):
-        groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
+    for suffix, evidence, group in by_evidence(best):
+        groups = [panel for _, panel in group.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
         if groups:
             yield Picture(
                 name=f"loss_{suffix}",
-                caption=f"Training loss, {said}: every contender of a panel, at the smallest and "
-                "the largest rank count, saw the same batches. Below, the distance from the first "
-                "curve of the panel: rounding, if all is well.",
+                caption=f"Training loss, {evidence}: every contender of a panel, at the smallest "
+                "and the largest rank count, saw the same batches. Below, the distance from the "
+                "first curve of the panel: rounding, if all is well.",
                 figure=_loss_curves(groups[: style.COLUMNS]),
                 shown=style.shown(pd.concat(groups[: style.COLUMNS])),
             )
@@ -356,9 +357,9 @@ def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
     """One name per contender, with its rank counts, at the end of the first of its curves."""
     ends = []
     for contender in style.ordered(row["contender"] for row in lines):
-        mine = [row for row in lines if row["contender"] == contender]
-        counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
-        losses, name = (mine[0]["losses"], f"{style.contender_label(contender)}, {counts} ranks")
+        series = [row for row in lines if row["contender"] == contender]
+        counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in series))
+        losses, name = series[0]["losses"], f"{display.contender_label(contender)}, {counts} ranks"
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends
 
@@ -381,7 +382,7 @@ _CAUSES = {
 
 
 # Per contender, the seconds of its step: the compute limit, and above it what is lost by cause
-# (``zeropp.sim.lost_time``).
+# (``zeropp.price.lost_time``).
 StepSeconds = Mapping[str, Mapping[str, float]]
 
 
@@ -408,8 +409,8 @@ def _time_bars(axis: Axes, seconds: StepSeconds) -> None:
     places = np.arange(len(contenders))
     right, left = np.zeros(len(contenders)), np.zeros(len(contenders))
     for kind, (label, colour, hatch) in _CAUSES.items():
-        mine = [seconds[name] for name in contenders]
-        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in mine])
+        by_contender = (seconds[name] for name in contenders)
+        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in by_contender])
         if not sizes.any():
             continue
         start = np.where(sizes >= 0, right, left)
@@ -443,15 +444,15 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
-    for suffix, said, mine in by_evidence(best):
-        kind = "Traced" if mine["evidence"].iloc[0] == "traced" else "Predicted"
-        label = f"tensors of the fullest {style.worker_word(mine)} [GiB]"
+    for suffix, evidence, group in by_evidence(best):
+        kind = "Traced" if group["evidence"].iloc[0] == "traced" else "Predicted"
+        label = f"tensors of the fullest {display.worker_word(group)} [GiB]"
         yield Picture(
             name=f"memory_by_kind_{suffix}",
             caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {said}; the dashed line is what the device has.{_diamond(mine)}",
-            figure=_panels(mine, _stacks, label, columns=2, width=6.0, height=3.8),
-            shown=style.shown(mine),
+            f"configurations {evidence}; the dashed line is what the device has.{_diamond(group)}",
+            figure=_panels(group, _stacks, label, columns=2, width=6.0, height=3.8),
+            shown=style.shown(group),
         )
 
 
@@ -459,8 +460,8 @@ def _diamond(rows: pd.DataFrame) -> str:
     """The words that explain the marks of measured peaks; empty if there are none."""
     kinds = " or ".join(sorted(set(rows["memory_kind"]) - {"predicted", ""}))
     pages = " Resident memory is pages of the whole process, so more than its tensors."
-    said = f" The diamond is the measured peak ({kinds})."
-    return (said + pages * ("resident" in kinds)) if kinds else ""
+    sentence = f" The diamond is the measured peak ({kinds})."
+    return (sentence + pages * ("resident" in kinds)) if kinds else ""
 
 
 def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
@@ -482,18 +483,20 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     highest = np.fmax(bottom, peaks)
     texts = [
-        f"measured {style.gib(peak)}\npredicted {style.gib(top)}"
+        f"measured {display.gib(peak)}\npredicted {display.gib(top)}"
         if np.isfinite(peak)
-        else style.gib(top)
+        else display.gib(top)
         for top, peak in zip(bottom, peaks, strict=True)
     ]
     _totals(axis, places, highest, texts)
     _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
-    names = [f"{style.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()]
+    names = [
+        f"{display.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()
+    ]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
         label.set_color(style.colour(contender))
-    axis.set_xlabel(f"contender, {style.worker_word(panel)}s")
+    axis.set_xlabel(f"contender, {display.worker_word(panel)}s")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 

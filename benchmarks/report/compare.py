@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.records.metrics import Summary, ratio_of_medians
-from benchmarks.report import style
+from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
@@ -128,8 +128,8 @@ def comparison_table(changes: pd.DataFrame) -> Table:
     columns = (
         *(column for column in key_columns(changes) if column.name in changes),
         Column("layout", "configuration"),
-        Column("ratio", "throughput after / before", form=style.ratio, interval=True),
-        Column("memory_ratio", "peak memory after / before", form=style.ratio),
+        Column("ratio", "throughput after / before", form=display.ratio, interval=True),
+        Column("memory_ratio", "peak memory after / before", form=display.ratio),
         Column("verdict", "verdict"),
     )
     return table("comparison", "After against before", columns, changes)
@@ -145,11 +145,11 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.hlines(places, shown["low"], shown["high"], color=colours, linewidth=2)
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
-        text = f"{style.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}"
+        text = f"{display.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}"
         style.beside(axis, row["high"], float(place), text)
     labels = [
-        f"{style.model_label(str(r.model))}, {r.num_gpus}, "
-        f"{style.contender_label(str(r.contender))} {r.layout}"
+        f"{display.model_label(str(r.model))}, {r.num_gpus}, "
+        f"{display.contender_label(str(r.contender))} {r.layout}"
         for r in shown.itertuples()
     ]
     axis.set_yticks(places, labels, fontsize=8)

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import CHECKOUT
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture
 from benchmarks.report.frame import CELL
 from benchmarks.report.table import Column, Table, key_columns, table
@@ -46,7 +46,7 @@ _COLUMNS = (
     Column("source", "published by"),
     Column("role", "constants"),
     Column("quantity", "quantity"),
-    Column("numbers", "numbers", form=style.count),
+    Column("numbers", "numbers", form=display.count),
     Column(
         "distance", "median distance [10th, 90th percentile]", form="{:+z.1%}".format, interval=True
     ),
@@ -113,8 +113,8 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
     for axis, (quantity, group) in zip(axes, groups, strict=True):
         worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
         labels = [
-            f"{style.model_label(str(r.model))}, {r.num_gpus} ranks, "
-            f"{style.contender_label(str(r.contender))} {r.layout}\n"
+            f"{display.model_label(str(r.model))}, {r.num_gpus} ranks, "
+            f"{display.contender_label(str(r.contender))} {r.layout}\n"
             f"{r.kind} against {r.reference_kind}"
             for r in worst.itertuples()
         ]
@@ -150,7 +150,7 @@ def evidence_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
 
 def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per published measurement that was predicted; none if ``rows`` have no simulated
-    record. Numbers that their source computed and did not measure are left out.
+    record.
 
     Columns: ``source``, ``role`` (whether constants were fitted on it, a trait was adjusted to
     it, or neither), ``quantity`` (speed or memory) and ``error`` = simulated / published - 1.
@@ -160,7 +160,6 @@ def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
     columns = ["source", "role", "metric", "unit", "relative_error", "first_of_run"]
     table = pd.read_csv(VALIDATION, usecols=columns)
     table = table[(table["first_of_run"] == "yes") & (table["unit"] != "yes/no")]
-    table = table[table["role"] != "computed"]
     memory, duration = (table["metric"].str.contains(word) for word in ("memory", "_time"))
     error = table["relative_error"]
     return pd.DataFrame(

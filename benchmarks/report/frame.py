@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -19,20 +18,16 @@ from benchmarks.records.metrics import (
     tokens_per_s_per_gpu,
 )
 from benchmarks.records.record import (
-    SCHEMA_VERSION,
-    RecordedSpec,
     RecordError,
     RunRecord,
     find_below,
     find_records,
     read_record,
-    recorded_spec,
 )
-from benchmarks.specification.compose import preset
+from benchmarks.records.recorded_spec import RecordedSpec, read_spec
+from benchmarks.records.simulated import TABLE, read_table
 from benchmarks.specification.contenders import PRICED
-from zeropp.cluster import Cluster
-from zeropp.cost import parameter_count
-from zeropp.shape import ModelShape
+from zeropp.price import parameter_count
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
@@ -50,18 +45,20 @@ def default_knobs(contender: str) -> dict[str, Any]:
 
 
 def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
-    """Degrees above 1 and the knobs that were set, as ``zeropp.tune.contender.describe`` writes
+    """Degrees above 1 and the knobs that were set, as ``zeropp.choose.contender.describe`` writes
     plans: ``pp=2 shard=2 V=2 U=4``.
 
     A unit that the planner cut also shows what it became, as in ``U=16 (run as 8)``. An
     infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
-    were left open.
+    were left open. A study's record has its plan in words.
     """
+    if record.basis:
+        return str(record.plan["words"])
     plan, knobs = record.plan, spec.contender.knobs
     degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
     names = ("pp", "tp", "shard", "replicate")
     words = [f"{name}={degrees[name]}" for name in names if degrees.get(name, 1) > 1]
-    words += [f"b={spec.microbatch_size}"] * (spec.microbatch_size > 1)
+    words += [f"b={spec.microbatch_size}"] * (spec.microbatch_size not in ("auto", 1))
     if knobs.get("schedule", "auto") not in ("auto", spec.contender.name):
         words.append(knobs["schedule"])
     if "chunks" in knobs and degrees.get("chunks", 1) > 1:
@@ -111,7 +108,7 @@ def source_of(record: RunRecord) -> dict[str, Any]:
     first = record.ranks[0].environment if record.ranks else {}
     return {
         "record": record.record_id,
-        "evidence": evidence_of(record),
+        "evidence": ", ".join(filter(None, (evidence_of(record), record.basis))),
         "status": f"{record.status} {record.reason}".strip(),
         "started": record.started_at,
         "ended": record.ended_at,
@@ -137,10 +134,6 @@ def source_of(record: RunRecord) -> dict[str, Any]:
 class Derived:
     """The columns that follow from a record; a number that is not known is NaN. The fields of the
     record itself are columns, too (``row_of``), but for those in ``_LEFT_OUT``.
-
-    ``basis`` says how a study chose the degrees of all contenders of a cell (``best plans``,
-    ``equal degrees``). It is empty for records; their ``default_degrees`` says whether nobody has
-    tuned them.
     """
 
     model: str
@@ -153,10 +146,9 @@ class Derived:
     precision: str
     memory_limit_gib: float
     evidence: str
-    basis: str
     contender: str  # its key, not its label
     layout: str
-    default_degrees: bool
+    default_degrees: bool  # whether nobody has tuned it
     knobs: dict[str, Any]  # as asked for, and the microbatch size
     path: str
     samples_step_s: list[float]
@@ -191,7 +183,7 @@ _RECORDED = [column.name for column in fields(RunRecord) if column.name not in _
 
 def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
-    spec = recorded_spec(record)
+    spec = read_spec(record.spec)
     shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     planned = record.plan.get("predicted_memory", [])
@@ -204,12 +196,11 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         global_batch=spec.global_batch,
         seq=spec.model.seq,
         precision=spec.precision,
-        memory_limit_gib=_known(device.memory_gib),
+        memory_limit_gib=_nan_if_none(device.memory_gib),
         evidence=evidence_of(record),
-        basis="",
         contender=spec.contender.name,
         layout=configuration_text(record, spec),
-        default_degrees=has_default_degrees(spec),
+        default_degrees=not record.basis and has_default_degrees(spec),
         knobs=asked_knobs(record, spec),
         path=path,
         samples_step_s=record.step_s,
@@ -236,73 +227,23 @@ def _throughput(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
         time = summarise(record.step_s)
         median, spread, unstable = time.median, time.spread, time.unstable and measured
         low, high = (time.low, time.high) if measured else (math.nan, math.nan)
-    found: dict[str, Any] = {"spread": spread, "unstable": unstable}
+    columns: dict[str, Any] = {"spread": spread, "unstable": unstable}
     # The ends of a rate's interval are those of the step time, the other way round.
     for end, step, slow in (("", median, median), ("_low", low, high), ("_high", high, low)):
-        found[f"step_s{end}"] = step
-        found[f"tokens_per_s_per_gpu{end}"] = tokens_per_s_per_gpu(spec, slow)
-        found[f"model_tflops_per_gpu{end}"] = _known(model_tflops_per_gpu(spec, slow))
-        found[f"mfu{end}"] = _known(mfu(spec, slow))
-    return found
+        columns[f"step_s{end}"] = step
+        columns[f"tokens_per_s_per_gpu{end}"] = tokens_per_s_per_gpu(spec, slow)
+        columns[f"model_tflops_per_gpu{end}"] = _nan_if_none(model_tflops_per_gpu(spec, slow))
+        columns[f"mfu{end}"] = _nan_if_none(mfu(spec, slow))
+    return columns
 
 
-def _known(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
 def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
     """Bytes by kind of the rank with the largest total; empty if none is known."""
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
-
-
-_BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
-
-
-def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``plans.csv``, the table of ``experiment=claim_33``: a line is one contender in
-    one cell, with the best plan that the simulator found. Cells with a scaled network are left out,
-    because only the maps of the verdict show them. Raises RecordError, which names the file."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [
-                _plan_row(line) for line in csv.DictReader(file) if float(line["bandwidth"]) == 1
-            ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RecordError(
-            f"{path}: not a table of plans ({type(error).__name__}: {error})"
-        ) from None
-
-
-def _plan_row(line: dict[str, Any]) -> dict[str, Any]:
-    basis, fits = _BASES[line["mode"]], line["step_s"] != ""
-    words = (line["model"], line["contender"], f"{line['num_gpus']}gpu", line["cluster"])
-    name = "-".join((*words, line["mode"], line["global_batch"]))
-    record = RunRecord(
-        schema_version=SCHEMA_VERSION,
-        record_id=name,
-        spec_id=name,
-        spec={
-            "model": asdict(preset("model", line["model"], ModelShape)),
-            "cluster": asdict(preset("cluster", line["cluster"], Cluster)),
-            "num_gpus": int(line["num_gpus"]),
-            "contender": {"name": line["contender"]},
-            "global_batch": int(line["global_batch"]),
-            "precision": "bf16",  # as in conf/experiment/claim_33.yaml
-        },
-        provenance=line["provenance"],
-        status="ok" if fits else "oom",
-        reason="" if fits else line["plan"],
-        started_at="",
-        ended_at="",
-        git_sha=line["commit"],
-        git_dirty=False,
-        launcher="simulate",
-        step_s=[float(line["step_s"])] if fits else [],
-        predicted={"peak_bytes": float(line["peak_gib"]) * 2**30} if fits else {},
-    )
-    source = {"commit": line["commit"], "evidence": f"{line['provenance']}, {basis}"} | line
-    chosen = {"basis": basis, "layout": line["plan"], "default_degrees": False}
-    return row_of(record) | chosen | {"source": source}
 
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
@@ -315,20 +256,26 @@ CELL = [
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 
-    The lines of a ``plans.csv`` of ``experiment=claim_33`` are rows, too.
+    The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too.
     """
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     for root in roots:
-        plans = find_below(root, "plans.csv") if root.is_dir() else []
-        for path in [*find_records([root]), *plans]:
+        tables = find_below(root, TABLE) if root.is_dir() else []
+        for path in [*find_records([root]), *tables]:
             try:
-                rows += read_plans(path) if path.suffix == ".csv" else [_row_at(path)]
+                rows += _rows_in(path) if path.suffix == ".csv" else [_row_at(path)]
             except RecordError as error:
                 skipped.append(str(error))
     columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
     frame = pd.DataFrame(rows, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
+
+
+def _rows_in(table: Path) -> list[dict[str, Any]]:
+    """The rows of a study's table. Those with a scaled network are left out, since a cell's columns
+    do not tell them from the others; only the maps of the verdict show them."""
+    return [row_of(r) for r in read_table(table) if r.spec["bandwidth"] == 1.0]
 
 
 def _row_at(path: Path) -> dict[str, Any]:

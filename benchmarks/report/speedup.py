@@ -13,7 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from benchmarks.records.metrics import Summary, paired_ratio, ratio_of_medians
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
 from benchmarks.report.table import Column, Table, key_columns, table
@@ -40,23 +40,23 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
     were measured; ``unsure`` says whether there are doubts, which ``doubts`` has as text. The base
     itself has none. ``memory_ratio`` is known where both peaks are of the same kind."""
     same_kind = row["memory_kind"] == base["memory_kind"]
-    found = {
+    fields = {
         **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
         "unsure": False,
         "doubts": "",
         "memory_ratio": row["peak_gib"] / base["peak_gib"] if same_kind else math.nan,
     }
     if not row["samples_step_s"] or not base["samples_step_s"]:
-        return found
+        return fields
     if row["record_id"] == base["record_id"]:
-        return found | {"speedup": 1.0}
+        return fields | {"speedup": 1.0}
     ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
-    found["speedup"] = ratio.median
+    fields["speedup"] = ratio.median
     if row["evidence"] == "measured":
         why = doubts(ratio)
-        found |= {"speedup_low": ratio.low, "speedup_high": ratio.high}
-        found |= {"unsure": bool(why), "doubts": "; ".join(why)}
-    return found
+        fields |= {"speedup_low": ratio.low, "speedup_high": ratio.high}
+        fields |= {"unsure": bool(why), "doubts": "; ".join(why)}
+    return fields
 
 
 def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
@@ -67,17 +67,17 @@ def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     lines: list[dict[Any, Any]] = []
     for row in rows.to_dict("records"):
         lines.append(row | {"speedup": math.nan, "base_record": None, "base_status": None})
-        if found := bases.get(tuple(row[key] for key in CELL)):
-            status = {"base_record": found["record_id"], "base_status": found["status"]}
-            lines[-1] |= speedup_of(row, found) | status
+        if base_row := bases.get(tuple(row[key] for key in CELL)):
+            status = {"base_record": base_row["record_id"], "base_status": base_row["status"]}
+            lines[-1] |= speedup_of(row, base_row) | status
     return pd.DataFrame(lines, columns=None if lines else [*rows.columns, *_PAIR])
 
 
 def paired_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     """One row per cell and contender except for the base, each in its fastest configuration, as
     ``with_speedups`` makes it; of its ``records`` the base's is the last."""
-    found = with_speedups(best_configuration(rows), base)
-    pairs = found[(found["contender"] != base) & found["base_record"].notna()]
+    compared = with_speedups(best_configuration(rows), base)
+    pairs = compared[(compared["contender"] != base) & compared["base_record"].notna()]
     return pairs.assign(records=pairs["record_id"] + " " + pairs["base_record"])
 
 
@@ -87,11 +87,11 @@ def speedup_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     pairs = paired_speedups(rows, options.base)
     columns = (
         *key_columns(pairs),
-        Column("speedup", "speed-up", form=style.ratio, interval=True, unsure="unsure"),
-        Column("memory_ratio", "peak memory ratio", form=style.ratio),
+        Column("speedup", "speed-up", form=display.ratio, interval=True, unsure="unsure"),
+        Column("memory_ratio", "peak memory ratio", form=display.ratio),
         Column("doubts", "note"),
     )
-    over = style.contender_label(options.base)
+    over = display.contender_label(options.base)
     caption = f"Each contender's fastest configuration over the fastest of {over} in the same cell."
     grouped = pairs.groupby(["evidence", "basis", "cluster", "contender"], sort=True)
     means = [_mean_of(group) for _, group in grouped if len(group) > 1]
@@ -118,26 +118,26 @@ def _mean_of(group: pd.DataFrame) -> dict[str, object]:
 def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Throughput divided by the base's, for models and GPU counts: one map per contender other than
     the base. Cells in which either of the two failed say so."""
-    over = style.contender_label(options.base)
-    found = with_speedups(best_or_failed(rows), options.base)
-    found = found[(found["contender"] != options.base) & found["base_record"].notna()]
-    failed = (found["status"] != "ok") | (found["base_status"] != "ok")
-    texts = [_cell_text(row, over) for row in found.to_dict("records")]
-    found = found.assign(text=texts)[found["speedup"].notna() | failed]
-    timed = found[found["speedup"].notna()]
-    for suffix, said, mine in by_evidence(timed):
-        reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
-        for contender in style.ordered(mine["contender"]):
-            label = style.contender_label(contender)
-            ours = mine[mine["contender"] == contender]
+    over = display.contender_label(options.base)
+    compared = with_speedups(best_or_failed(rows), options.base)
+    compared = compared[(compared["contender"] != options.base) & compared["base_record"].notna()]
+    failed = (compared["status"] != "ok") | (compared["base_status"] != "ok")
+    texts = [_cell_text(row, over) for row in compared.to_dict("records")]
+    compared = compared.assign(text=texts)[compared["speedup"].notna() | failed]
+    timed = compared[compared["speedup"].notna()]
+    for suffix, evidence, group in by_evidence(timed):
+        reach = max(0.1, float(np.abs(np.log2(group["speedup"].to_numpy(dtype=float))).max()))
+        for contender in style.ordered(group["contender"]):
+            label = display.contender_label(contender)
+            contender_rows = group[group["contender"] == contender]
             kinds = ["evidence", "basis", "cluster", "contender"]
-            shown = found.merge(ours[kinds].drop_duplicates(), on=kinds)
+            shown = compared.merge(contender_rows[kinds].drop_duplicates(), on=kinds)
             yield Picture(
                 name=f"speedup_{contender}_{suffix}",
-                caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
-                f"{label} is faster" + _doubts(mine),
+                caption=f"Throughput of {label} over {over} in the same cell, {evidence}. Above 1 "
+                f"{label} is faster" + _doubts(group),
                 figure=_map(shown, f"{label} over {over}, × throughput", reach),
-                shown=style.shown(ours),
+                shown=style.shown(contender_rows),
             )
 
 
@@ -154,19 +154,19 @@ def _doubts(rows: pd.DataFrame) -> str:
 def _cell_text(row: Mapping[Any, Any], over: str) -> str:
     """The ratio with its interval, or which of the two failed and how."""
     if row["status"] != "ok":
-        return style.status_label(row["status"])
+        return display.status_label(row["status"])
     if row["base_status"] != "ok":
-        return f"{over}\n{style.status_label(row['base_status'])}"
-    number = ("~" if row["unsure"] is True else "") + style.ratio(row["speedup"])
+        return f"{over}\n{display.status_label(row['base_status'])}"
+    number = ("~" if row["unsure"] is True else "") + display.ratio(row["speedup"])
     low, high = row["speedup_low"], row["speedup_high"]
-    return number if np.isnan(low) else f"{number}\n[{style.ratio(low)}, {style.ratio(high)}]"
+    return number if np.isnan(low) else f"{number}\n[{display.ratio(low)}, {display.ratio(high)}]"
 
 
 def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     """Draw one map. ``reach`` is the logarithm (base 2) of the ratio at the ends of the colour
     scale, which is the same for all contenders."""
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
-    names = table["model"].map(style.model_label)
+    names = table["model"].map(display.model_label)
     table = table.assign(line=names + ", batch " + table["global_batch"].astype(str))
     table = table.drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
@@ -187,7 +187,7 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
             drawn.set_in_layout(False)
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))
-    axis.set_xlabel(f"{style.worker_word(rows)}s")
+    axis.set_xlabel(f"{display.worker_word(rows)}s")
     axis.set_title(title)
     axis.grid(False)
     bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
@@ -204,25 +204,25 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
     marks a speed-up that its samples do not settle (``doubts``).
     """
-    found = with_speedups(rows, options.base)
-    worker = style.worker_word(rows)
+    compared = with_speedups(rows, options.base)
+    worker = display.worker_word(rows)
     keys = {column.name: column for column in key_columns(rows)}
     columns = (
         *(keys[name] for name in _HEADLINE),
         Column("contender", "contender"),
         Column("layout", "configuration"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, instead="status"),
-        Column("mfu", "MFU", form=style.share),
-        Column("peak_gib", "GiB", form=style.gib),
-        Column("speedup", "speed-up", form=style.ratio, interval=True, unsure="unsure"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, instead="status"),
+        Column("mfu", "MFU", form=display.share),
+        Column("peak_gib", "GiB", form=display.gib),
+        Column("speedup", "speed-up", form=display.ratio, interval=True, unsure="unsure"),
     )
-    over = f"Speed-up over {style.contender_label(options.base)}. "
-    over *= bool(found["speedup"].notna().any())
+    over = f"Speed-up over {display.contender_label(options.base)}. "
+    over *= bool(compared["speedup"].notna().any())
     caption = f"{over}GiB is the peak of the fullest {worker}."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
-        caption += f" Default degrees: {', '.join(map(style.contender_label, untuned))}."
-    return table("headline", "Comparison", columns, found, caption=caption)
+        caption += f" Default degrees: {', '.join(map(display.contender_label, untuned))}."
+    return table("headline", "Comparison", columns, compared, caption=caption)
 
 
 def answers(rows: pd.DataFrame) -> list[str]:
@@ -233,29 +233,30 @@ def answers(rows: pd.DataFrame) -> list[str]:
     pairs = pd.concat([p.assign(over=o) for p, o in zip(paired, others, strict=True)] or [rows[:0]])
     if pairs.empty:
         return ["No cell of these records has both ZeroPP and another contender: no speed-up."]
-    return [_answer(mine) for _, mine in pairs.groupby(["evidence", "basis", "cluster"])]
+    return [_answer(group) for _, group in pairs.groupby(["evidence", "basis", "cluster"])]
 
 
 def _answer(pairs: pd.DataFrame) -> str:
     evidence, basis, cluster = (str(pairs[key].iloc[0]) for key in ("evidence", "basis", "cluster"))
     where = f"{', '.join(filter(None, (evidence.capitalize(), basis)))} on "
-    where += style.cluster_label(cluster)
+    where += display.cluster_label(cluster)
     if pairs["on_cpu"].all():
         where += ", which says nothing about GPUs"
     if pairs["default_degrees"].eq(True).any():
         where += ", default degrees"
-    by_contender = [mine for _, mine in pairs.groupby("over")]
-    first, *rest = sorted(by_contender, key=lambda mine: mine["speedup"].median())
-    over = style.contender_label(first["over"].iloc[0])
-    low, middle, high = (style.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
+    by_contender = [cells for _, cells in pairs.groupby("over")]
+    first, *rest = sorted(by_contender, key=lambda cells: cells["speedup"].median())
+    over = display.contender_label(first["over"].iloc[0])
+    low, middle, high = (display.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
     unsure = int(first["unsure"].eq(True).sum())
     doubt = f", {unsure} of them unsettled" if unsure else ""
     sentence = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
     sentence += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
     if rest:
         words = [
-            f"{style.contender_label(mine['over'].iloc[0])} {style.ratio(mine['speedup'].median())}"
-            for mine in rest
+            f"{display.contender_label(cells['over'].iloc[0])} "
+            f"{display.ratio(cells['speedup'].median())}"
+            for cells in rest
         ]
         sentence += f" In the median over the others: {', '.join(words)}."
     return sentence
@@ -265,5 +266,5 @@ def _memory(pairs: pd.DataFrame) -> str:
     ratios = pairs["memory_ratio"].dropna()
     if ratios.empty:
         return ""
-    low, high = style.ratio(ratios.min()), style.ratio(ratios.max())
+    low, high = display.ratio(ratios.min()), display.ratio(ratios.max())
     return f", at {low if low == high else f'{low} to {high}'} times its peak memory"

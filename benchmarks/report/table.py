@@ -3,7 +3,7 @@
 ``Table`` has the numbers, for CSV and Parquet; an interval is three columns (``name``,
 ``name_low``, ``name_high``). ``Grid`` is its text, for a terminal, Markdown and LaTeX below, and
 for HTML in ``templates/table.html.j2``: columns that never vary are moved into the caption, and
-every number is rounded once (see ``style``).
+every number is rounded once (see ``display``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from benchmarks.report import style
-from benchmarks.report.style import Form, is_missing
+from benchmarks.report import display
+from benchmarks.report.display import Form, is_missing
 
 MISSING = "–"
 _LABELS = {
-    "model": style.model_label,
-    "cluster": style.cluster_label,
-    "contender": style.contender_label,
+    "model": display.model_label,
+    "cluster": display.cluster_label,
+    "contender": display.contender_label,
 }
 
 
@@ -86,7 +86,7 @@ class Column:
         """The cell of this column in one row."""
         value = row[self.name]
         if is_missing(value) or value == "":
-            instead = style.status_label(row[self.instead]) if self.instead else MISSING
+            instead = display.status_label(row[self.instead]) if self.instead else MISSING
             return TextCell(instead if value != "" else "")
         if self.form is None:
             return TextCell(_LABELS.get(self.name, str)(value))
@@ -123,11 +123,11 @@ class Table:
         several = len(self.data) > 1
         constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
         shown = [c for c in visible if c not in constant]
-        said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
+        keys = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
         return Grid(
             name=self.name,
             title=self.title,
-            caption=" ".join(filter(None, (self.caption, f"All rows: {said}." if said else ""))),
+            caption=" ".join(filter(None, (self.caption, f"All rows: {keys}." if keys else ""))),
             heads=tuple(c.head for c in shown),
             numeric=tuple(c.form is not None for c in shown),
             rows=tuple(tuple(c.cell(row) for c in shown) for row in rows),
@@ -160,9 +160,9 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
     return (
         Column("model", "model", is_key=True),
         Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{style.worker_word(rows)}s", form=style.count, is_key=True),
-        Column("global_batch", "batch", form=style.count, is_key=True),
-        Column("seq", "sequence", form=style.count, is_key=True),
+        Column("num_gpus", f"{display.worker_word(rows)}s", form=display.count, is_key=True),
+        Column("global_batch", "batch", form=display.count, is_key=True),
+        Column("seq", "sequence", form=display.count, is_key=True),
         Column("precision", "precision", is_key=True),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),
@@ -193,8 +193,9 @@ def write_table(table: Table, grids: Sequence[Grid], out: Path) -> list[Path]:
     numbers = table.numbers
     numbers.to_csv(paths[0], index=False)
     numbers.to_parquet(paths[1], index=False)
-    paths[2].write_text(latex(grids))
-    paths[3].write_text("\n".join(f"## {grid.title}\n\n{markdown(grid)}\n" for grid in grids))
+    paths[2].write_text(latex(grids), encoding="utf-8")
+    sections = (f"## {grid.title}\n\n{markdown(grid)}\n" for grid in grids)
+    paths[3].write_text("\n".join(sections), encoding="utf-8")
     return paths
 
 

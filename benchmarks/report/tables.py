@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records.record import RunRecord, read_record
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.speedup import SUBJECT, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
@@ -27,14 +27,14 @@ from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of median step times and throughput with 95 % intervals, or the reason of a
     failure."""
-    worker = style.worker_word(rows)
+    worker = display.worker_word(rows)
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
-        Column("step_s", "step [s]", form=style.seconds, interval=True, instead="status"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, interval=True),
-        Column("model_tflops_per_gpu", f"model TFLOP/s/{worker}", form=style.tflops),
-        Column("mfu", "MFU", form=style.share),
+        Column("step_s", "step [s]", form=display.seconds, interval=True, instead="status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, interval=True),
+        Column("model_tflops_per_gpu", f"model TFLOP/s/{worker}", form=display.tflops),
+        Column("mfu", "MFU", form=display.share),
         Column("note", "note"),
     )
     known = rows.loc[rows["code_digest"] != "", "code_digest"]
@@ -50,10 +50,12 @@ def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
-        Column("peak_gib", f"peak of the fullest {style.worker_word(rows)} [GiB]", form=style.gib),
+        Column(
+            "peak_gib", f"peak of the fullest {display.worker_word(rows)} [GiB]", form=display.gib
+        ),
         Column("memory_kind", "kind of peak", is_key=True),
-        Column("predicted_gib", "tensors by the cost model [GiB]", form=style.gib),
-        Column("memory_limit_gib", "device limit [GiB]", form=style.gib, is_key=True),
+        Column("predicted_gib", "tensors by the cost model [GiB]", form=display.gib),
+        Column("memory_limit_gib", "device limit [GiB]", form=display.gib, is_key=True),
         Column("note", "note"),
     )
     over = rows["peak_gib"] > rows["memory_limit_gib"]
@@ -74,13 +76,13 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
 
 _LONE = (
     Column("layout", "layout"),
-    Column("rank", "rank", form=style.count),
-    Column("lone_step_s", "step without peers [s]", form=style.seconds),
-    Column("compute_over_kernels", "compute over kernels", form=style.seconds),
-    Column("host_bound", "host-bound", form=style.share),
-    Column("gathers_beside_compute", "gathers beside compute", form=style.share),
-    Column("allocated_gib", "allocated [GiB]", form=style.gib),
-    Column("reserved_gib", "reserved [GiB]", form=style.gib),
+    Column("rank", "rank", form=display.count),
+    Column("lone_step_s", "step without peers [s]", form=display.seconds),
+    Column("compute_over_kernels", "compute over kernels", form=display.seconds),
+    Column("host_bound", "host-bound", form=display.share),
+    Column("gathers_beside_compute", "gathers beside compute", form=display.share),
+    Column("allocated_gib", "allocated [GiB]", form=display.gib),
+    Column("reserved_gib", "reserved [GiB]", form=display.gib),
 )
 
 
@@ -99,9 +101,9 @@ def lone_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
 
 
 def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
-    found, ranks = record.predicted, {rank.rank: rank for rank in record.ranks}
+    predicted, ranks = record.predicted, {rank.rank: rank for rank in record.ranks}
     for rank, steps, sums in zip(
-        found["ranks"], found["lone_step_s"], found["kernels"], strict=True
+        predicted["ranks"], predicted["lone_step_s"], predicted["kernels"], strict=True
     ):
         yield {
             "rank": rank,
@@ -129,24 +131,24 @@ _KINDS = {
 }
 # The columns of a contender's group, of which the best value of a line is set in bold.
 _METRICS = (
-    Column("model_tflops_per_gpu", "TFLOP/s", form=style.tflops),
-    Column("mfu", "MFU", form=style.share),
-    Column("tokens_per_s_per_gpu", "tokens/s", form=style.tokens),
-    Column("peak_gib", "GiB", form=style.gib),
-    Column("speedup", "speed-up", form=style.ratio, unsure="unsure"),
+    Column("model_tflops_per_gpu", "TFLOP/s", form=display.tflops),
+    Column("mfu", "MFU", form=display.share),
+    Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
+    Column("peak_gib", "GiB", form=display.gib),
+    Column("speedup", "speed-up", form=display.ratio, unsure="unsure"),
 )
 _KEYS = {
     "model": Column("model", "model", is_key=True),
-    "num_gpus": Column("num_gpus", "GPUs", form=style.count, is_key=True),
+    "num_gpus": Column("num_gpus", "GPUs", form=display.count, is_key=True),
     "cluster": Column("cluster", "cluster", is_key=True),
-    "global_batch": Column("global_batch", "batch", form=style.count, is_key=True),
-    "seq": Column("seq", "sequence", form=style.count, is_key=True),
+    "global_batch": Column("global_batch", "batch", form=display.count, is_key=True),
+    "seq": Column("seq", "sequence", form=display.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
 _ALWAYS = ("model", "num_gpus")
 _COLUMNS = (
     *_KEYS.values(),
-    Column("parameters", "parameters", form=style.count),
+    Column("parameters", "parameters", form=display.count),
     Column("evidence", "evidence"),
     Column("basis", "basis"),
     Column("contender", "contender"),
@@ -166,65 +168,68 @@ _COLUMNS = (
 def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
     text."""
-    found = with_speedups(best_or_failed(rows), options.base)
-    labels = found["contender"].map(style.contender_label)
-    return table("paper", "Comparison", _COLUMNS, found.assign(base=options.base, label=labels))
+    compared = with_speedups(best_or_failed(rows), options.base)
+    labels = compared["contender"].map(display.contender_label)
+    return table("paper", "Comparison", _COLUMNS, compared.assign(base=options.base, label=labels))
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:
     """The text of the paper's table: one grid per kind of evidence, basis and cluster."""
     groups = paper.data.groupby(["evidence", "basis", "cluster"], sort=True)
-    for number, ((evidence, basis, _), mine) in enumerate(groups):
+    for number, ((evidence, basis, _), group) in enumerate(groups):
         name = "paper" if number == 0 else f"paper_{number + 1}"
-        yield _grid(name, ", ".join(filter(None, (str(evidence), str(basis)))), mine)
+        yield _grid(name, ", ".join(filter(None, (str(evidence), str(basis)))), group)
 
 
-def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
-    base = str(mine["base"].iloc[0])
-    speeds = mine.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
+def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
+    base = str(rows["base"].iloc[0])
+    speeds = rows.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
     contenders = sorted(speeds.index, key=lambda name: (name != SUBJECT, -speeds[name]))
-    keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
-    groups = {name: _metrics(mine, name, base) for name in contenders}
+    keys = [key for key in _KEYS if key in _ALWAYS or _varies(rows, key)]
+    groups = {name: _metrics(rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
-    for row in mine.to_dict("records"):  # once, because pandas takes long for every call
+    for row in rows.to_dict("records"):  # once, because pandas takes long for every call
         cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
     lines = [_line(cell, keys, groups) for cell in cells.values()]
-    worker = style.worker_word(mine)
-    cluster = style.cluster_label(mine["cluster"].iloc[0])
+    worker = display.worker_word(rows)
+    cluster = display.cluster_label(rows["cluster"].iloc[0])
     heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
     metrics = [metric for group in groups.values() for metric in group]
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
-        caption=_caption(mine, evidence, keys=keys, worker=worker, base=base),
+        caption=_caption(rows, evidence, keys=keys, worker=worker, base=base),
         heads=(*heads, *(metric.head for metric in metrics)),
         numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
         rows=tuple(cells for cells, _ in lines),
         records=tuple(records for _, records in lines),
-        groups=(("", len(keys)), *((style.contender_label(c), len(g)) for c, g in groups.items())),
+        groups=(
+            ("", len(keys)),
+            *((display.contender_label(c), len(g)) for c, g in groups.items()),
+        ),
         keys=len(keys),
-        notes=_notes(mine),
+        notes=_notes(rows),
     )
 
 
-def _varies(mine: pd.DataFrame, key: str) -> bool:
+def _varies(rows: pd.DataFrame, key: str) -> bool:
     """Whether rows need a column for this key. They do not if the key follows from the model, as a
     sequence length may; then it is in the caption."""
-    groups = mine.groupby("model")[key] if key == "seq" else mine.groupby("evidence")[key]
+    groups = rows.groupby("model")[key] if key == "seq" else rows.groupby("evidence")[key]
     return bool((groups.nunique() > 1).any())
 
 
-def _constant_key(mine: pd.DataFrame, key: str) -> str:
+def _constant_key(rows: pd.DataFrame, key: str) -> str:
     """The caption's words for a key without a column."""
-    if key == "seq" and mine["seq"].nunique() > 1:
-        pairs = mine.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
-        return "sequence " + ", ".join(f"{n} ({style.model_label(str(m))})" for m, n in pairs)
-    return f"{_KEYS[key].head} {_KEYS[key].cell({key: mine[key].iloc[0]}).text}"
+    if key == "seq" and rows["seq"].nunique() > 1:
+        pairs = rows.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
+        return "sequence " + ", ".join(f"{n} ({display.model_label(str(m))})" for m, n in pairs)
+    return f"{_KEYS[key].head} {_KEYS[key].cell({key: rows[key].iloc[0]}).text}"
 
 
-def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[Column]:
+def _metrics(rows: pd.DataFrame, contender: str, base: str) -> list[Column]:
     """The columns of one contender: those with a value in any row; the base has no speed-up."""
-    known = [m for m in _METRICS if mine[m.name].notna().any()]
+    known = [m for m in _METRICS if rows[m.name].notna().any()]
     return [m for m in known if m.name != "speedup" or contender != base] or [_METRICS[2]]
 
 
@@ -241,7 +246,7 @@ def _line(
         if row is not None and row["status"] == "ok":
             cells += [_metric_cell(row, metric, best[metric.name]) for metric in metrics]
             continue
-        why = MISSING if row is None else style.status_label(row["status"])
+        why = MISSING if row is None else display.status_label(row["status"])
         cells += [TextCell(why), *(TextCell(MISSING) for _ in metrics[1:])]
     order = [cell[name]["record_id"] for name in groups if name in cell]
     return tuple(cells), tuple(map(str, order))
@@ -255,8 +260,10 @@ def _metric_cell(row: Mapping[str, Any], metric: Column, best: str) -> TextCell:
 def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
     """The best value of a line, as text; empty if there is only one value, or if the peaks are of
     different kinds."""
-    fine = [row for row in rows if row["status"] == "ok" and not style.is_missing(row[metric.name])]
-    kinds = {row["memory_kind"] for row in fine if not style.is_missing(row["memory_kind"])}
+    fine = [
+        row for row in rows if row["status"] == "ok" and not display.is_missing(row[metric.name])
+    ]
+    kinds = {row["memory_kind"] for row in fine if not display.is_missing(row["memory_kind"])}
     is_memory = metric.name == "peak_gib"
     if len(fine) < 2 or (is_memory and len(kinds) > 1):
         return ""
@@ -264,40 +271,42 @@ def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
     return (metric.form or str)(min(values) if is_memory else max(values))
 
 
-def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:
+def _caption(rows: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:
     """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
     tuned."""
-    constant = [_constant_key(mine, key) for key in _KEYS if key not in keys]
-    kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(mine["memory_kind"]) if kind]
+    constant = [_constant_key(rows, key) for key in _KEYS if key not in keys]
+    kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(rows["memory_kind"]) if kind]
     parts = [f"{evidence.capitalize()}"]
-    if mine["tokens_per_s_per_gpu_low"].notna().any():
+    if rows["tokens_per_s_per_gpu_low"].notna().any():
         parts[0] += ", medians of timed steps"
     if constant:
         parts.append("all rows: " + ", ".join(constant))
     parts.append(
         f"TFLOP/s (of the model), MFU and tokens/s are per {worker}"
-        if mine["mfu"].notna().any()
+        if rows["mfu"].notna().any()
         else f"TFLOP/s and tokens/s are per {worker}"
     )
     if kinds:
         parts.append(f"GiB: peak of the fullest {worker} ({' or '.join(kinds)})")
-    if mine["speedup"].notna().any():
-        parts.append(f"speed-up over {style.contender_label(base)}; bold: best of the line")
-    if mine["unsure"].eq(True).any():
+    if rows["speedup"].notna().any():
+        parts.append(f"speed-up over {display.contender_label(base)}; bold: best of the line")
+    if rows["unsure"].eq(True).any():
         parts.append("~: not settled by its samples")
-    names = dict.fromkeys(mine[mine["default_degrees"].eq(True)]["contender"])
-    labels = ", ".join(map(style.contender_label, names))
+    names = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
+    labels = ", ".join(map(display.contender_label, names))
     return "; ".join(parts) + "." + (f" Default degrees, not tuned: {labels}." if labels else "")
 
 
-def _notes(mine: pd.DataFrame) -> tuple[str, ...]:
+def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
     """The reasons of lines without a number, each reason once."""
-    failed = mine[mine["status"] != "ok"]
+    failed = rows[rows["status"] != "ok"]
     reasons: dict[str, list[str]] = {}
     for row in failed.itertuples():
-        who = f"{style.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
-        reasons.setdefault(f"{style.status_label(str(row.status))}: {row.reason}", []).append(who)
+        line = f"{display.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
+        reason = f"{display.status_label(str(row.status))}: {row.reason}"
+        reasons.setdefault(reason, []).append(line)
     return tuple(
-        f"{reason} ({'; '.join(who[:4])}{f' and {len(who) - 4} more' if len(who) > 4 else ''})."
-        for reason, who in reasons.items()
+        f"{reason} ({'; '.join(lines[:4])}"
+        + (f" and {len(lines) - 4} more)." if len(lines) > 4 else ").")
+        for reason, lines in reasons.items()
     )

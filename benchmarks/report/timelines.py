@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.records.record import read_record
-from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.specification.contenders import PRICED
@@ -26,16 +26,21 @@ _COLOURS = {
     Op.BACKWARD_INPUT: "#E69F00",
     Op.BACKWARD_WEIGHT: "#009E73",
     Op.FULL_BACKWARD: "#D55E00",
+    Op.REDUCE_TIED: "#882255",
+    Op.UPDATE: "#666666",
 }
 _WORDS = {
     Op.FORWARD: "forward",
     Op.BACKWARD_INPUT: "backward, input",
     Op.BACKWARD_WEIGHT: "backward, weight",
     Op.FULL_BACKWARD: "full backward",
+    Op.REDUCE_TIED: "tied sum",
+    Op.UPDATE: "update",
 }
 _STRIPS = {
     "gather": ("#0072B2", 0.66, "gather"),
     "reduce": ("#CC79A7", 0.76, "reduce"),
+    "replicas": ("#332288", 0.76, "reduce over replicas"),
     "transfer": ("#444444", 0.86, "transfer"),
 }
 _OTHER, _BUBBLE = "#999999", "#e9e9e9"
@@ -50,7 +55,7 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
 
     There is a row per pipeline rank, with boxes for compute and strips for communication. Later
     chunks of a rank are darker, and a box shows its microbatch if there is room. Spans must have
-    the names of actions in text form (``3F1``); others (``optimizer``) are grey.
+    the names of actions in text form (``3F1``); others are grey.
     """
     rows = [max(1, len(t.ranks)) for t in timelines]
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * sum(rows) + 0.75 * len(rows) + 0.7))
@@ -90,13 +95,13 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
         word, colour, shade = span.action, _OTHER, 1.0
         if action is not None:
             word, colour = _WORDS[action.op], _COLOURS[action.op]
-            shade = shade_of[span.rank, action.stage]
+            shade = shade_of[span.rank, action.stage] if action.op.is_compute else 1.0
         used[word] = colour
         inches = width / end * (_WIDTH_IN - 1)
         edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
         top, face = row[span.rank], _shaded(colour, shade)
         boxes.append(_box(span.start_s, span.end_s, top, _BOX_HEIGHT, face, edge))
-        label = "" if action is None else str(action.microbatch)
+        label = "" if action is None or action.microbatch is None else str(action.microbatch)
         if label and inches > _LETTER_IN * len(label):
             middle = (span.start_s + width / 2, top + _BOX_HEIGHT / 2)
             number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
@@ -130,12 +135,12 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
     stages: dict[int, set[int]] = {}
     for span in timeline.spans:
         action = _parse(span) if span.lane == "compute" else None
-        if action is not None:
+        if action is not None and action.op.is_compute:
             stages.setdefault(span.rank, set()).add(action.stage)
     return {
-        (rank, stage): number / max(1, len(mine) - 1)
-        for rank, mine in stages.items()
-        for number, stage in enumerate(sorted(mine))
+        (rank, stage): number / max(1, len(chunks) - 1)
+        for rank, chunks in stages.items()
+        for number, stage in enumerate(sorted(chunks))
     }
 
 
@@ -144,7 +149,7 @@ def _parse(span: Span) -> Action | None:
         action = parse_action(span.action)
     except ValueError:
         return None
-    return action if action.op.is_compute else None
+    return action if action.op in _WORDS else None
 
 
 def _shaded(colour: str, shade: float) -> _Colour:
@@ -164,11 +169,11 @@ def step_timelines(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
     Only the smallest of the cells with the most contenders is drawn, because drawing takes long;
     ``options.timelines`` asks for all cells.
     """
-    for suffix, said, mine in by_evidence(_with_spans(rows)):
-        for cell in _cells(mine, every=options.timelines):
+    for suffix, evidence, group in by_evidence(_with_spans(rows)):
+        for cell in _cells(group, every=options.timelines):
             first = cell.iloc[0]
             name = f"timeline_{first['model']}_{first['num_gpus']}_{first['global_batch']}_{suffix}"
-            yield _picture(name, said, cell)
+            yield _picture(name, evidence, cell)
 
 
 def _cells(rows: pd.DataFrame, *, every: bool) -> list[pd.DataFrame]:
@@ -178,15 +183,15 @@ def _cells(rows: pd.DataFrame, *, every: bool) -> list[pd.DataFrame]:
     return ordered if every else ordered[:1]
 
 
-def _picture(name: str, said: str, cell: pd.DataFrame) -> Picture:
+def _picture(name: str, evidence: str, cell: pd.DataFrame) -> Picture:
     first = cell.iloc[0]
     by_name = {row["contender"]: row for row in cell.to_dict("records")}
     timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
     return Picture(
         name=name,
-        caption=f"One step on one time axis: {style.model_label(first['model'])}, "
-        f"{first['num_gpus']} {style.worker_word(cell)}s, "
-        f"batch {first['global_batch']}, {said}. Boxes are compute (darker: later chunks; "
+        caption=f"One step on one time axis: {display.model_label(first['model'])}, "
+        f"{first['num_gpus']} {display.worker_word(cell)}s, "
+        f"batch {first['global_batch']}, {evidence}. Boxes are compute (darker: later chunks; "
         "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
         + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
         figure=timeline_figure(timelines),
@@ -202,15 +207,15 @@ def _unrecorded(contenders: list[str]) -> str:
         for name, known in sorted(PRICED.items())
         if name in contenders and known.unrecorded
     ]
-    said = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
-    return _RECORDED + said
+    sentence = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
+    return _RECORDED + sentence
 
 
 def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[Path]:
     """Write traces for ui.perfetto.dev of the configurations that ``step_timelines`` draws."""
     paths = []
-    for _, _, mine in by_evidence(_with_spans(rows)):
-        for row in pd.concat(_cells(mine, every=every)).to_dict("records"):
+    for _, _, group in by_evidence(_with_spans(rows)):
+        for row in pd.concat(_cells(group, every=every)).to_dict("records"):
             evidence = str(row["evidence"]).replace(" ", "_")
             path = out / "traces" / f"{row['spec_id']}_{evidence}.json"
             path.parent.mkdir(exist_ok=True)
@@ -223,7 +228,7 @@ def timeline_of(row: Mapping[Hashable, Any]) -> Timeline:
     """The timeline of a row's record, which is read again, since a frame holds no spans."""
     record = read_record(Path(row["path"]))
     return timeline_from_rows(
-        f"{style.contender_label(row['contender'])}, {row['layout']}",
+        f"{display.contender_label(row['contender'])}, {row['layout']}",
         record.provenance,
         record.spans,
     )

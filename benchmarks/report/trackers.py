@@ -19,10 +19,10 @@ from benchmarks.records.record import (
     RunRecord,
     find_records,
     read_record,
-    recorded_spec,
 )
+from benchmarks.records.recorded_spec import read_spec
 from benchmarks.report.frame import row_of
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification import SpecError
 
 _SUMMARY = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib")
 
@@ -79,7 +79,7 @@ def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
             continue
         try:
             record = read_record(path)
-            recorded_spec(record)
+            read_spec(record.spec)
         except RecordError as error:
             print(f"skipped {error}")
         else:
@@ -89,7 +89,7 @@ def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
 def _steps(record: RunRecord) -> Iterator[tuple[int, dict[str, float]]]:
     """Each step, counted from 1 with the warm-up, and what is known of it; as in the lines that
     ranks print (``step_line``)."""
-    spec, seconds = recorded_spec(record), [*record.warmup_s, *record.step_s]
+    spec, seconds = read_spec(record.spec), [*record.warmup_s, *record.step_s]
     series: dict[str, list[float | None]] = {
         "loss": [*record.losses],
         "grad_norm": [*record.grad_norms],

@@ -30,7 +30,8 @@ from benchmarks.report.speedup import answers, headline_table
 from benchmarks.report.table import Grid, Table, print_table, write_table
 from benchmarks.report.tables import paper_grids
 from benchmarks.report.timelines import write_traces
-from benchmarks.specification.command import SpecError, workers
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import workers
 from benchmarks.specification.progress import track
 
 TEN = 10  # rows of a table that is asked for are printed; its files have all
@@ -69,20 +70,21 @@ def write_report(
     tables = {name: make_table(name, rows, options) for name in TABLES}
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
-    said = answers(rows)
+    sentences = answers(rows)
     if rows["contender"].nunique() > 1:
-        for sentence in said:
+        for sentence in sentences:
             console.print(sentence, markup=False)
     for note in notes_of(rows):
         console.print(note)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         files = [folder / "report.html", folder / "tables.md"]
-        files[0].write_text(_page(rows, said, grids, pictures, skipped))
+        files[0].write_text(_page(rows, sentences, grids, pictures, skipped), encoding="utf-8")
         for name, table in tables.items():
             files += write_table(table, grids[name], folder)
-        files[1].write_text("\n".join((folder / f"{name}.md").read_text() for name in tables))
-        files += [path for found in pictures.values() for p in found for path in p.paths]
+        texts = ((folder / f"{name}.md").read_text(encoding="utf-8") for name in tables)
+        files[1].write_text("\n".join(texts), encoding="utf-8")
+        files += [path for saved in pictures.values() for p in saved for path in p.paths]
         files += write_traces(rows, folder, every=options.timelines)
         names = [path.relative_to(folder) for path in files]
     _print_paths(names, out, console)
@@ -118,7 +120,8 @@ def write_table_forms(table: Table, out: Path) -> list[Path]:
     grids = grids_of(table)
     with report_folder(out) as folder:
         files = [*write_table(table, grids, folder), folder / f"{table.name}.html"]
-        files[-1].write_text(_TEMPLATES.get_template("one_table.html.j2").render(grids=grids))
+        page = _TEMPLATES.get_template("one_table.html.j2").render(grids=grids)
+        files[-1].write_text(page, encoding="utf-8")
         return [path.relative_to(folder) for path in files]
 
 
@@ -169,9 +172,9 @@ def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
     kinds: dict[str, list[str]] = {}
     for path in names:
         kinds.setdefault(path.suffix.lstrip("."), []).append(path.name)
-    for suffix, found in kinds.items():
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        line = f"  {suffix:<8}{', '.join(found[:4])}{more}"
+    for suffix, files in kinds.items():
+        more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+        line = f"  {suffix:<8}{', '.join(files[:4])}{more}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -189,7 +192,7 @@ def report_folder(out: Path) -> Iterator[Path]:
     try:
         yield fresh
         names = sorted(str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file())
-        (fresh / _MANIFEST).write_text(json.dumps(names, indent=1))
+        (fresh / _MANIFEST).write_text(json.dumps(names, indent=1), encoding="utf-8")
         _remove_last(out, set(names))
         for name in [*names, _MANIFEST]:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +204,7 @@ def report_folder(out: Path) -> Iterator[Path]:
 def _remove_last(out: Path, kept: set[str]) -> None:
     """Delete the files of the last report that this one does not replace."""
     try:
-        names = json.loads((out / _MANIFEST).read_text())
+        names = json.loads((out / _MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     for name in set(names) - kept:
@@ -213,15 +216,15 @@ def _remove_last(out: Path, kept: set[str]) -> None:
 
 def _page(
     rows: pd.DataFrame,
-    said: Sequence[str],
+    sentences: Sequence[str],
     grids: Mapping[str, Sequence[Grid]],
     pictures: Mapping[str, Sequence[SavedPicture]],
     skipped: Sequence[str],
 ) -> str:
-    """The page. ``rows`` are those from which the answers that were ``said``, the ``grids`` (by
-    table) and ``pictures`` (by heading) were made, and whose records they name; tables without rows
-    are not shown."""
-    filled = {name: [grid for grid in found if grid.rows] for name, found in grids.items()}
+    """The page of the answers' ``sentences``, the ``grids`` by table and the ``pictures`` by
+    heading. They were made from ``rows``, whose records they name. Tables without rows are not
+    shown."""
+    filled = {name: [grid for grid in of_table if grid.rows] for name, of_table in grids.items()}
     sections = [
         {
             "name": name,
@@ -243,7 +246,7 @@ def _page(
     return _TEMPLATES.get_template("report.html.j2").render(
         paper=filled["paper"],
         sections=sections,
-        answers=said,
+        answers=sentences,
         summary=summary,
         notes=notes_of(rows),
         skipped=skipped,

@@ -178,15 +178,15 @@ def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
 @lru_cache
 def known_keys() -> tuple[str, ...]:
     """Every key of every file in ``conf``, without the keys above it."""
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for path in sorted(_CONF.rglob("*.yaml")):
-        _collect(OmegaConf.to_container(OmegaConf.load(path)), found)
-    found |= dict.fromkeys(sorted(p.name for p in _CONF.iterdir() if p.is_dir()))
-    return tuple(found)
+        _collect(OmegaConf.to_container(OmegaConf.load(path)), keys)
+    keys |= dict.fromkeys(sorted(p.name for p in _CONF.iterdir() if p.is_dir()))
+    return tuple(keys)
 
 
-def _collect(values: Any, found: dict[str, None]) -> None:
+def _collect(values: Any, keys: dict[str, None]) -> None:
     if isinstance(values, dict):
         for key, value in values.items():
-            found[str(key)] = None
-            _collect(value, found)
+            keys[str(key)] = None
+            _collect(value, keys)

@@ -13,8 +13,8 @@ from baselines.fsdp.contender import FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
 from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
-from zeropp.contender.contender import ZEROPP
-from zeropp.tune.contender import Contender
+from baselines.zeropp.contender import ZEROPP
+from zeropp.choose.contender import Contender
 
 # Every contender that can be priced, in the order in which tables and figures show them.
 PRICED: dict[str, Contender[Any]] = {

@@ -72,10 +72,10 @@ class _Logged(Progress):
         self.console.print(line, markup=False, soft_wrap=True)
 
 
-def track(items: Iterable[T], total: int | None, of_what: str) -> Iterator[T]:
+def track(items: Iterable[T], total: int | None, title: str) -> Iterator[T]:
     """The items, with a progress line while they are consumed."""
     with progress_line() as bar:
-        line = bar.add_task(of_what, total=total)
+        line = bar.add_task(title, total=total)
         for item in items:
             yield item
             bar.advance(line)

@@ -16,12 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import SkipValidation
 
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.reading import SpecError as SpecError  # for users of specs
-from benchmarks.specification.reading import validated as validated
+from benchmarks.specification.reading import validated
+from zeropp.choose.task import Candidate, Knobs, Task
 from zeropp.cluster import Cluster
 from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
-from zeropp.plan import Candidate, Knobs, Plan, Task
+from zeropp.plan import Plan
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -177,7 +178,7 @@ def is_priced(cluster: Cluster, precision: Precision) -> bool:
 
 def load_spec(path: Path) -> RunSpec:
     """Read a spec from a JSON file."""
-    return spec_from_mapping(json.loads(path.read_text()))
+    return spec_from_mapping(json.loads(path.read_text(encoding="utf-8")))
 
 
 def check_heads(shape: ModelShape) -> None:

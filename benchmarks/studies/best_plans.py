@@ -20,21 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.records.record import write_atomically
+from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import track
-from benchmarks.specification.run_spec import (
-    SpecError,
-    TaskSpec,
-    check_heads,
-    check_priced,
-    validated,
-)
-from zeropp.cost import compute_limit
+from benchmarks.specification.reading import validated
+from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from zeropp.choose.contender import describe, overrides
+from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
+from zeropp.choose.task import Candidate
 from zeropp.literals import AT_LEAST_0
-from zeropp.plan import Candidate
-from zeropp.tune.contender import describe, overrides
-from zeropp.tune.search import SLOWER, Evaluated, Outcome, search
+from zeropp.price import compute_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +103,8 @@ def show(outcomes: list[Outcome[Any]]) -> None:
 def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
     """One line per plan, which a ``narrow`` terminal shows in the caption."""
     task = outcomes[0].task
-    found = [outcome.winner for outcome in outcomes if outcome.winner is not None]
-    best = min(found, key=lambda winner: winner.step_s, default=None)
+    winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+    best = min(winners, key=lambda winner: winner.step_s, default=None)
     base = next((o for o in outcomes if o.winner is not None), None)
     table = Table(
         title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
@@ -126,11 +122,11 @@ def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
         label = outcome.contender.label
         if outcome.winner is None:
             table.add_row(label, *(["no plan fits"] * (not narrow)))
-        for who, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
+        for name, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
             if plan is None:
                 continue
-            who = f"* {who}" if plan is best else who
-            first = [who] if narrow else [who, describe(plan.plan)]
+            name = f"* {name}" if plan is best else name
+            first = [name] if narrow else [name, describe(plan.plan)]
             over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
             cells = [Text(text) for text in (*first, *_numbers(plan, over))]
             table.add_row(*cells, style="bold" if plan is best else "")
@@ -140,8 +136,8 @@ def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
     return table
 
 
-def _numbers(found: Evaluated[Any], base_step_s: float | None) -> Iterator[str]:
-    result = found.result
+def _numbers(plan: Evaluated[Any], base_step_s: float | None) -> Iterator[str]:
+    result = plan.result
     yield f"{result.step_s:.3f}"
     yield f"{result.tokens_per_s_per_gpu:,.0f}"
     if base_step_s is not None:

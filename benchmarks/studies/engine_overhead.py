@@ -118,7 +118,7 @@ def in_turn(steps: Steps, size: Size) -> dict[str, list[Sample]]:
     for _ in range(WARMUP + REPEATS * size.more):
         for way, step in steps.items():
             samples[way].append(timed(step))
-    return {way: found[WARMUP:] for way, found in samples.items()}
+    return {way: series[WARMUP:] for way, series in samples.items()}
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -136,23 +136,24 @@ def compared(
     the machine has disturbed least."""
     rows = []
     for way, base in pairs.items():
-        ours, theirs = (
+        way_steps, base_steps = (
             [
-                (one[0].wall_s, sum(each.cpu_s for each in one), sum(each.pages for each in one))
-                for one in zip(*(found[name] for found in by_rank), strict=True)
+                (ranks[0].wall_s, sum(r.cpu_s for r in ranks), sum(r.pages for r in ranks))
+                for ranks in zip(*(samples[name] for samples in by_rank), strict=True)
             ]
             for name in (way, base)
         )
-        row: dict[str, Any] = {"size": size.name, "way": way, "base": base, "samples": len(ours)}
+        row: dict[str, Any] = {"size": size.name, "way": way, "base": base}
+        row["samples"] = len(way_steps)
         row["pages"], row["base_pages"] = (
-            statistics.median(one[2] for one in steps) for steps in (ours, theirs)
+            statistics.median(step[2] for step in steps) for steps in (way_steps, base_steps)
         )
         for kind, place in (("wall", 0), ("cpu", 1)):
-            row[f"base_{kind}_s"] = statistics.median(one[place] for one in theirs)
-            both = [(one[place], two[place]) for one, two in zip(ours, theirs, strict=True)]
-            row[f"{kind}_ratio"] = quartiles([one / two for one, two in both])
-            first, second = (min(values) for values in zip(*both, strict=True))
-            row[f"best_{kind}_ratio"] = first / second
+            row[f"base_{kind}_s"] = statistics.median(step[place] for step in base_steps)
+            values, base_values = ([s[place] for s in steps] for steps in (way_steps, base_steps))
+            ratios = [own / other for own, other in zip(values, base_values, strict=True)]
+            row[f"{kind}_ratio"] = quartiles(ratios)
+            row[f"best_{kind}_ratio"] = min(values) / min(base_values)
         rows.append(row)
     return rows
 
@@ -240,11 +241,11 @@ def _rank(rank: int, place: Path) -> None:
             "FSDP2, once": fsdp_step(size, gathers_once=True),
             "engine, once": parallel_step(size, shard=2),
         }
-        found: list[Any] = [None, None]
-        dist.all_gather_object(found, in_turn(steps, size))
-        rows += compared(found, size, _OVER_FSDP2)
+        by_rank: list[Any] = [None, None]
+        dist.all_gather_object(by_rank, in_turn(steps, size))
+        rows += compared(by_rank, size, _OVER_FSDP2)
     if rank == 0:
-        (place / "rows.json").write_text(json.dumps(rows))
+        (place / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # gloo may abort a rank whose peers end while it destroys its groups
 
@@ -256,7 +257,7 @@ def two_ranks() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         place, start = Path(name), cast("Any", start_processes)
         start(_rank, (place,), nprocs=2, start_method="spawn")
-        rows: list[dict[str, Any]] = json.loads((place / "rows.json").read_text())
+        rows: list[dict[str, Any]] = json.loads((place / "rows.json").read_text(encoding="utf-8"))
     return rows
 
 
@@ -326,7 +327,7 @@ def main() -> int:
         "two_ranks": two_ranks(),
         "split_backward": [split_backward()],
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
     return 0

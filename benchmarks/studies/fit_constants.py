@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.studies.validation.cases import Case, case_of
-from benchmarks.studies.validation.errors import predict_case
+from benchmarks.studies.validation.predict import predict_case
 from benchmarks.studies.validation.rows import (
     PublishedRow,
     UnpredictableError,
@@ -87,7 +87,7 @@ class FittedRow:
 
 def samples(rows: int) -> list[FittedRow]:
     """Throughput rows of the sources that take part in the fit, at most ``rows`` per table."""
-    found = []
+    chosen = []
     for table in training_tables():
         understood = []
         for row in (line.row for line in read_rows(table)):
@@ -100,8 +100,8 @@ def samples(rows: int) -> list[FittedRow]:
             except UnpredictableError:
                 continue
         random.Random(0).shuffle(understood)
-        found += understood[:rows]
-    return found
+        chosen += understood[:rows]
+    return chosen
 
 
 def fit(chosen: Sequence[FittedRow]) -> Sequence[float]:

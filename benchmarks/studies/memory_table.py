@@ -1,7 +1,7 @@
 """Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
 with that of the real code.
 
-Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.tracing``) and priced.
+Every plan's first, middle and last pipeline rank is traced (``zeropp.emulate.memory``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
 priced again but not traced again: delete the rows of a contender whose code has changed. The file
 is written after every plan, so a run that was stopped goes on where it was.
@@ -28,13 +28,14 @@ from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import knobs_from
+from zeropp.choose.planner import asked_degrees
+from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
-from zeropp.cost import price_plan
-from zeropp.engine.tracing import trace_ranks
-from zeropp.plan import Candidate, MemoryBytes, Plan, Task
-from zeropp.planner import asked_degrees
+from zeropp.emulate.memory import trace_ranks
+from zeropp.plan import MemoryBytes, Plan
+from zeropp.price import price_plan
+from zeropp.price.peak_memory import peak_memory
 from zeropp.shape import ModelShape
-from zeropp.sim.memory import peak_memory
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
@@ -54,8 +55,8 @@ class TracedPlan:
         chosen = OmegaConf.to_container(OmegaConf.from_dotlist(options))
         assert isinstance(chosen, dict)
         known = CONTENDERS[self.contender].knobs.__dataclass_fields__
-        ones = {axis: 1 for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known}
-        knobs = knobs_from({"name": self.contender, **ones, **chosen})
+        axes = [axis for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known]
+        knobs = knobs_from({"name": self.contender, **dict.fromkeys(axes, 1), **chosen})
         degrees = {name: int(degree) for name, degree in asked_degrees(knobs).items()}
         microbatch_size, count = int(size.removeprefix("b=")), int(number.removeprefix("m="))
         dp = degrees.get("shard", 1) * degrees.get("replicate", 1)
@@ -139,15 +140,15 @@ def trace(case: TracedPlan) -> Iterator[dict[str, Any]]:
     traces = trace_ranks(
         plan, chosen, optimizer=OptimizerConfig(), build=contender.build, fill_integers=fill
     )
-    for rank, found in zip(ranks, traces, strict=True):
+    for rank, rank_trace in zip(ranks, traces, strict=True):
         yield {
             "contender": case.contender,
             "model": case.model,
             "plan": case.text,
             "pipeline_rank": rank,
-            "trace_s": f"{found.seconds:.1f}",
+            "trace_s": f"{rank_trace.seconds:.1f}",
             "trace_commit": git_state()[0][:10],
-            **_gib("traced", found.memory),
+            **_gib("traced", rank_trace.memory),
         }
 
 
@@ -176,7 +177,7 @@ def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     """The traced rows of a file, by plan; none if there is no file."""
     traced: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     if path.exists():
-        for row in csv.DictReader(path.read_text().splitlines()):
+        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
             traced[row["contender"], row["model"], row["plan"]].append(row)
     return traced
 

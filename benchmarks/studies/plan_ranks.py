@@ -34,17 +34,17 @@ Run = dict[str, str]
 def groups(runs: Sequence[Run]) -> Iterator[list[Run]]:
     """The runs of each group; every run is measured and priced, and the fastest of equal plans
     stands for them."""
-    found: dict[tuple[str, ...], dict[tuple[str, ...], Run]] = defaultdict(dict)
+    by_setting: dict[tuple[str, ...], dict[tuple[str, ...], Run]] = defaultdict(dict)
     for run in runs:
-        if run["first_of_run"] != "yes" or not run["predicted"] or run["role"] == "computed":
+        if run["first_of_run"] != "yes" or not run["predicted"]:
             continue
         if run["metric"] not in (*_TIMES, *_RATES):
             continue
-        plans = found[tuple(run[key] for key in _SAME)]
+        plans = by_setting[tuple(run[key] for key in _SAME)]
         plan = tuple(run[key] for key in (*_PLAN, "schedule", "program", "compiled"))
         if plan not in plans or seconds(run, "value") < seconds(plans[plan], "value"):
             plans[plan] = run
-    for plans in found.values():
+    for plans in by_setting.values():
         if len({tuple(run[key] for key in _DEGREES) for run in plans.values()}) > 1:
             yield list(plans.values())
 

@@ -24,7 +24,7 @@ from benchmarks import CHECKOUT
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import preset
 from zeropp.cluster import Cluster, Device
-from zeropp.cost.kernels import matmul_s
+from zeropp.price.kernels import matmul_s
 
 TABLE = CHECKOUT / "results" / "published" / "product_times.csv"
 _SHARES = (0.0, 0.3, 0.6, 0.9, 1.2)
@@ -81,11 +81,11 @@ class Fit:
 def fits(name: str) -> list[Fit]:
     """The preset's constants, then the best ones with each share of exposed output."""
     device, measured = preset("cluster", name, Cluster).device, products_on(name)
-    tried = [device, *(best(device, measured, share) for share in _SHARES)]
-    found = [errors(each, measured) for each in tried]
+    candidates = [device, *(best(device, measured, share) for share in _SHARES)]
+    candidate_errors = [errors(candidate, measured) for candidate in candidates]
     return [
-        Fit(each, len(measured), float(np.median(error)), float(np.percentile(error, 90)))
-        for each, error in zip(tried, found, strict=True)
+        Fit(candidate, len(measured), float(np.median(error)), float(np.percentile(error, 90)))
+        for candidate, error in zip(candidates, candidate_errors, strict=True)
     ]
 
 

@@ -13,14 +13,14 @@ import subprocess
 import sys
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.command import CommandParser, SpecError, command
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, command
 
 REFERENCE = CHECKOUT / "results" / "reference"
 # The module and the arguments that write each table.
 STUDIES = {
     "schedules.csv and schedule_orders.json": ("benchmarks.studies.schedules",),
     "memory/traced_vs_simulated.csv": ("benchmarks.studies.memory_table",),
-    "memory/reserved.csv": ("benchmarks.studies.reserved_memory",),
     "validation/validation.csv": ("benchmarks.validate", "--out", f"{REFERENCE}/validation"),
     "claim_33/plans.csv": (
         *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),

@@ -34,26 +34,27 @@ from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
 from benchmarks.records.environment import git_state
 from benchmarks.specification.command import CommandParser, command, workers
 from benchmarks.specification.compose import compose, preset
 from benchmarks.specification.progress import track
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
+from zeropp.choose.bounds import least_bytes
+from zeropp.choose.contender import describe
+from zeropp.choose.space import points
+from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Task
-from zeropp.schedule import build, lower
+from zeropp.price import price_plan
+from zeropp.price.simulator import simulate
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Op, Schedule, StageCost, parse_action
 from zeropp.shape import ModelShape
-from zeropp.sim.simulator import simulate
-from zeropp.tune.bounds import least_bytes
-from zeropp.tune.contender import describe
-from zeropp.tune.space import points
 
 LARGEST_RANKS = 11  # P of the sizes that are held to the bound
 PLANS = 150  # random ones
@@ -204,16 +205,16 @@ def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
         for family in ZEROPP.space.families(point)
     ]
     draw.shuffle(families)
-    found: list[tuple[float, str]] = []
-    while families and len(found) < count:
+    gains: list[tuple[float, str]] = []
+    while families and len(gains) < count:
         family, size = families.pop()
         with suppress(InfeasibleError):
             plan = ZEROPP.size(task, family, size)
             candidate = Candidate(draw.choice([*ZEROPP.space.members(asked, family, plan)]), size)
             plan = ZEROPP.size(task, candidate.knobs, size)
             if least_bytes(plan, price_plan(plan, task.cluster)) <= limit:
-                found.append((_gain_of(task, candidate), describe(plan)))
-    return found
+                gains.append((_gain_of(task, candidate), describe(plan)))
+    return gains
 
 
 def _bound(pool: Executor) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def _bound(pool: Executor) -> dict[str, Any]:
 def _durations(pool: Executor) -> dict[str, Any]:
     seeds = range(2 * PLANS)
     drawn = track(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
-    gains = [found for found in drawn if found is not None][:PLANS]
+    gains = [value for value in drawn if value is not None][:PLANS]
     return {
         "plans": len(gains),
         "mean_gain": statistics.mean(gains),
@@ -244,14 +245,14 @@ def _grid(pool: Executor) -> dict[str, Any]:
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
     per_cell = pool.map(grid_gains, cells, repeat(PLANS_PER_CELL))
-    found = [pair for pairs in track(per_cell, len(cells), "cells") for pair in pairs]
+    gains = [pair for of_cell in track(per_cell, len(cells), "cells") for pair in of_cell]
     return {
         "commit": git_state()[0],
         "cells": len(cells),
-        "plans": len(found),
-        "mean_gain": statistics.mean(gain for gain, _ in found),
-        "largest_gain": max(found)[0],
-        "largest_gain_plan": max(found)[1],
+        "plans": len(gains),
+        "mean_gain": statistics.mean(gain for gain, _ in gains),
+        "largest_gain": max(gains)[0],
+        "largest_gain_plan": max(gains)[1],
     }
 
 
@@ -271,7 +272,7 @@ def main() -> int:
     header += ["step_over_ideal", "bound"]
     header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]
     header += ["resident_chunks", "resident_share"]
-    with (out / "schedules.csv").open("w", newline="") as file:
+    with (out / "schedules.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         writer.writeheader()
         counts = product(RANKS, MICROBATCHES_PER_RANK)
@@ -284,8 +285,9 @@ def main() -> int:
             "durations": _durations(pool),
             "grid": _grid(pool),
         }
-    (out / "schedule_orders.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, indent=1))
+    text = json.dumps(document, indent=1)
+    (out / "schedule_orders.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
     return 0
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.records.environment import capture_environment
 from benchmarks.records.events import EventWriter
 from benchmarks.records.metrics import step_line
-from benchmarks.records.record import read_spec
+from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, local_batch, open_batches

@@ -17,21 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.run_spec import DataSpec, RunSpec, SpecError
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import DataSpec, RunSpec
 from zeropp.layout import Layout
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Megatron's indexed data set: ``PREFIX.idx`` (header) and ``PREFIX.bin`` (tokens).
-#
-# Layout of the index (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``): 9 magic bytes,
-# version as uint64 = 1, one byte for the type of the tokens, the number of sequences and of
-# documents as uint64, then the lengths (int32) and byte offsets (int64) of the sequences. The
-# ``.bin`` has the tokens of all sequences one after another, so it is read as one stream.
-
-MAGIC = b"MMIDIDX\x00\x00"
+MAGIC = b"MMIDIDX\x00\x00"  # the first bytes of an index of Megatron's
 DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8,
     2: np.int8,
@@ -43,7 +37,14 @@ DTYPES: dict[int, type[np.generic]] = {
 
 
 def open_megatron(prefix: Path) -> NDArray[Any]:
-    """A memory map of all tokens; raises ValueError if the index is not one of Megatron's."""
+    """A memory map of all tokens of Megatron's indexed data set, ``PREFIX.idx`` and ``PREFIX.bin``.
+
+    The index has (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``): 9 magic bytes,
+    version as uint64 = 1, one byte for the type of the tokens, the number of sequences and of
+    documents as uint64, then the lengths (int32) and byte offsets (int64) of the sequences. The
+    ``.bin`` has the tokens of all sequences one after another, so it is read as one stream. Raises
+    ValueError if the index is not one of Megatron's.
+    """
     index = prefix.with_name(prefix.name + ".idx")
     with index.open("rb") as file:
         header = file.read(len(MAGIC) + 9)

@@ -57,15 +57,15 @@ from torch.nn import functional as F
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
-from zeropp.cost import parameter_count
+from zeropp.choose.contender import Contender
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.layout import Layout
 from zeropp.literals import Precision
 from zeropp.model import build_model, cross_entropy, initial_std
+from zeropp.price import parameter_count
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig, Trainer
-from zeropp.tune.contender import Contender
 
 STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order

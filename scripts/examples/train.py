@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 import zeropp
 from zeropp import huggingface
@@ -49,9 +48,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         torch.cuda.set_device(dist.get_node_local_rank())
     layers = huggingface.layers(options.folder)
     with zeropp.parallelize(
-        layers, lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-        sample=torch.zeros(2, LENGTH, dtype=torch.long), global_batch=BATCH, recompute="selective",
-        pp=options.pp, shard=options.shard, optimizer=zeropp.OptimizerConfig(clip_norm=1.0),
+        layers, huggingface.token_loss, loss_reduction="tokens", recompute="selective",
+        sample=torch.zeros(2, LENGTH, dtype=torch.long), global_batch=BATCH, pp=options.pp,
+        shard=options.shard, optimizer=zeropp.OptimizerConfig(clip_norm=1.0),
     ) as model:  # fmt: skip
         if (options.out / "checkpoint").exists():
             model.load(options.out / "checkpoint")
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         model.save(options.out / "checkpoint")
         layers.save_pretrained(model, options.out / "model")
         if dist.get_rank() == 0:
-            print(f"{model.steps_done} steps, losses {losses} ({model.settings})", flush=True)
+            print(f"{model.steps_done} steps, losses {losses} ({model.summary})", flush=True)
     return losses
 
 

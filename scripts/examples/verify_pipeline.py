@@ -1,4 +1,4 @@
-"""A plain pipelining loop over FSDP2, and what zeropp.verify says of its order of work on GPUs.
+"""A plain pipelining loop over FSDP2, and what zeropp.emulate says of its order of work on GPUs.
 
 torchrun --nproc-per-node 4 scripts/examples/verify_pipeline.py
 torchrun --nproc-per-node 4 scripts/examples/verify_pipeline.py --forget wait
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from zeropp import verify
+from zeropp import emulate
 
 WIDTH, ROWS, MICROBATCHES = 16, 4, 4
 
@@ -81,15 +81,15 @@ class Loop:
         return tensor
 
 
-def main(arguments: list[str] | None = None) -> verify.Report:
-    parser = argparse.ArgumentParser(description="What zeropp.verify says of a pipelining loop.")
+def main(arguments: list[str] | None = None) -> emulate.Report:
+    parser = argparse.ArgumentParser(description="What zeropp.emulate says of a pipelining loop.")
     parser.add_argument("--forget", choices=("nothing", "wait", "last"), default="nothing")
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     loop = Loop(options.forget)
     batch = torch.randn(ROWS * MICROBATCHES, WIDTH)
-    report = verify.watch(lambda: loop.step(batch), times=2)
+    report = emulate.watch(lambda: loop.step(batch), times=2)
     if dist.get_rank() == 0:
         print(report)
     return report

@@ -21,12 +21,16 @@ from tests.unit.toy_spec import mapping
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, cross_entropy
 from zeropp.plan import Plan
+from zeropp.schedule.program import Op
 from zeropp.shape import ModelShape
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig
 
 SEED = 3
 CPU = torch.device("cpu")
+# Actions that DeepSpeed has no instructions for: ``ReduceGrads`` reduces over replicas, too, and
+# ``OptimizerStep`` gathers what they have updated.
+IN_DEEPSPEEDS_INSTRUCTIONS = (Op.REDUCE_REPLICAS, Op.GATHER_UPDATED)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from zeropp.cost import cut_by_weight
+from zeropp.cuts import cut_layers
+from zeropp.schedule.program import loop_placement
 
 Make = Callable[[], nn.Module]
 
@@ -17,6 +18,6 @@ def beside_cuts(kinds: Sequence[Make], degrees: Mapping[str, Any]) -> set[tuple[
     same; none without pipeline parallelism."""
     if degrees.get("pp", 1) == 1:
         return set()
-    stages = degrees["pp"] * degrees.get("chunks", 1)
-    cuts = cut_by_weight([1.0] * len(kinds), stages)[1:-1]
+    stage_rank = loop_placement(degrees["pp"], degrees.get("chunks", 1))
+    cuts = cut_layers([1.0] * len(kinds), stage_rank)[1:-1]
     return {(kinds[cut - 1], kinds[cut]) for cut in cuts}

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zeropp
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs, size
 from tests.gloo.differences import largest
+from zeropp.choose.planner import fastest
+from zeropp.choose.task import Task
 from zeropp.cluster import Cluster, Device, Link
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.contender.trainer import pieces_of, recomputed_of
 from zeropp.engine.chunk import seed_piece
-from zeropp.engine.engine import Engine
-from zeropp.engine.interpreter import Loss
-from zeropp.engine.options import EngineOptions
-from zeropp.engine.values import TensorShape
+from zeropp.engine.interpreter import Microbatches
 from zeropp.literals import Precision
-from zeropp.model import build_model
-from zeropp.plan import Candidate, Plan, Task
+from zeropp.model import build_model, build_piece
+from zeropp.parallel_model import ParallelModel
+from zeropp.plan import Plan
 from zeropp.shape import Family, ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -68,7 +68,6 @@ class Case:
     cap: int | str = "auto"
     compile: bool = False
     split_backward: bool = True
-    split_blocks: bool = False
 
     @property
     def world(self) -> int:
@@ -118,7 +117,6 @@ def _plan(case: Case) -> Plan:
         activation_cap=case.cap,  # type: ignore[arg-type]
         compile=case.compile,
         split_backward=case.split_backward,
-        split_blocks=case.split_blocks,
     )
     task = Task(
         shape=case.shape,
@@ -127,7 +125,13 @@ def _plan(case: Case) -> Plan:
         global_batch=case.batch,
         precision=case.precision,
     )
-    return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=case.recomputed)
+    sized = replace(
+        size(task, knobs, 1),
+        recomputed=case.recomputed,
+        split_backward=case.split_backward,  # also without a pipeline, where no knob asks for it
+    )
+    price = ZEROPP.prices.of(sized, CLUSTER)
+    return fastest(ZEROPP.plans(sized, price), CLUSTER, price).plan
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
@@ -135,55 +139,39 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build_engine(
+def build_model_of(
     case: Case,
     dtype: torch.dtype,
     optimizer: OptimizerConfig = ADAMW,
     lr_schedule: Callable[[int], float] | None = None,
-) -> Engine:
-    """This rank's engine of a case."""
-    plan, shape = case.plan(), case.shape
+) -> ParallelModel:
+    """This rank's part of a case."""
+    shape = case.shape
     last = shape.num_pieces - 1
-    pieces = [
-        replace(piece, module=piece.module.to(dtype))
-        for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"])
-        for piece in pieces_of(plan, stage, SEED, torch.device("cpu"))
-    ]
-    message = torch.bfloat16 if case.precision == "bf16" else dtype
-
-    def boundary(stage: int) -> list[TensorShape]:
-        del stage
-        return [TensorShape(torch.Size((1, shape.seq, shape.hidden)), message)]
-
-    return Engine(
-        pieces,
-        plan.schedule,
-        plan.layout,
-        loss=Loss(loss_function),
-        boundary=boundary,
+    return zeropp.parallelize(
+        [partial(_piece, shape, index, dtype) for index in range(shape.num_pieces)],
+        loss_function,
+        plan=case.plan(),
+        sample=case.data(0)[0][:1],
+        global_batch=case.batch,
         optimizer=optimizer,
-        device=torch.device("cpu"),
-        options=EngineOptions(
-            precision=plan.precision,
-            recompute=plan.recompute,
-            tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
-            tied_stages=(0, plan.schedule.num_stages - 1) if case.tied else (),
-            reduce_dtype=plan.reduce_dtype,
-            dropout_seed=SEED if case.dropout else None,
-            lr_schedule=lr_schedule,
-            compile=plan.compile,
-            recomputed=recomputed_of(plan),
-        ),
+        tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+        dropout_seed=SEED if case.dropout else None,
+        lr_schedule=lr_schedule,
     )
 
 
-def local_microbatches(case: Case, step: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """This rank's part of a global batch, cut into microbatches."""
+def _piece(shape: ModelShape, index: int, dtype: torch.dtype) -> nn.Module:
+    return build_piece(shape, index, SEED, torch.get_default_device()).to(dtype)
+
+
+def local_microbatches(case: Case, step: int) -> Microbatches:
+    """This rank's part of a global batch."""
     layout = case.plan().layout
     inputs, targets = (
         part.chunk(layout.dp)[layout.dp_index(dist.get_rank())] for part in case.data(step)
     )
-    return torch.split(inputs, 1), torch.split(targets, 1)
+    return Microbatches(torch.split(inputs, 1), torch.split(targets, 1))
 
 
 @dataclass
@@ -198,8 +186,8 @@ class Outcome:
 
 def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig) -> Outcome:
     """Train on this rank."""
-    engine = build_engine(case, dtype, optimizer)
-    results = [engine.step(*local_microbatches(case, step)) for step in range(steps)]
+    engine = build_model_of(case, dtype, optimizer).engine
+    results = [engine.step(local_microbatches(case, step)) for step in range(steps)]
     return Outcome(
         [float(r.loss) for r in results],
         [float(r.grad_norm) for r in results],

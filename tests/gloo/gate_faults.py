@@ -211,8 +211,9 @@ def _scaled_norm_weight(factor: float) -> Fault:
         forward, norms = torch.nn.LayerNorm.forward, []
 
         def scaled(norm: torch.nn.LayerNorm, x: Tensor) -> Tensor:
-            norms.append(norm)
-            if norm is not norms[0]:
+            if not x.is_meta:  # a walk over layers has other modules
+                norms.append(norm)
+            if not norms or norm is not norms[0]:
                 return forward(norm, x)
             weight = norm.weight.detach() + factor * (norm.weight - norm.weight.detach())
             shape = norm.normalized_shape
@@ -239,9 +240,9 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
         return grad
 
     def before(block: torch.nn.Module, x: Tensor) -> Tensor:
-        if block not in blocks:
+        if block not in blocks and not x.is_meta:  # a walk over layers has other modules
             blocks.append(block)
-        if block is blocks[min(1, len(blocks) - 1)] and len(blocks) > 1 and x.requires_grad:
+        if len(blocks) > 1 and block is blocks[1] and x.requires_grad:
             x = x.view_as(x)
             x.register_hook(stale)  # type: ignore[no-untyped-call]
         return x

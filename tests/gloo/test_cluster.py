@@ -1,43 +1,46 @@
-"""``cluster=``: layers cut by their durations, orders as good as the planner's, and ``auto``.
-
-One process as one rank of a job (``fake_world``): cutting needs no peers."""
+"""``cluster=``: layers cut by their durations, orders as good as the planner's, and ``auto``."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import zeropp
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
 from tests.unit.shapes import gpt
-from zeropp.auto import choose
-from zeropp.cluster import named_cluster
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import price_plan
-from zeropp.engine.tracing import fake_world
-from zeropp.engine.walk import walk
+from zeropp.api import make_plan
+from zeropp.choose import auto
+from zeropp.choose.auto import choose
+from zeropp.choose.layer_prices import LayerPrices, layer_passes
+from zeropp.choose.task import Candidate, Task
+from zeropp.cluster import cluster_of
+from zeropp.engine.walk import LayerSizes, walk
 from zeropp.model import build_piece
-from zeropp.plan import Candidate, Task
+from zeropp.parallel_model import describe
+from zeropp.plan import Plan
+from zeropp.price import price_plan
 from zeropp.schedule import event_loop
-from zeropp.settings import Settings
+from zeropp.settings import Settings, asked_for, read_keywords
 from zeropp.shape import ModelShape
-from zeropp.stages import LayerPrices, Stages, layer_costs, plan_layers
 
 GPT = gpt(30, 2048, 16)
 
 SMALL = gpt(6, 512, 8, vocab=1000, seq=512)
 
 
-def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
-    """What rank 0 of a job gets."""
+def cut_on(
+    world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any
+) -> tuple[Plan, list[LayerSizes]]:
+    """The plan of so many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
     sizes = walk(layers, sample, {})
-    with fake_world(0, world):
-        return Stages(plan=plan_layers(settings, sizes), sizes=sizes)
+    return make_plan(settings, frozenset(), sizes, world)[0], sizes
 
 
 def makers(shape: ModelShape) -> list[Any]:
@@ -48,7 +51,7 @@ def makers(shape: ModelShape) -> list[Any]:
 
 
 def test_cut_and_order_are_as_good_as_the_planners() -> None:
-    cluster = named_cluster("a800")
+    cluster = cluster_of("a800")
     degrees = {"pp": 4, "shard": 2, "chunks": 2, "unit": 8}
     knobs = ZeroppKnobs(**degrees, replicate=1, replicate_zero=0)  # type: ignore[arg-type]
     planned = ZEROPP.plan(
@@ -56,18 +59,18 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
         Candidate(knobs, 1),
     )
     tokens = torch.zeros(1, GPT.seq, dtype=torch.long)
-    found = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
-    assert found.plan.cuts == planned.cuts
+    plan, _ = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
+    assert plan.cuts == planned.cuts
     price = price_plan(planned, cluster).stages
-    orders = found.plan.schedule, planned.schedule
+    orders = plan.schedule, planned.schedule
     steps = [event_loop.run(order, price).step_s for order in orders]
     assert steps[0] <= 1.005 * steps[1]
 
 
 def test_settings_in_one_line() -> None:
     given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
-    stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, **given)
-    assert stages.describe() == (
+    plan, _ = cut_on(2, uneven(), torch.zeros(4, 64), 64, **given)
+    assert describe(plan) == (
         "pp=2 shard=1 replicate=1 chunks=2 unit=2 activation_cap=4 recompute=none; "
         "16 microbatches, layers per stage: 3 3 3 3"
     )
@@ -81,30 +84,29 @@ def uneven() -> list[nn.Module]:
 
 def test_stages_take_about_as_long_as_each_other() -> None:
     sample = torch.zeros(4, 64)
-    stages = cut_on(2, uneven(), sample, 64, pp=2, chunks=2, cluster="h100")
-    costs = layer_costs(stages.sizes, named_cluster("h100"), "fp32", "none")
-    seconds = [cost.compute for cost in costs]
-    work = [sum(seconds[int(begin) : int(end)]) for begin, end in pairwise(stages.plan.cuts)]
+    plan, sizes = cut_on(2, uneven(), sample, 64, pp=2, chunks=2, cluster="h100")
+    seconds = [layer.total for layer in layer_passes(sizes, plan, cluster_of("h100"))]
+    work = [sum(seconds[begin:end]) for begin, end in pairwise(plan.cuts)]
     assert max(work) < 2 * sum(work) / len(work)
 
 
 def test_the_order_is_no_slower_than_the_one_for_equal_durations() -> None:
     sample = torch.zeros(4, 64)
     given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
-    planned = cut_on(2, uneven(), sample, 64, **given, cluster="a800")
-    equal = cut_on(2, uneven(), sample, 64, **given)
-    assert planned.plan.cuts == equal.plan.cuts
-    costs = LayerPrices(equal.sizes, []).times(equal.plan, named_cluster("a800")).stages
-    steps = [event_loop.run(one.plan.schedule, costs).step_s for one in (planned, equal)]
+    planned, _ = cut_on(2, uneven(), sample, 64, **given, cluster="a800")
+    equal, sizes = cut_on(2, uneven(), sample, 64, **given)
+    assert planned.cuts == equal.cuts
+    costs = LayerPrices(sizes, []).times(equal, cluster_of("a800")).stages
+    steps = [event_loop.run(plan.schedule, costs).step_s for plan in (planned, equal)]
     assert steps[0] < steps[1]
 
 
 def test_names_of_clusters() -> None:
     names = sorted(path.stem for path in (CHECKOUT / "conf" / "cluster").glob("*.yaml"))
     assert len(names) > 3
-    assert all(named_cluster(name).name for name in names)
+    assert all(cluster_of(name).name for name in names)
     with pytest.raises(zeropp.InfeasibleError, match="must be one of a100, a800") as caught:
-        named_cluster("b900")
+        cluster_of("b900")
     assert "\n" not in str(caught.value)
 
 
@@ -118,10 +120,7 @@ def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Setting
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
     given = {"precision": "bf16", "cluster": "a800", **more}
     settings = Settings(sample=tokens, global_batch=4 * world, **given)
-    asked = frozenset(name for name, value in given.items() if value == "auto")
-    sizes = walk(makers(shape), tokens, {})
-    with fake_world(0, world):
-        return choose(settings, asked, sizes)
+    return choose(settings, asked_for(given), walk(makers(shape), tokens, {}), world)
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -132,8 +131,8 @@ def test_a_cpu_runs_a_step_in_one_unit() -> None:
     on_cpu: dict[str, Any] = {**degrees, "cluster": "cpu_gloo", "precision": "fp32"}
     assert chosen(SMALL, 4, unit="auto", **on_cpu).unit == 8
     tokens = torch.zeros(1, SMALL.seq, dtype=torch.long)
-    found = [cut_on(4, makers(SMALL), tokens, 16, **how) for how in (on_cpu, degrees)]
-    assert [one.plan.schedule.unit for one in found] == [8, 2]
+    plans = [cut_on(4, makers(SMALL), tokens, 16, **how)[0] for how in (on_cpu, degrees)]
+    assert [plan.schedule.unit for plan in plans] == [8, 2]
 
 
 def test_auto_takes_what_fits() -> None:
@@ -148,6 +147,37 @@ def test_auto_takes_what_fits() -> None:
     assert large.pp * large.shard >= 4  # type: ignore[operator]
     kept = chosen(SMALL, 8, pp="auto", shard=2, replicate="auto", recompute="full")
     assert (kept.shard, kept.recompute) == (2, "full")
+
+
+def test_degrees_are_chosen_without_a_job() -> None:
+    tokens = torch.zeros(1, SMALL.seq, dtype=torch.long)
+    keywords: dict[str, Any] = {"precision": "bf16", "cluster": "a800", **EVERYTHING}
+    keywords |= {"sample": tokens, "global_batch": 32}
+    values = zeropp.choose.degrees(makers(SMALL), 8, **keywords)
+    asked = chosen(SMALL, 8, **EVERYTHING)
+    assert values == {name: getattr(asked, name) for name in EVERYTHING}
+    assert "auto" not in values.values()
+    assert zeropp.choose.degrees(makers(SMALL), 8, **keywords | values) == {}
+    sizes = walk(makers(SMALL), tokens, {})
+    plans = [
+        make_plan(read_keywords([], given), asked_for(given), sizes, 8)[0]
+        for given in (keywords, keywords | values)
+    ]
+    assert plans[0] == plans[1]
+
+
+class TiedLayers(list[Any]):
+    """Layers that know which of their parameters are one."""
+
+    tied = ((0, "weight"), (3, "weight"))
+
+
+def test_degrees_are_chosen_for_layers_that_know_what_is_tied() -> None:
+    layers = TiedLayers(nn.Linear(8, 8) for _ in range(4))
+    keywords = {"sample": torch.zeros(1, 8), "global_batch": 8, "cluster": "a800"}
+    with mock.patch.object(auto, "choose", wraps=choose) as asked:
+        assert zeropp.choose.degrees(layers, 2, **keywords, pp="auto", unit=2) == {"pp": 2}
+    assert asked.call_args.args[0].tied == TiedLayers.tied
 
 
 def test_auto_counts_what_the_given_optimizer_keeps() -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import zeropp
 from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
-from zeropp.engine import preflight
+from zeropp.engine import preflight_cuda
 from zeropp.layout import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,28 +46,28 @@ def test_a_setting_that_hangs_is_refused(
 ) -> None:
     told(monkeypatch, **{name: value})
     with pytest.raises(InfeasibleError, match=f"{name}={value}: .*{way_out}") as error:
-        preflight.check_cuda(pp=2)
+        preflight_cuda.check_cuda(pp=2)
     assert "\n" not in str(error.value)
-    preflight.check_cuda(pp=1)  # without a pipeline all ranks issue the same in the same order
+    preflight_cuda.check_cuda(pp=1)  # without a pipeline all ranks issue the same in the same order
 
 
 @pytest.mark.filterwarnings("error")
 def test_good_settings_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch)
-    preflight.check_cuda(pp=8)
+    preflight_cuda.check_cuda(pp=8)
 
 
 def test_what_hangs_by_design_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, CUDA_LAUNCH_BLOCKING="1")
     with pytest.warns(UserWarning, match="CUDA_LAUNCH_BLOCKING is set: pipelines hang"):
-        preflight.check_cuda(pp=2)
+        preflight_cuda.check_cuda(pp=2)
 
 
 def test_a_driver_that_was_initialised_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch)
-    monkeypatch.setattr(preflight, "CUDA_MISSED", ["CUDA_MODULE_LOADING"])
+    monkeypatch.setattr(preflight_cuda, "CUDA_MISSED", ["CUDA_MODULE_LOADING"])
     with pytest.warns(UserWarning, match="initialised without CUDA_MODULE_LOADING: steps may"):
-        preflight.check_cuda(pp=2)
+        preflight_cuda.check_cuda(pp=2)
 
 
 def test_whether_the_driver_is_initialised_is_asked_of_itself(
@@ -80,14 +80,14 @@ def test_whether_the_driver_is_initialised_is_asked_of_itself(
             return self.code
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Driver())
-    assert not zeropp._driver_is_initialised()
+    assert not zeropp.cuda_settings._driver_is_initialised()
     Driver.code = 0
-    assert zeropp._driver_is_initialised()
+    assert zeropp.cuda_settings._driver_is_initialised()
 
 
 def test_settings_are_set_where_nobody_has_set_them() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in GOOD}
-    show = "import os, zeropp; print(*(os.environ[k] for k in zeropp.CUDA_SETTINGS))"
+    show = "import os, zeropp; print(*(os.environ[k] for k in zeropp.cuda_settings.CUDA_SETTINGS))"
     told = subprocess.run(
         [sys.executable, "-c", show],
         env=environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "9"},

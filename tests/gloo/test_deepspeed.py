@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo.contender_case import check, request
+from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
 from tests.gloo.world import World
 from zeropp.training import OptimizerConfig
 
@@ -33,7 +33,8 @@ def test_deepspeed_is_one_process(
     outcomes = check(world, BUILDER, plan)
     for rank, outcome in enumerate(outcomes):
         program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
-        assert [span.action for span in outcome.spans] == [str(action) for action in program]
+        expected = [str(a) for a in program if a.op not in IN_DEEPSPEEDS_INSTRUCTIONS]
+        assert [span.action for span in outcome.spans] == expected
 
 
 @pytest.mark.parametrize("replicate_zero", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
+from tests.gloo.engine_cases import ADAMW, Case, build_model_of, local_microbatches
 from tests.gloo.world import World
 from zeropp.engine.checkpoint import CheckpointError
 
@@ -29,13 +29,13 @@ def warm_up(step: int) -> float:
 
 def train_on(case: Case, start: Path | None, save_to: Path | None, steps: int) -> list[float]:
     """Losses of ``steps`` steps from a checkpoint or the beginning on; two batches alternate."""
-    engine = build_engine(case, torch.float32, ADAMW, lr_schedule=warm_up)
+    model = build_model_of(case, torch.float32, ADAMW, lr_schedule=warm_up)
     if start is not None:
-        engine.load(start)
-    first = engine.steps_done
-    results = [engine.step(*local_microbatches(case, (first + s) % 2)) for s in range(steps)]
+        model.load(start)
+    first = model.steps_done
+    results = [model.engine.step(local_microbatches(case, (first + s) % 2)) for s in range(steps)]
     if save_to is not None:
-        engine.save(save_to)
+        model.save(save_to)
     return [float(result.loss) for result in results]
 
 
@@ -57,9 +57,9 @@ def test_loss_curve_goes_on_in_other_topologies(world: World, tmp_path: Path) ->
 def save_after(directory: Path, steps: int, killed_in: str) -> str:
     """Train and save; in ``killed_in`` a rank dies while it writes. Gives what then was raised."""
     case = SAVED
-    engine = build_engine(case, torch.float32, ADAMW)
+    model = build_model_of(case, torch.float32, ADAMW)
     for step in range(steps):
-        engine.step(*local_microbatches(case, step))
+        model.engine.step(local_microbatches(case, step))
     if killed_in:
         write = state_dict_saver.save
 
@@ -69,23 +69,23 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
 
         state_dict_saver.save = fail
         try:
-            engine.save(directory)
+            model.save(directory)
         except KeyboardInterrupt:
             return "died"
         finally:
             state_dict_saver.save = write
-    engine.save(directory)
+    model.save(directory)
     return "saved"
 
 
 def load_from(directory: Path) -> str:
     """Steps done of a checkpoint, or what its load says."""
-    engine = build_engine(SAVED, torch.float32, ADAMW)
+    model = build_model_of(SAVED, torch.float32, ADAMW)
     try:
-        engine.load(directory)
+        model.load(directory)
     except CheckpointError as error:
         return str(error)
-    return f"{engine.steps_done} steps"
+    return f"{model.steps_done} steps"
 
 
 def test_the_last_whole_checkpoint_survives_a_death_while_saving(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.gloo.engine_cases import Case, build_engine, local_microbatches
+from tests.gloo.engine_cases import Case, build_model_of, local_microbatches
 from tests.gloo.world import World
 from zeropp.engine import flat, lanes
+from zeropp.engine.chunk import Chunk
 from zeropp.engine.engine import Engine
 from zeropp.engine.lanes import Ticket, Work, inline_lanes, make_lane
-from zeropp.schedule.program import Op
+from zeropp.schedule.program import Action, Op, RankProgram
 
 # The operators by which torch copies values from one place to another.
 COPIES = {
@@ -30,6 +32,7 @@ COPIES = {
 } | {"aten::_to_copy", "aten::_foreach_copy_"}
 WINDOW, COLLECTIVE = "work of a lane", "collective"
 AROUND = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+ORDERS = ("as planned", "reversed")
 CASES = [
     Case(pp=2, shard=2, chunks=2, batch=8),
     Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8),
@@ -91,10 +94,10 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int, int]:
         mock.patch.object(flat, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
     ):
-        engine = build_engine(case, torch.float32)
-        engine.step(*local_microbatches(case, 0))
+        engine = build_model_of(case, torch.float32).engine
+        engine.step(local_microbatches(case, 0))
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            engine.step(*local_microbatches(case, 1))
+            engine.step(local_microbatches(case, 1))
     program = engine.interpreter._program
     windows = {WINDOW, *(str(action) for action in program if action.op in AROUND)}
     found = {  # by identity, because a lane's window lies in an action's
@@ -166,7 +169,6 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
         return [action.stage for action in program if action.op is op]
 
     reduced = of(Op.REDUCE_GRAD)
-    crossed = list(dict.fromkeys(reduced))
     expected = Counter({("all-reduce", "world"): 1})
     expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
     expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))
@@ -175,8 +177,8 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
         expected["reduce-scatter", "reduce"] = sum(flats[stage] for stage in reduced)
     if case.replicate > 1:
         kind = "reduce-scatter" if case.zero else "all-reduce"
-        expected[kind, "replicate"] = sum(flats[stage] for stage in crossed)
-    if case.zero:
+        expected[kind, "replicate"] = sum(flats[stage] for stage in of(Op.REDUCE_REPLICAS))
+    if of(Op.GATHER_UPDATED):
         expected["gather", "replicate"] = sum(flats.values())
     return +expected
 
@@ -189,12 +191,12 @@ def settle(engine: Engine) -> None:
 
 def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """What one step of this rank starts, and what its plan says."""
-    engine = build_engine(case, torch.float32)
+    engine = build_model_of(case, torch.float32).engine
     found: Counter[tuple[str, str]] = Counter()
-    engine.step(*local_microbatches(case, 0))
+    engine.step(local_microbatches(case, 0))
     settle(engine)
     with counting(engine, found):
-        engine.step(*local_microbatches(case, 1))
+        engine.step(local_microbatches(case, 1))
         settle(engine)
     expected = planned(case, engine)
     engine.close()
@@ -208,9 +210,63 @@ def test_collectives_per_step_are_the_plans(case: Case, world: World) -> None:
         assert found == expected
 
 
+def reductions_of(case: Case, order: str) -> tuple[list[int], list[float]]:
+    """The stages that a step reduces over the replicas, in turn, and the losses of two steps, with
+    the reductions in another ``order`` than the plan's, or without them."""
+    plan = case.plan()
+    programs = tuple(tuple(_reordered(program, order)) for program in plan.schedule.programs)
+    changed = replace(plan, schedule=replace(plan.schedule, programs=programs))
+    stages: list[int] = []
+    reduce = Chunk.reduce_over_replicas
+
+    def watched(chunk: Chunk) -> None:
+        stages.extend(stage for stage, one in engine.chunks.items() if one is chunk)
+        reduce(chunk)
+
+    with (
+        mock.patch.object(Case, "plan", return_value=changed),
+        mock.patch.object(Chunk, "reduce_over_replicas", watched),
+    ):
+        engine = build_model_of(case, torch.float64).engine
+        losses = [float(engine.step(local_microbatches(case, n)).loss) for n in (0, 1)]
+    engine.close()
+    return stages[: len(stages) // 2], losses
+
+
+def _reordered(program: RankProgram, order: str) -> Iterator[Action]:
+    crossed = [action for action in program if action.op is Op.REDUCE_REPLICAS]
+    for action in program:
+        if action.op is Op.UPDATE and order == "reversed":
+            yield from reversed(crossed)
+        if action not in crossed or order == "as planned":
+            yield action
+
+
+def test_replicas_are_reduced_in_the_order_of_the_program(world: World) -> None:
+    case = Case(pp=1, shard=2, replicate=2, zero=True, chunks=3, batch=8)
+    runs = {order: world.run(reductions_of, case, order, size=4) for order in ORDERS}
+    stages = [a.stage for a in case.plan().schedule.programs[0] if a.op is Op.REDUCE_REPLICAS]
+    assert len(stages) == 3
+    for planned, moved in zip(*runs.values(), strict=True):
+        assert (planned[0], moved[0]) == (stages, stages[::-1])
+        assert planned[1] == moved[1]
+
+
+def refused(case: Case) -> str:
+    """What is said of a program without the reductions over the replicas."""
+    with pytest.raises(Exception, match="asks for") as error:
+        reductions_of(case, "none")
+    return str(error.value)
+
+
+def test_a_program_that_misses_a_part_of_the_step_is_refused(world: World) -> None:
+    for message in world.run(refused, Case(pp=1, replicate=2), size=2):
+        assert "the plan asks for 0REDUCE_REPLICAS" in message
+
+
 def groups_left(case: Case) -> tuple[int, int]:
     """Process groups of this rank while an engine is open, and after it has been closed."""
-    engine = build_engine(case, torch.float32)
+    engine = build_model_of(case, torch.float32).engine
     known = dist.distributed_c10d._world.pg_map
     count = len(known)
     engine.close()

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from baselines.zeropp.trainer import build
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
-from zeropp.contender.trainer import build
-from zeropp.cost import price_plan
-from zeropp.cost.flops import piece_parameters
+from zeropp.emulate.memory import trace_ranks
 from zeropp.engine.flat import ALIGNMENT
-from zeropp.engine.tracing import trace_ranks
-from zeropp.sim.memory import peak_memory
+from zeropp.price import price_plan
+from zeropp.price.flops import piece_parameters
+from zeropp.price.peak_memory import peak_memory
 
 
 def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,12 @@ from transformers.utils import logging
 
 import zeropp
 from tests.gloo.differences import largest
+from tests.gloo.topologies import ROWS, topology
 from tests.gloo.world import World
 from zeropp import huggingface
-from zeropp.schedule.zeropp_order import smallest_cap
 
-ROWS, MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 8, 2, 10, 60, 2, 0.5
-LAYERS, TOPOLOGIES = 6, 20
+MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 2, 10, 60, 2, 0.5
+TOPOLOGIES = 20
 # How far gradients may be from one process's, in fp64. Gemma's norms add up the gradients of their
 # weights in fp32, so that it matters where a batch is cut.
 BOUNDS = {"gemma2": 5e-6, "gemma3_text": 5e-6}
@@ -90,41 +90,6 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1].masked_fill(mask == 0, 0), targets, mask
 
 
-def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum over all tokens that are not padding."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-    ) / (ROWS * LENGTH)  # fmt: skip
-
-
-def topology(seed: int) -> dict[str, Any]:
-    """Random keywords of ``parallelize`` for at most eight ranks, and a random microbatch."""
-    draw = random.Random(seed)
-    pp, shard, replicate = draw.choice(
-        [(p, s, r) for p in (1, 2, 3) for s in (1, 2, 4) for r in (1, 2) if 1 < p * s * r <= 8]
-    )
-    microbatch = draw.choice([1, 2] if shard * replicate < 8 else [1])
-    count = ROWS // (microbatch * shard * replicate)
-    chunks, unit = draw.randint(1, LAYERS // pp), draw.randint(1, count)
-    least = smallest_cap(chunks, count, unit)
-    return {
-        "pp": pp,
-        "shard": shard,
-        "replicate": replicate,
-        "chunks": chunks,
-        "unit": unit,
-        "microbatch": microbatch,
-        "activation_cap": draw.randint(least, max(least, unit * chunks)),
-        "prefetch": draw.randint(0, 2),
-        "replicate_zero": draw.randint(0, 1) if replicate > 1 else 0,
-        "placement": draw.choice(["dp_inner", "pp_inner"]),
-        "recompute": draw.choice(["none", "selective", "full"]),
-        "reduce_every": draw.choice(["unit", "step"]),
-        "split_backward": draw.random() < 0.7,
-        "tied": draw.random() < 0.5,
-    }
-
-
 @cache
 def alone(family: str, tied: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and the last gradients after some steps of plain SGD in one process, through the
@@ -135,7 +100,14 @@ def alone(family: str, tied: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]
     for step in range(STEPS):
         optimizer.zero_grad()
         tokens, targets, mask = batch(step)
-        loss_function(model(tokens, attention_mask=mask).logits, targets).backward()  # type: ignore[no-untyped-call]
+        logits = model(tokens, attention_mask=mask).logits
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        whole = targets.numel()
+        # Scaled as in the engine, because parts of these models are in fp32, which rounds by scale.
+        (total / whole).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(whole / int((targets != -100).sum()))
         optimizer.step()
     after = {name: one.detach() for name, one in model.named_parameters()}
     assert sum(float((after[n] - before[n]).abs().max()) > 1e-4 for n in after) > len(after) * 0.8
@@ -155,11 +127,11 @@ def train(drawn: dict[str, Any], expected: Expected) -> dict[str, tuple[float, f
         layers = huggingface.layers(made(family, drawn["tied"]))
         with zeropp.parallelize(
             layers,
-            loss_function,
+            huggingface.token_loss,
             sample=batch(0)[0][:rows],
             sample_keywords={"attention_mask": batch(0)[2][:rows]},
             global_batch=ROWS,
-            loss_reduction="sum",
+            loss_reduction="tokens",
             optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
             **degrees,
         ) as model:
@@ -193,6 +165,22 @@ def test_random_topologies_are_one_process(world: World, seed: int) -> None:
     check(world, seed, list(FAMILIES)[seed :: len(FAMILIES) // 2])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_see_what_they_see_in_transformers(family: str) -> None:
+    model: Any = made(family)
+    tokens = batch(0)[0]
+    places = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand_as(tokens).clone()
+    places[1::2] = torch.arange(LENGTH)  # rows of a single document
+    with torch.no_grad():
+        expected = model(input_ids=tokens, position_ids=places, use_cache=False).logits
+        hidden: Any = tokens
+        layers: Any = huggingface.layers(model)
+        for layer in layers:
+            named = {} if layer is layers[-1] else {"position_ids": places}
+            hidden = layer(hidden, **named)
+    assert float((hidden - expected).abs().max()) < 1e-9
+
+
 SAVED = ("qwen3", "gpt2", "mixtral")
 
 
@@ -202,7 +190,8 @@ def from_folder(family: str, folder: Path, other: Path) -> tuple[int, dict[str, 
     layers = huggingface.layers(folder / family)
     with zeropp.parallelize(
         layers,
-        loss_function,
+        huggingface.token_loss,
+        loss_reduction="tokens",
         sample=batch(0)[0][:MICROBATCH],
         global_batch=ROWS,
         optimizer=zeropp.OptimizerConfig("sgd", lr=RATE),
@@ -243,8 +232,9 @@ def drawn() -> dict[str, float]:
         model = make.from_config(config_of("gemma3_text"), dtype=torch.float32)
     layers = huggingface.layers(model, seed=3)
     with zeropp.parallelize(
-        layers, loss_function, sample=batch(0)[0][:MICROBATCH], global_batch=ROWS, pp=2
-    ) as model:
+        layers, huggingface.token_loss, loss_reduction="tokens",
+        sample=batch(0)[0][:MICROBATCH], global_batch=ROWS, pp=2,
+    ) as model:  # fmt: skip
         return {n: float(one.double().square().sum()) for n, one in model.full_parameters()}
 
 
@@ -273,6 +263,34 @@ def test_other_families_are_refused() -> None:
         bloom = make.from_config(AutoConfig.for_model("bloom", n_layer=1, hidden_size=8, n_head=2))
     with pytest.raises(zeropp.InfeasibleError, match="its family 'bloom' is not known"):
         huggingface.layers(bloom)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with a LoRA adapter, under the names that peft gives."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        down = torch.nn.Linear(layer.in_features, 2, bias=False)
+        self.base_layer, self.lora_A = layer, torch.nn.ModuleDict({"default": down})
+
+
+def test_adapters_are_refused_before_training() -> None:
+    model: Any = made("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    words = "model.layers.1.self_attn.q_proj.base_layer.weight' belongs to an adapter of peft"
+    with pytest.raises(zeropp.InfeasibleError, match=re.escape(words)):
+        huggingface.layers(model)
+
+
+def test_a_routers_loss_is_refused() -> None:
+    config = config_of("mixtral")
+    config.output_router_logits = True
+    make: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config)
+    with pytest.raises(zeropp.InfeasibleError, match="model: output_router_logits=True is not"):
+        huggingface.layers(model)
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.launch import simulate, trace
 from benchmarks.launch.options import SimulateOptions, TraceOptions
 from benchmarks.launch.points import plan_point
-from benchmarks.launch.sweep import SweepProgress
-from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from benchmarks.launch.running import SweepProgress
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed
 
 CONTENDERS: dict[str, dict[str, Any]] = {

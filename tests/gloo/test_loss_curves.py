@@ -13,7 +13,7 @@ import torch
 from benchmarks.launch.local import launch
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.running import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
 from tests.unit.toy_spec import mapping

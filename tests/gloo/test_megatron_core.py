@@ -80,7 +80,7 @@ def test_gate_losses_actions_and_messages(world: World, name: str) -> None:
 
 def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     """The messages of a step on a rank, which are the plan's, and the collectives that the cost
-    model prices (``zeropp/cost``), with the few small ones that it does not."""
+    model prices (``zeropp/price``), with the few small ones that it does not."""
     layout, m = plan.layout, plan.num_microbatches
     program = plan.schedule.programs[layout.coordinates(rank)["pp"]]
     ops = Counter(action.op for action in program)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from baselines.megatron_core.parameters import held
+from baselines.megatron_core.parameters import contents_of
 from tests.gloo.contender_case import request
 from zeropp.model import build_piece
 from zeropp.shape import ModelShape
@@ -37,7 +37,7 @@ def test_a_block_is_cut_and_joined(family: str, engine: bool, tp: int) -> None:
     shape, seen = shape_of(family), set[str]()
     block = build_piece(shape, 3, seed=1).state_dict()
     for own, theirs in (BLOCK | (OF_GPT if family == "gpt" else {})).items():
-        part = held(shape, theirs if engine else own, 3, tp)
+        part = contents_of(shape, theirs if engine else own, 3, tp)
         values = [block[name] for name in part.names]
         parts = part.parts(values, tp)
         assert len(parts) == tp
@@ -52,7 +52,7 @@ def test_a_block_is_cut_and_joined(family: str, engine: bool, tp: int) -> None:
 
 def test_queries_keys_and_values_lie_group_by_group() -> None:
     shape = shape_of("llama")
-    part = held(shape, "self_attention.linear_qkv.weight", 1, 2)
+    part = contents_of(shape, "self_attention.linear_qkv.weight", 1, 2)
     rows = [(shape.hidden, "q"), (2 * shape.head_dim, "k"), (2 * shape.head_dim, "v")]
     numbered = [torch.arange(count).view(-1, 1) + 1000 * i for i, (count, _) in enumerate(rows)]
     first = part.parts(numbered, 2)[0].flatten().tolist()
@@ -63,7 +63,7 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
 
 def test_ends_belong_to_the_first_and_the_last_piece() -> None:
     shape = shape_of("gpt")
-    assert held(shape, "embedding.word_embeddings.weight", 0, 2).names == ("tokens.weight",)
-    assert held(shape, "output_layer.weight", 0, 2).piece == shape.num_pieces - 1
+    assert contents_of(shape, "embedding.word_embeddings.weight", 0, 2).names == ("tokens.weight",)
+    assert contents_of(shape, "output_layer.weight", 0, 2).piece == shape.num_pieces - 1
     with pytest.raises(KeyError):
-        held(shape, "decoder.renamed.weight", 1, 2)
+        contents_of(shape, "decoder.renamed.weight", 1, 2)

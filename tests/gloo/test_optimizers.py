@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -161,22 +161,68 @@ class Middling(torch.optim.Optimizer):
                     one.sub_(group["lr"] * (one.grad - one.grad.mean()))
 
 
+class Orthogonal(torch.optim.SGD):
+    """Gives every matrix an orthogonal update, and all else a plain one, as Muon's do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2:
+                    left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+                    parameter.grad.copy_(left @ right)
+        super().step(closure)
+
+
+class Decaying(torch.optim.SGD):
+    """Decays matrices alone."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9 if parameter.ndim >= 2 else 1.0)
+
+
+class Blockwise(torch.optim.SGD):
+    """Keeps one scale of every 16 elements, as optimizers with a state of 8 bits do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                scale = torch.ones(-(-parameter.numel() // 16))
+                self.state[parameter] |= {"moment": parameter.clone(), "scale": scale}
+
+
 WRONG: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor does not work element by element": torch.optim.Adafactor,
     "LBFGS cannot take a step": torch.optim.LBFGS,
     "Middling does not work element by element": Middling,
     "Adam cannot take a step": lambda p: torch.optim.Adam(p, capturable=True),
+    "Orthogonal updates a matrix in another way": lambda p: Orthogonal(p, lr=0.5),
+    "Decaying updates a matrix in another way": lambda p: Decaying(p, lr=0.5),
+    "keeps 'scale' of a parameter, which is neither one number nor one per": Blockwise,
+    "cannot be made from groups of flat tensors (as in lambda groups: torch.optim.AdamW(groups['all"
+    "'])): Muon only supports 2D": lambda p: torch.optim.Muon(p),
 }
+FIRST_TRIES: list[Any] = [
+    partial(torch.optim.AdamW, lr=0.1),
+    lambda parameters: torch.optim.AdamW(parameters),
+    lambda groups: torch.optim.AdamW(groups.values()),
+]
 
 
 def refused() -> list[str]:
     """What ``parallelize`` says to optimizers that cannot update flat shards."""
     said = []
-    for kind in WRONG.values():
-
-        def make(groups: Any, kind: Callable[[Any], torch.optim.Optimizer] = kind) -> Any:
-            return kind(groups["all"])
-
+    makers = [lambda groups, kind=kind: kind(groups["all"]) for kind in WRONG.values()]
+    for make in (*makers, *FIRST_TRIES):
         with pytest.raises(InfeasibleError) as caught:
             zeropp.parallelize(
                 made()[:1], F.mse_loss, sample=data(0)["inputs"][:1], global_batch=ROWS,
@@ -189,7 +235,8 @@ def refused() -> list[str]:
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused(world: World) -> None:
     first, second = world.run(refused, size=2)
     assert first == second
-    assert len(first) == len(WRONG)
-    for said, words in zip(first, WRONG, strict=True):
+    assert len(first) == len(WRONG) + len(FIRST_TRIES)
+    words_of = [*WRONG, *["cannot be made from groups of flat tensors (as in"] * len(FIRST_TRIES)]
+    for said, words in zip(first, words_of, strict=True):
         assert said.startswith(f"optimizer: {words}"), said
         assert "\n" not in said

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from zeropp.verify.streams import COLLECTIVES
+from zeropp.emulate.streams import COLLECTIVES
 
 ROOT = Path(__file__).resolve().parents[2]
 _TRACE = "launcher=trace (memory of a rank without peers)"
@@ -79,15 +79,15 @@ CONTRACTS = [
     ),
     Contract("torch._C:_current_graph_task_id", f"{_TRACE}: activations from workspace"),
     *(
-        Contract(f"torch:ops.{name.replace('::', '.')}", "zeropp.verify: collectives")
+        Contract(f"torch:ops.{name.replace('::', '.')}", "zeropp.emulate: collectives")
         for name in COLLECTIVES
     ),
-    Contract("torch:ops.c10d.send.default", "zeropp.verify: messages"),
-    Contract("torch:ops.c10d.recv_.default", "zeropp.verify: messages"),
-    Contract("torch.distributed:ProcessGroup.unbox", "zeropp.verify: whose collective it is"),
-    Contract("torch.distributed.distributed_c10d:isend", "zeropp.verify: batches of messages"),
-    Contract("torch.distributed.distributed_c10d:irecv", "zeropp.verify: batches of messages"),
-    Contract("torch.cpu:Stream", "zeropp.verify: streams of FSDP2 on a CPU"),
+    Contract("torch:ops.c10d.send.default", "zeropp.emulate: messages"),
+    Contract("torch:ops.c10d.recv_.default", "zeropp.emulate: messages"),
+    Contract("torch.distributed:ProcessGroup.unbox", "zeropp.emulate: whose collective it is"),
+    Contract("torch.distributed.distributed_c10d:isend", "zeropp.emulate: batches of messages"),
+    Contract("torch.distributed.distributed_c10d:irecv", "zeropp.emulate: batches of messages"),
+    Contract("torch.cpu:Stream", "zeropp.emulate: streams of FSDP2 on a CPU"),
     Contract("torch._subclasses.fake_tensor:unset_fake_temporarily", f"{_FSDP}, traced: meshes"),
     Contract(f"{_COLLECTIVES}:DefaultAllGather.__call__", f"{_FSDP}: counting gathers"),
     Contract(f"{_COLLECTIVES}:DefaultReduceScatter.__call__", f"{_FSDP}: counting reductions"),

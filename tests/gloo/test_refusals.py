@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "other rate": {"optimizer": optimizer, "pp": 2},
         "other knob": {"pp": 2, "unit": 1 + rank},
         "unknown knob": {"pp": 2, "tp": 2},
+        "misspelled knob": {"global_bacth": 4},
+        "no CUDA device": {"device": "cuda:7"},
+        "no device": {"device": "gpu"},
+        "two functions of one module": {"layers": [linear_of_64, lambda: lent, lambda: lent]},
+        "two functions around one parameter": {
+            "layers": [linear_of_64, lambda: nn.Sequential(lent), lambda: nn.Sequential(lent)]
+        },
+        "function and module": {"layers": [*layers[:2], lambda: lent]},
+        "function of tensors": {"layers": [*layers[:2], torch.tanh]},
+        "lambda of tensors": {"layers": [*layers[:2], lambda x: x * 2]},
+        "clamp in place": {"layers": in_the_middle(Clamping(data=True))},
+        "clamp under no_grad": {"layers": in_the_middle(Clamping(data=False))},
+        "other data": {"layers": in_the_middle(Renewing())},
         "tuple": {"layers": tuples, "pp": 2},
         "no layers": {"layers": []},
         "one layer": {"layers": layers[0]},
@@ -59,6 +73,7 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "optimizer instance": {"optimizer": torch.optim.AdamW(layers[0].parameters())},
         "no optimizer": {"optimizer": lambda groups: None},
         "half a seed": {"dropout_seed": 0.5},
+        "no seed": {"layers": in_the_middle(nn.Dropout(0.1)), "dropout_seed": None},
         "no schedule": {"lr_schedule": 0.1},
         "seconds": {"timeout": 5},
         "wrong width": {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)},
@@ -82,8 +97,19 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "other groups": {"group_of": (lambda name, one: "all") if rank else by_size},
         "other schedule": {"lr_schedule": lambda step: 1.0 + rank},
         "other optimizer": {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
+        "other loss": {"loss_fn": F.l1_loss if rank else F.mse_loss},
+        "other code of a loss": {"loss_fn": twice_on(rank)},
+        "other loss module": {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
+        "other argument of a loss": {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
         "recurrent": {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
     }
+
+
+def twice_on(rank: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss function that is twice as large on ranks other than the first."""
+    if rank:
+        return lambda output, target: 2 * F.mse_loss(output, target)
+    return lambda output, target: F.mse_loss(output, target)
 
 
 class Borrowing(nn.Module):
@@ -95,6 +121,33 @@ class Borrowing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.lenders[0].weight  # type: ignore[operator]
+
+
+class Clamping(nn.Linear):
+    """Clamps its weight in its forward."""
+
+    def __init__(self, *, data: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.by_data = data
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_data:
+            self.weight.data.clamp_(-0.05, 0.05)
+        else:
+            with torch.no_grad():
+                self.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+class Renewing(nn.Linear):
+    """Puts other numbers into the place of its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / 2
+        return super().forward(x)
 
 
 class Counting(nn.Module):
@@ -119,6 +172,11 @@ class Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+def linear_of_64() -> nn.Module:
+    """A plain layer in fp64, as a function that is called where it is needed makes it."""
+    return linear().double()
 
 
 def by_size(name: tuple[int, str], parameter: nn.Parameter) -> str:
@@ -155,9 +213,11 @@ REFUSALS = {
     "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
     "tied in one layer": "must name parameters of two layers, which are numbered from 0 to 3",
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
-    "other rate": "ranks differ: rank 0 has",
-    "other knob": "ranks differ: rank 0 has",
-    "unknown knob": "TypeError: Settings.__init__() got an unexpected keyword argument 'tp'",
+    "other rate": "optimizer: ranks differ: rank 0 has",
+    "other knob": "unit: ranks differ: rank 0 has 1 where rank 1 has 2; every",
+    "unknown knob": "TypeError: parallelize: got an unexpected keyword argument 'tp' (zeropp."
+    "settings.Settings has them all)",
+    "misspelled knob": "unexpected keyword argument 'global_bacth' (did you mean 'global_batch'?)",
     "tuple": "layers[1]: returns tuple",
     "no layers": "layers=[]",
     "one layer": "layers: must be a list of modules",
@@ -168,6 +228,7 @@ REFUSALS = {
     "optimizer instance": "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
     "no optimizer": "optimizer: gives NoneType, but one torch.optim.Optimizer is needed",
     "half a seed": "dropout_seed=0.5: must be a whole number",
+    "no seed": "dropout_seed=None: layers[2] draws random numbers (give a seed)",
     "no schedule": "lr_schedule=0.1: must be a function of (int)",
     "seconds": "timeout=5: must be a timedelta",
     "wrong width": "layers[0]: cannot be called",
@@ -183,9 +244,23 @@ REFUSALS = {
     "no loss": "loss_fn=None: must be a function of (output of the last layer, targets)",
     "numbers as layers": "layers[0]: must be a module, or a function that makes one, but is int",
     "buffers twice": "its forward changes the buffer 'calls', and would do so twice",
-    "other groups": "ranks differ: rank 0 has",
-    "other schedule": "ranks differ: rank 0 has",
-    "other optimizer": "ranks differ: rank 0 has",
+    "no CUDA device": "InfeasibleError: device='cuda:7': ",
+    "no device": "InfeasibleError: device='gpu': is none of torch's devices",
+    "two functions of one module": "layers[2]: shares 'weight' with layers[1], but layers are trai",
+    "two functions around one parameter": "layers[2]: shares '0.weight' with layers[1], but layer",
+    "function and module": "layers[2]: shares 'weight' with layers[1], but layers are trained",
+    "function of tensors": "layers[2]: cannot be made, but its sizes are found so: ",
+    "lambda of tensors": "a function without arguments that makes one: put a function of tensors i",
+    "clamp in place": "layers[2]: its forward changes 'weight', which no rank would keep",
+    "clamp under no_grad": "layers[2]: its forward changes 'weight', which no rank would keep",
+    "other data": "layers[2]: its forward changes 'weight', which no rank would keep",
+    "other groups": "group_of: ranks differ: rank 0 has",
+    "other schedule": "lr_schedule: ranks differ: rank 0 has [1.0, 1.0] where",
+    "other optimizer": "optimizer: ranks differ: rank 0 has",
+    "other loss": "loss_fn: ranks differ: rank 0 has",
+    "other code of a loss": "loss_fn: ranks differ: rank 0 has twice_on",
+    "other loss module": "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
+    "other argument of a loss": "loss_fn: ranks differ: rank 0 has",
     "recurrent": "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
 }
 
@@ -239,6 +314,39 @@ def loss_that_reads_a_layer() -> str:
 def test_a_loss_that_reads_a_layer_is_refused(world: World) -> None:
     for said in world.run(loss_that_reads_a_layer, size=2):
         assert said.startswith("InfeasibleError: loss_fn: reads 'weight' of layers[1], which only")
+
+
+def a_rate_of_its_own() -> list[str]:
+    """What steps say while one rank alone has another learning rate, and afterwards."""
+    with built(seeded([linear] * 4), pp=2) as model:
+        group = model.optimizer.param_groups[0]
+        rate, said = group["lr"], []
+        for factor in (float(dist.get_rank()), 1.0):
+            group["lr"] = rate * factor
+            said.append(error_of(lambda: model.train_step(*data())))
+        return said
+
+
+def test_a_learning_rate_that_one_rank_has_is_refused_in_the_step(world: World) -> None:
+    for refused, accepted in world.run(a_rate_of_its_own, size=2):
+        assert refused.startswith("ValueError: train_step: the optimizer of ranks [1] has other")
+        assert accepted == ""
+
+
+def wrong_arguments() -> list[str]:
+    """What calls say that give something without a name, and that leave something out."""
+    layers, sample = seeded([linear] * 2), data()[0][:1]
+    parallelize: Any = zeropp.parallelize
+    return [
+        error_of(lambda: parallelize(layers, F.mse_loss, sample, 4)),
+        error_of(lambda: parallelize(layers, F.mse_loss, sample=sample)),
+    ]
+
+
+def test_arguments_need_their_names(world: World) -> None:
+    (said,) = world.run(wrong_arguments, size=1)
+    assert said[0].startswith("TypeError: parallelize: takes two positional arguments, layers and")
+    assert said[1] == "TypeError: parallelize: global_batch must be given"
 
 
 @pytest.mark.parametrize("case", REFUSALS)

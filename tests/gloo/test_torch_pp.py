@@ -58,17 +58,6 @@ def test_torch_pp_recomputes_some_blocks_of_a_stage(world: World) -> None:
     check(world, BUILDER, replace(plan, recomputed=(2, 1)))
 
 
-@pytest.mark.parametrize("degrees", [{"shard": 2}, {"tp": 2}], ids=str)
-def test_torch_pp_cuts_inside_blocks(world: World, degrees: dict[str, int]) -> None:
-    contender = {"pp": 2, "schedule": "interleaved_1f1b", "chunks": 2, "split_blocks": True}
-    asked = {"name": "torch_pp", **contender, **degrees}
-    plan = request(4, asked, global_batch=FEW * degrees.get("shard", 1)).plan()
-    whole = [cut for cut in plan.cuts if cut % 1 == 0]
-    plan = replace(plan, cuts=(0, 2.5, *plan.cuts[2:])) if len(whole) == len(plan.cuts) else plan
-    assert any(cut % 1 for cut in plan.cuts)
-    check(world, BUILDER, plan)
-
-
 def test_torch_pp_three_axes_clip_and_adapt(world: World) -> None:
     contender = {"pp": 2, "tp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 2}
     # Four microbatches per rank: in a steady phase, forwards and backwards take turns.

@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
     "complex": (between(Complex, linear), "1.scale: parameters of type torch.complex64 cannot be"),
     "max_norm": (
         [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
-        "layers[0]: it has max_norm=1.0, which changes the weight during the forward",
+        "layers[0]: its forward changes 'weight', which no rank would keep",
     ),
     "lazy": (between(lambda: nn.LazyLinear(WIDTH), linear), "layers[1]: 'weight' has no shape yet"),
     "dict": (

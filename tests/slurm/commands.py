@@ -34,9 +34,9 @@ from benchmarks.specification.reading import adapter
 _PRELOADED = (
     "benchmarks.run",
     "benchmarks.status",
+    "benchmarks.launch.launchers",
     "benchmarks.launch.sweep",
     "benchmarks.launch.sweep_status",
-    "benchmarks.launch.slurm.submit",
     "benchmarks.report.write",
 )
 _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty at the same time

@@ -109,6 +109,25 @@ def test_a_worker_that_cannot_start_says_it_by_the_rank_that_failed(suite: Suite
     assert re.match("rank [01]: .*/nonexistent/python: No such file", record.reason), record.reason
 
 
+def test_programs_that_end_silently_are_told_by_their_exit_codes(suite: Suite) -> None:
+    """Ranks, and a script that has become another program."""
+    silent = suite.directory / "silent"
+    silent.write_text("#!/bin/sh\nexit 7\n")
+    silent.chmod(0o755)
+    ranks = ("seed=0", f"launcher.worker_python={silent}", *TWO_NODES)
+    script = ("seed=10", "launcher.setup=['exec true']")
+    suite.stand_in(*ranks)
+    suite.stand_in(*script)
+    suite.wait_for_records(1)
+    suite.wait_for_states(["failed", "failed"])
+    records = sorted(suite.records(), key=lambda record: int(record.spec["seed"]))
+    assert re.fullmatch("rank [01]: exit code 7", records[0].reason), records[0].reason
+    assert records[1].reason == "the script ended with exit code 0, before its ranks"
+    assert not any(record.interrupted for record in records)
+    assert "0 of 1 points to run" in suite.stand_in(*ranks)
+    assert "0 of 1 points to run" in suite.stand_in(*script)
+
+
 @FIRST
 def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     slow = ("seed=0", "launcher.setup=['sleep 200']")

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests.slurm.cluster import wait_until
+from tests.slurm.commands import call
 from tests.slurm.conftest import TOGETHER, Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
@@ -87,7 +88,7 @@ def test_interrupted_while_it_waits_for_another_submission(suite: Suite) -> None
     go = suite.directory / "go"
     stand_before(suite, "sbatch", f'until [ -e {go} ]; do sleep 0.2; done; exec "$real" "$@"')
     first = suite.start(*HELD)
-    wait_until((suite.runs / "slurm" / ".lock").exists, 100, "the lock of the first")
+    wait_until((suite.runs / ".lock").exists, 100, "the lock of the first")
     second = suite.start(*HELD)
     wait_until(lambda: "waiting for another process" in second.printed, 100, "the second to wait")
     os.kill(second.pid, signal.SIGINT)
@@ -95,6 +96,17 @@ def test_interrupted_while_it_waits_for_another_submission(suite: Suite) -> None
     go.touch()
     assert first.wait(100) == 0
     assert len(suite.queue()) == 1
+
+
+def test_what_sbatch_says_after_it_has_submitted_is_not_believed(suite: Suite) -> None:
+    stand_before(suite, "sbatch", '"$real" "$@" >/dev/null; echo "connect failure" >&2; exit 1')
+    assert "submitted   job " in suite.stand_in(*HELD)
+    stand_before(suite, "sbatch", '"$real" "$@"; echo 99999')
+    assert "submitted   job " in suite.stand_in("seed=10", *HELD[1:])
+    suite.environment.clear()
+    assert suite.states() == ["waiting", "waiting"]
+    assert "0 of 2 points to run" in suite.stand_in("seed=0,10", *HELD[1:])
+    assert len(suite.queue()) == 2
 
 
 def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
@@ -109,6 +121,16 @@ def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     assert "report      job " in suite.stand_in(*HELD)
     wait_until(lambda: len(suite.report_jobs()) == 1, 120, "the new report job")
     assert "report      job " not in suite.stand_in(*HELD)
+
+
+def test_a_local_run_leaves_alone_what_waits_in_the_queue(suite: Suite) -> None:
+    suite.stand_in(*HELD)
+    here = ["launcher=local" if word == "launcher=slurm" else word for word in suite.words(*HELD)]
+    here = [word for word in here if word.lstrip("+").partition(".")[0] != "launcher"]
+    command = call("benchmarks.run", here, suite.variables)
+    assert command.returncode == 0, command.printed
+    assert "0 of 1 points to run with launcher=local, 1 under way" in command.printed
+    assert suite.states() == ["waiting"]
 
 
 def test_odd_paths_comments_setups_and_neighbours(suite: Suite) -> None:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
-from zeropp import verify
+from zeropp import emulate
+from zeropp.emulate.rendezvous import Issued
+from zeropp.emulate.streams import VirtualDevice
 from zeropp.engine import lanes
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.model import build_model, cross_entropy
 from zeropp.shape import ModelShape
-from zeropp.verify.rendezvous import Issued
-from zeropp.verify.streams import Device
 
 SEQUENCE, WORDS = 4, 13
 
@@ -70,12 +70,12 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[Device]:
+def _as_on_a_gpu() -> Iterator[VirtualDevice]:
     """Emulation, in which the engine takes the ways that it takes on CUDA: lanes are streams, and
     what runs on gloo groups beside NCCL stays on the CPU."""
     exchange = ErrorBarrier.exchange
     with (
-        verify.emulated() as device,
+        emulate.emulated() as device,
         mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where, name)),
     ):
 

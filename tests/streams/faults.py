@@ -16,6 +16,7 @@ from zeropp.engine import lanes
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Interpreter
+from zeropp.engine.optimizer import ParameterUpdate
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -50,8 +51,9 @@ def _run_without_compute(self: Any, work: Any, after: Any = ()) -> Any:
 
 def _reshard_at_once(self: Any) -> None:
     if not self._resident:
-        self._arriving = self.updated = None
+        self._row_gathers.clear()
         self._storage.resize_(0)
+        self.state = flat_module.Sharded()
 
 
 @contextmanager
@@ -75,13 +77,14 @@ def _arrived_at_once(self: Any, op: Any, key: Any, local: Any, step: Any) -> Any
 def _unshard_at_once(self: Any) -> None:
     if not self._resident:
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        self._arriving = self._lanes.gather.run(self._gather, [])
+        self.state = flat_module.Gathering(self._lanes.gather.run(self._gather))
 
 
 def _wait_for_gather_alone(self: Any) -> None:
-    if self._arriving is not None:
-        self._arriving.wait()
-        self._arriving = self.updated = None
+    if isinstance(self.state, flat_module.Gathering):
+        self.state.gather.wait()
+        self._row_gathers.clear()
+        self.state = flat_module.Unsharded()
 
 
 @contextmanager
@@ -106,9 +109,8 @@ def _crosses_before_reducing() -> Iterator[None]:
         yield
 
 
-def _finish_without_waiting(self: Any) -> None:
-    for flat in self.flats:
-        flat.finish()
+def _sum_tied_without_waiting(self: Any) -> None:
+    self.tied.sum_gradients()
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def _unshard_in_the_lane(self: Any) -> None:
         self._storage.resize_(self.layout.size * self._buffer.element_size())
         self._gather()
 
-    self._arriving = self._lanes.gather.run(work, [self.updated] if self.updated else [])
+    self.state = flat_module.Gathering(self._lanes.gather.run(work, tuple(self._row_gathers)))
 
 
 # Name -> the fault, and the configuration (of ``cases.py``) that has what it breaks.
@@ -173,7 +175,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "sums zeroed in a lane": (_zeros_in_a_lane, "prefetch"),
     "replicas summed before shards": (_crosses_before_reducing, "shards and replicas"),
     "tied gradients before their sums": (
-        _instead(Chunk, finish=_finish_without_waiting),
+        _instead(ParameterUpdate, sum_tied=_sum_tied_without_waiting),
         "units, tied weights",
     ),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gloo.world import World
-from zeropp import verify
+from zeropp import emulate
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
 
@@ -54,7 +54,7 @@ def test_what_fsdp2_frees_under_its_own_gather_is_found(world: World) -> None:
 
 
 def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:
-    with verify.emulated() as device:
+    with emulate.emulated() as device:
         work(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return [fault.kind for fault in device.faults]
 
@@ -147,7 +147,7 @@ def asynchronous(wait: bool) -> tuple[list[str], bool]:
             one.wait()
         y.add_(1)
 
-    report = verify.watch(step)
+    report = emulate.watch(step)
     return [text.split(":")[1].strip() for text in report.faults], not report.hangs
 
 
@@ -167,7 +167,7 @@ def crossed() -> tuple[bool, str]:
             assert work is not None
             work.wait()
 
-    report = verify.watch(step)
+    report = emulate.watch(step)
     return report.is_clean, str(report)
 
 

@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch import attempt as attempts
-from benchmarks.launch.slurm import client
+from benchmarks.launch.running import SweepProgress
+from benchmarks.launch.slurm import client, submit
 from benchmarks.launch.slurm.submit import launch, settle
-from benchmarks.launch.sweep import SweepProgress, launch_points
+from benchmarks.launch.sweep import launch_points
 from benchmarks.launch.sweep_status import sweep_status
 from benchmarks.records.environment import Code
 from benchmarks.records.events import read_events
@@ -61,6 +62,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "call", fake_slurm)
+    monkeypatch.setattr(submit, "absence", lambda: "")  # also on a machine that has no Slurm
     monkeypatch.setattr(attempts, "_launched_code", lambda: Code("abc", False, "digest"))
     runs = folder / "whole"
     make_folder(runs)

@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.shapes import gpt
-from zeropp.cost import model_flops_per_token, parameter_count
-from zeropp.cost.flops import piece_forward_flops, piece_parameters
 from zeropp.model import build_model, build_piece
+from zeropp.price import model_flops_per_token, parameter_count
+from zeropp.price.flops import piece_forward_flops, piece_parameters
 from zeropp.shape import ModelShape
 
 GPT = gpt(3, 64, 4, vocab=96, seq=32)

@@ -18,15 +18,17 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from benchmarks.records.simulated import line_of
 from benchmarks.specification.compose import preset
 from benchmarks.studies import memory_table, schedules
 from benchmarks.studies.claim_33.cells import Cell, priced_again
 from benchmarks.studies.claim_33.judge import judge
 from benchmarks.studies.renew import REFERENCE
-from benchmarks.studies.validation.errors import Kind, Predicted, Prediction, errors_of, outcome_of
+from benchmarks.studies.validation.errors import errors_of
+from benchmarks.studies.validation.predict import Prediction, outcome_of
 from benchmarks.studies.validation.rows import read_rows, training_tables
+from zeropp.choose.task import Task
 from zeropp.cluster import Cluster
-from zeropp.plan import Task
 from zeropp.shape import ModelShape
 
 Row = dict[str, str]
@@ -62,8 +64,8 @@ def plan(row: Row) -> dict[str, Any]:
         num_gpus=int(row["num_gpus"]),
         global_batch=int(row["global_batch"]),
     )
-    computed = priced_again(Cell(task, float(row["bandwidth"])), row["setting"]).columns()
-    computed["mode"] = row["mode"]
+    record = priced_again(Cell(task, float(row["bandwidth"])), row["mode"], row["setting"])
+    computed = line_of(record) | {"commit": row["commit"]}
     return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
 
 
@@ -144,12 +146,8 @@ def test_errors_follow_from_the_committed_predictions() -> None:
         assert differences(stored, error.cells()) == {}, stored
 
 
-def predicted(cells: Row) -> Predicted:
-    row = published()[cells["place"]].row
-    kind: Kind = "memory" if row.measure.kind == "memory" else "throughput"
-    number, error = float(cells["predicted"]), float(cells["relative_error"])
-    text = cells["predicted"]
-    return Predicted(row, Prediction(kind=kind, value=number, text=text, relative_error=error))
+def predicted(cells: Row) -> Prediction:
+    return Prediction(published()[cells["place"]].row, float(cells["predicted"]))
 
 
 def test_the_verdict_follows_from_the_committed_plans() -> None:

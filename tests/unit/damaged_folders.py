@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.launch.alive import ALIVE
 from benchmarks.launch.attempt import (
-    ALIVE,
     Ending,
     finish_attempt,
     freeze,

@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 
+from zeropp.emulate.rendezvous import Issued, Log, Message
 from zeropp.schedule.generators import interleaved_orders
-from zeropp.schedule.program import COMPUTE, NEEDS_PARAMETERS, Action, Op, Program, Schedule
-from zeropp.verify.rendezvous import Issued, Log, Message
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.program import (
+    COMPUTE,
+    NEEDS_PARAMETERS,
+    Action,
+    Op,
+    RankProgram,
+    Schedule,
+    StepEnd,
+)
 
 GroupOf = Callable[[int, int], Hashable]  # of a message between two pipeline ranks
 COMPUTE_STREAM = "compute"
@@ -45,8 +54,11 @@ def logs_of(
     schedule: Schedule, group_of: GroupOf | None = None, shard: int = 1
 ) -> dict[int, list[Issued]]:
     """What every rank issues in one step of a lowered schedule, by global rank: each of ``shard``
-    pipelines has its own ranks. A step ends with a sum over all ranks, which the host reads."""
+    pipelines has its own ranks. A step ends with an update, which begins with a sum over all ranks
+    that the host reads."""
     group_of = group_of or channels(schedule)
+    if not any(action.op is Op.UPDATE for action in schedule.programs[0]):
+        schedule = with_step_end(schedule, StepEnd())
     ranks = schedule.num_ranks
     return {
         part * ranks + rank: _Step(schedule, rank, group_of, part, shard).log.issued
@@ -71,10 +83,6 @@ class _Step:
         for action in schedule.programs[rank]:
             log.place(str(action))
             self._run(action)
-        for event in (*self._sends, *self._reductions.values()):
-            log.wait(COMPUTE_STREAM, event)
-        log.collective(COMPUTE_STREAM, "all", schedule.num_ranks * shard, "the step's sums")
-        log.sync(COMPUTE_STREAM, "the step's sums")
 
     def _run(self, action: Action) -> None:
         log, stage = self.log, action.stage
@@ -88,6 +96,12 @@ class _Step:
             for event in self._reductions.values():
                 log.wait(COMPUTE_STREAM, event)
             self._reductions = {stage: self._collective("reductions")}
+        elif action.op is Op.UPDATE:
+            for event in (*self._sends, *self._reductions.values()):
+                log.wait(COMPUTE_STREAM, event)
+            count = self._schedule.num_ranks * self._shard
+            log.collective(COMPUTE_STREAM, "all", count, "the step's sums")
+            log.sync(COMPUTE_STREAM, "the step's sums")
         else:
             self._message(action)
 
@@ -131,7 +145,7 @@ class _Step:
             self._received[op, stage, microbatch] = event
 
 
-def with_early_receives(programs: tuple[Program, ...], places: int) -> tuple[Program, ...]:
+def with_early_receives(programs: tuple[RankProgram, ...], places: int) -> tuple[RankProgram, ...]:
     """The programs with every receive moved forward by so many compute actions."""
     found = []
     for program in programs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from benchmarks.studies.validation.errors import Prediction, predict
+from benchmarks.studies.validation.predict import Prediction, predict
 from benchmarks.studies.validation.rows import COLUMNS, Line, PublishedRow, read_rows
 
 CELLS = dict.fromkeys(COLUMNS, "") | {

@@ -8,8 +8,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
+from zeropp.choose.task import Task
 from zeropp.cluster import Cluster
-from zeropp.plan import Task
 from zeropp.shape import ModelShape
 
 _CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -28,7 +28,13 @@ def cluster(name: str) -> Cluster:
     return found
 
 
+def model(name: str) -> ModelShape:
+    """A preset of ``conf/model``."""
+    found = preset("model", name, ModelShape)
+    assert isinstance(found, ModelShape)
+    return found
+
+
 def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
-    shape = preset("model", "gpt_14_6b", ModelShape)
-    assert isinstance(shape, ModelShape)
+    shape = model("gpt_14_6b")
     return Task(shape=shape, cluster=cluster("a800"), num_gpus=num_gpus, global_batch=global_batch)

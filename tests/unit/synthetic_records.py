@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord
 from benchmarks.specification.run_spec import spec_from_mapping
-from zeropp import schedule
-from zeropp.schedule import event_loop
+from zeropp.schedule import event_loop, lower
+from zeropp.schedule.build import build
 from zeropp.schedule.program import StageCost
 from zeropp.timeline import Provenance
 
@@ -130,8 +130,8 @@ def write_records(records: list[RunRecord], root: Path) -> Path:
 def span_rows(contender: str) -> tuple[tuple[Any, ...], ...]:
     """Spans of a small step of the contender's schedule."""
     name, chunks = ("zeropp", 2) if contender == "zeropp" else ("1f1b", 1)
-    compute = schedule.build(name, num_ranks=2, chunks=chunks, num_microbatches=4)
-    program = schedule.lower(compute, gather=contender == "zeropp")
+    compute = build(name, num_ranks=2, chunks=chunks, num_microbatches=4)
+    program = lower(compute, gather=contender == "zeropp")
     share = 0.01 / chunks
     cost = StageCost(
         forward=share,

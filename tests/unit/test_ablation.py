@@ -14,7 +14,7 @@ from benchmarks.report import Options
 from benchmarks.report.ablation import ablation_figure, ablation_table, ablations
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import write_one_table
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
 

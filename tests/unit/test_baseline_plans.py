@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from zeropp.layout import InfeasibleError
 from zeropp.schedule.program import Op
@@ -76,3 +77,25 @@ def test_fsdp_gathers_each_layer_for_each_pass() -> None:
     assert gathers == 2 * pieces * microbatches - microbatches - (microbatches - 1)
     reductions = sum(action.op is Op.REDUCE_GRAD for action in program)
     assert reductions == pieces * microbatches
+
+
+TIED = [
+    ({"name": "fsdp", "shard": 4}, [[]]),  # embedding and head are one parameter
+    ({"name": "torch_pp", "pp": 4, "schedule": "1f1b"}, [[0], [], [], [3]]),
+    ({"name": "torch_pp", "pp": 4, "schedule": "zbv", "chunks": 2}, [[0], [], [], []]),
+    ({"name": "deepspeed_3d", "pp": 2, "replicate": 2}, [[0], [1]]),
+    ({"name": "zeropp", "pp": 1, "shard": 4, "chunks": 2}, [[0]]),
+]
+
+
+@pytest.mark.parametrize(("contender", "expected"), TIED, ids=str)
+def test_tied_gradients_are_summed_once_per_rank_that_has_a_copy(
+    contender: dict[str, Any], expected: list[list[int]]
+) -> None:
+    values = mapping()
+    values["model"] |= {"layers": 16, "tied_embeddings": True}
+    values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
+    values |= {"num_gpus": 4, "global_batch": 32, "contender": contender}
+    programs = spec_from_mapping(values).plan().schedule.programs
+    summed = [[a.stage for a in program if a.op is Op.REDUCE_TIED] for program in programs]
+    assert summed == expected

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster
-from zeropp.cost.communication import all_reduce_s, gather_s, group, transfer_s
 from zeropp.layout import Layout
+from zeropp.price.network import all_reduce_s, gather_s, group, transfer_s
 
 A100 = cluster("a100")
 

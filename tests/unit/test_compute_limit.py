@@ -17,13 +17,13 @@ from benchmarks.report import charts
 from benchmarks.report.charts import save
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import preset, task
+from zeropp.choose.contender import Contender
+from zeropp.choose.space import SearchPoint, points
+from zeropp.choose.task import Candidate
 from zeropp.cluster import Cluster
-from zeropp.cost import compute_limit
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate
+from zeropp.price import compute_limit
 from zeropp.shape import ModelShape
-from zeropp.tune.contender import Contender
-from zeropp.tune.space import SearchPoint, points
 
 SMALL = replace(
     task(16, 32),

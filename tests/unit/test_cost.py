@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster, preset
-from zeropp.cost import balanced_cuts, parameter_count, price_plan
-from zeropp.cost.kernels import Work, attention_backward_s, attention_s, loss_bytes, matmul_s
-from zeropp.cost.price import stragglers
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
+from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
-from zeropp.programs import Program, Selective, StateBytes, Updated
+from zeropp.price import balanced_cuts, parameter_count, price_plan
+from zeropp.price.kernels import fused_attention_s, matmul_s
+from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
+from zeropp.price.price import stragglers
+from zeropp.price.programs import Program, Selective, StateBytes, Updated
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
@@ -108,8 +110,8 @@ def test_zero1_splits_the_optimizer_over_replicas() -> None:
     plain = price_plan(plan(replicate=4), A100)
     split = price_plan(plan(replicate=4, replicate_zero=1), A100)
     assert split.memory[0].optimizer * 4 == pytest.approx(plain.memory[0].optimizer, abs=4)
-    assert split.replica_s[0] < plain.replica_s[0]
-    assert split.gather_updated_s[0] > 0.0 == plain.gather_updated_s[0]
+    assert split.stages[0].reduce_replicas < plain.stages[0].reduce_replicas
+    assert split.stages[0].gather_updated > 0.0 == plain.stages[0].gather_updated
 
 
 def test_a_side_that_is_no_multiple_of_eight_is_slow() -> None:
@@ -122,9 +124,9 @@ def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused()
     known = plan(pp=2, tp=2)
     assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)
     with pytest.raises(
-        ValueError, match=r"program='fsdp3': not registered .*torchtitan_compiled, vtrain"
+        ValueError, match=r"program='fsdp3': not registered .*torchtitan_compiled, zero_bubble"
     ):
-        replace(known, program="fsdp3")
+        price_plan(replace(known, program="fsdp3"), A100)
 
 
 def test_one_shard_pays_for_the_copies_of_mixed_precision_alone() -> None:
@@ -159,11 +161,21 @@ def test_backward_of_attention() -> None:
     assert attention_s(unfused) > attention_s(work(flash=False)) > attention_s(fused)
 
 
+def test_causal_attention_computes_half_and_the_tiles_on_the_diagonal() -> None:
+    asked = Attention(heads=32, queries=2048, keys=2048, width=128, causal=True)
+    device = replace(A100.device, kernel_us=0.0)
+    half, whole = (
+        fused_attention_s(device, "bf16", replace(asked, causal=causal)) for causal in (True, False)
+    )
+    assert half / whole == pytest.approx((2048 + 128) / (2 * 2048))
+
+
 def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
     mine = replace(plan(pp=2, replicate=8, replicate_zero=1), program="deepspeed_3d")
     deepspeed = price_plan(mine, A100)
     best = price_plan(replace(mine, program="best_public_3d"), A100)
-    assert deepspeed.replica_s[0] > 1.9 * best.replica_s[0]  # an all-reduce, in the open
+    in_the_open = deepspeed.stages[0].reduce_replicas  # and an all-reduce
+    assert in_the_open > 1.9 * best.stages[0].reduce_replicas
     assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
     assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
     assert deepspeed.stages[0].forward > best.stages[0].forward
@@ -172,7 +184,7 @@ def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:
     def after(updated: Updated, replicas: int) -> float:
         mine = plan(replicate=replicas, replicate_zero=1)
-        return price_plan(mine, A100, program(updated=updated)).gather_updated_s[0]
+        return price_plan(mine, A100, program(updated=updated)).stages[0].gather_updated
 
     for updated in ("broadcasts", "slices"):
         few, many = (after(updated, n) - after("gather", n) for n in (8, 512))
@@ -203,16 +215,16 @@ def test_writing_a_product_weighs_more_the_smaller_its_inner_side() -> None:
 
 
 def test_the_loss_moves_what_its_program_s_kernels_read_and_write() -> None:
-    assert loss_bytes(work(fused_loss=True)) == (2, 4)
-    assert loss_bytes(work(loss_gradient="torch")) == (14, 22)
-    assert loss_bytes(work()) == (38, 14)
+    assert loss_bytes(program(fused_loss=True), "bf16") == (2, 4)
+    assert loss_bytes(program(loss_gradient="torch"), "bf16") == (14, 22)
+    assert loss_bytes(program(), "bf16") == (38, 14)
 
 
 def test_hidden_reductions_slow_the_compute_beside_them() -> None:
     def exposed(slowdown: float) -> float:
         device = replace(A100.device, overlap_slowdown=slowdown)
         mine = replace(plan(replicate=64), program="best_public_3d")
-        return price_plan(mine, replace(A100, device=device)).replica_s[0]
+        return price_plan(mine, replace(A100, device=device)).stages[0].reduce_replicas
 
     assert exposed(0.0) < exposed(0.1) < exposed(1.0)
 

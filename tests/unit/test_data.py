@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import check_data, open_batches
 from tests.unit.toy_spec import mapping
 

@@ -20,9 +20,10 @@ from tests.unit.device_orders import (
     one_group,
     with_early_receives,
 )
-from zeropp.schedule import build, lower
+from zeropp.emulate.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.program import Schedule, StageCost, parse_action
-from zeropp.verify.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
 
 RESIDENT = 3  # communication kernels that fit on a device, with the fewest channels each
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.schedule import build, lower
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.program import DeadlockError, Program, Schedule, StageCost, parse_action
+from zeropp.schedule.program import DeadlockError, RankProgram, Schedule, StageCost, parse_action
 
 
-def program(text: str) -> Program:
+def program(text: str) -> RankProgram:
     return tuple(parse_action(word) for word in text.split())
 
 
-def scheduled(programs: tuple[Program, ...], stage_rank: tuple[int, ...]) -> Schedule:
+def scheduled(programs: tuple[RankProgram, ...], stage_rank: tuple[int, ...]) -> Schedule:
     return Schedule(
         name="test", num_microbatches=2, unit=2, stage_rank=stage_rank, programs=programs
     )
@@ -58,6 +59,48 @@ def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> N
     assert named["0W0"] == (4.5, 5.5)  # no copy, though the parameters came before it
     assert named["0F1"] == (8.5, 11.5)  # after the copy-in of 3, with its own copy-out of 2
     assert result.busy == (6 + 2 * 2 + 2 * 3,)
+
+
+END = StageCost(
+    reduce_grad=1.0, reduce_replicas=4.0, reduce_tied=0.5, update=2.0, gather_updated=3.0
+)
+
+
+def test_the_update_waits_for_all_reductions_which_have_a_lane_of_their_own() -> None:
+    """Both lanes of reductions work side by side; the tied sum and the update stand in line."""
+    words = (
+        "0F0 1F0 1B0 1REDUCE_GRAD 1REDUCE_REPLICAS 0B0 0REDUCE_GRAD 0REDUCE_REPLICAS "
+        "0REDUCE_TIED 0UPDATE 0GATHER_UPDATED"
+    )
+    result = run(scheduled((program(words),), (0, 0)), [END] * 2)
+    named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=True))
+    assert named["1REDUCE_GRAD"] == (4.0, 5.0)
+    assert named["1REDUCE_REPLICAS"] == (5.0, 9.0)
+    assert named["0REDUCE_GRAD"] == (6.0, 7.0)  # beside the other stage's sum over the replicas
+    assert named["0REDUCE_REPLICAS"] == (9.0, 13.0)
+    assert named["0REDUCE_TIED"] == (13.0, 13.5)
+    assert named["0UPDATE"] == (13.5, 15.5)
+    assert named["0GATHER_UPDATED"] == (15.5, 18.5)
+    assert result.updated == (result.step_s,) == (18.5,)
+    assert result.busy == (6.0,)
+    lanes = {span.action: span.lane for span in result.spans()}
+    assert lanes["0UPDATE"] == lanes["0REDUCE_TIED"] == "compute"
+    assert (lanes["0REDUCE_REPLICAS"], lanes["0GATHER_UPDATED"]) == ("replicas", "gather")
+
+
+def test_the_program_says_in_which_order_replicas_are_reduced() -> None:
+    """The other way round the lane waits for the stage that is ready last."""
+    words = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0REDUCE_REPLICAS 1REDUCE_REPLICAS 0UPDATE"
+    result = run(scheduled((program(words),), (0, 0)), [END] * 2)
+    named = dict(zip(words.split(), result.start[0], strict=True))
+    assert (named["0REDUCE_REPLICAS"], named["1REDUCE_REPLICAS"]) == (7.0, 11.0)
+    assert result.step_s == 11.0 + 4.0 + 2.0
+
+
+def test_a_rank_that_begins_its_next_step_waits_for_its_own_update_alone() -> None:
+    words = ("0F0 0B0 0REDUCE_GRAD 0UPDATE", "1F0 1B0 1REDUCE_GRAD 1UPDATE")
+    result = run(scheduled(tuple(map(program, words)), (0, 1)), [END] * 2)
+    assert result.updated == (6.0 + 1.0 + 2.0, 4.0 + 1.0 + 2.0)
 
 
 def test_a_boundary_takes_as_long_either_way() -> None:

@@ -15,7 +15,7 @@ from benchmarks.explain.answer import answer
 from benchmarks.explain.question import ask
 from benchmarks.explain.screen import written_as
 from benchmarks.explain.shell import arguments_of, arguments_of_log, arguments_of_script
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 TOML = """
 # a preset for 16 H100 GPUs
@@ -211,18 +211,18 @@ def test_an_answer_is_written_back_as_the_same_plan(
     path.write_text(text)
     found = answer(ask([str(path)], ["cluster=h100"], []), search_s=0.5)
     assert found.fits
-    assert found.result.plan.layout.tp == found.result.plan.layout.pp == 2
-    assert all(change.result.step_s < found.result.step_s for change in found.changes)
+    assert found.asked.plan.layout.tp == found.asked.plan.layout.pp == 2
+    assert all(change.step_s < found.asked.step_s for change in found.changes.values())
     assert [one.contender.name for one in found.best][-1] == "zeropp"
-    words = written_as(dialect, found.result.plan, found.candidate)
+    words = written_as(dialect, found.asked.plan, found.asked.candidate)
     if dialect == "megatron":
         again = ask([], ["cluster=h100", "num_gpus=16", "model.vocab=128512"], words.split())
     else:
         path.write_text('[model]\nname = "llama3"\nflavor = "8B"\n' + words)
         again = ask([str(path)], ["cluster=h100", "num_gpus=16"], [])
-    second = again.contender.simulated(again.task, found.candidate)
-    assert second.step_s == pytest.approx(found.result.step_s, rel=1e-9)
-    assert again.knobs == found.candidate.knobs
+    second = again.contender.simulated(again.task, found.asked.candidate)
+    assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
+    assert again.knobs == found.asked.candidate.knobs
 
 
 def test_the_command_answers_on_one_screen(

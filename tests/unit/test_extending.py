@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks import CHECKOUT
+from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.simulated_task import task
 from tests.unit.synthetic_records import spec_values
-from zeropp.sim.simulator import simulate
-from zeropp.tune.contender import Contender
-from zeropp.tune.search import search
+from zeropp.choose.contender import Contender, any_auto
+from zeropp.choose.search import search
+from zeropp.price.simulator import simulate
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_it_is_tuned_like_the_others(gpipe: Contender[Any]) -> None:
     winner = search(what, gpipe, runner_up=False).winner
     assert winner is not None
     assert winner.step_s == gpipe.simulated(what, winner.candidate).step_s
-    assert not gpipe.left_open(winner.candidate.knobs)
+    assert not any_auto(winner.candidate.knobs)
 
 
 def test_its_knobs_are_checked(gpipe: Contender[Any]) -> None:

@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.launch.alive import ALIVE, BEAT_S, QUIET_S, is_alive, keep_alive
 from benchmarks.launch.attempt import (
-    ALIVE,
-    BEAT_S,
-    QUIET_S,
     DamagedError,
     Ending,
     close_abandoned,
     finish_attempt,
     freeze,
-    held,
-    is_alive,
     killed,
     new_header,
     write_unstarted,
@@ -165,6 +161,21 @@ def test_a_damaged_line_costs_itself_alone(attempt: Path) -> None:
     assert record.reason == "1 of 2 ranks ended without saying why"
 
 
+@pytest.mark.parametrize(("longest_s", "is_noted"), [(24.0, True), (4.9, False)])
+def test_a_step_that_holds_a_pause_is_noted(
+    attempt: Path, longest_s: float, is_noted: bool
+) -> None:
+    for rank in range(2):
+        events = EventWriter(attempt, rank)
+        for index, seconds in enumerate([0.1, 0.1, longest_s if rank else 0.1, 0.1]):
+            events.write("step", index=index, seconds=seconds)
+        events.write("done")
+    record = finish_attempt(attempt)
+    assert record.status == "ok"
+    notes = [note for note in record.notes if note.startswith("timed step 3 of 4 took 24.0 s")]
+    assert len(notes) == len(record.notes) == is_noted
+
+
 def test_silence_is_a_failure(attempt: Path) -> None:
     write_rank(attempt, 0)
     assert finish_attempt(attempt).reason == "1 of 2 ranks ended without saying why"
@@ -173,8 +184,8 @@ def test_silence_is_a_failure(attempt: Path) -> None:
 _HOLDER = """
 import sys
 from pathlib import Path
-from benchmarks.launch.attempt import held
-with held(Path(sys.argv[1])):
+from benchmarks.launch.alive import keep_alive
+with keep_alive(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -212,8 +223,8 @@ def test_elsewhere_the_heartbeat_decides(attempt: Path) -> None:
 
 def test_a_holder_beats(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BEAT_S < QUIET_S / 3
-    monkeypatch.setattr("benchmarks.launch.attempt.BEAT_S", 0.01)
-    with held(attempt / ALIVE):
+    monkeypatch.setattr("benchmarks.launch.alive.BEAT_S", 0.01)
+    with keep_alive(attempt / ALIVE):
         os.utime(attempt / ALIVE, (1e9, 1e9))
         deadline = time.monotonic() + 10
         while (attempt / ALIVE).stat().st_mtime < 2e9 / 2 + 1:

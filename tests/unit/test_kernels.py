@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.worker.meters import Kernel, kernels_of, read_trace, summarise_kernels
+from benchmarks.worker.kernels import Kernel, kernels_of, read_trace, summarise_kernels
 from zeropp.schedule.program import parse_action
 
 COMPUTE, GATHER = 7, 20  # streams
@@ -64,6 +64,12 @@ def test_sums_over_a_step() -> None:
     assert sums.host_bound_s == pytest.approx(40 * MICRO)
     assert sums.gather_s == pytest.approx(60 * MICRO)
     assert sums.gather_beside_compute_s == pytest.approx(48 * MICRO)
+
+
+def test_the_update_is_no_part_of_the_sums() -> None:
+    update = [span("user_annotation", "0UPDATE", 400, 500), *launched(6, 410, COMPUTE, 420, 490)]
+    assert len(kernels_of([*STEP, *update])) == len(kernels_of(STEP)) + 1
+    assert summarise_kernels(kernels_of([*STEP, *update])) == summarise_kernels(kernels_of(STEP))
 
 
 def test_a_step_on_a_cpu_has_no_kernels() -> None:

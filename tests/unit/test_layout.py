@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baselines.zeropp.contender import ZeroppKnobs, size
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
-from zeropp.contender.contender import ZeroppKnobs, size
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.plan import SizedPlan
 

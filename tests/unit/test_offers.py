@@ -17,7 +17,7 @@ from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.claim_33.cells import COMPARED
 from tests.unit.simulated_task import task
 from zeropp.layout import InfeasibleError
-from zeropp.programs import program_named
+from zeropp.price.programs import program_named
 
 # DeepSpeed recomputes groups of layers (``PipelineModule``: ``activation_checkpoint_interval``),
 # but all of a stage; its adapter has no other knob.

@@ -10,20 +10,21 @@ import pytest
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
 from baselines.public_3d import BEST_3D
+from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.claim_33.cells import Cell, winner_of
 from benchmarks.studies.validation.cases import case_of
-from benchmarks.studies.validation.errors import predict, simulated
+from benchmarks.studies.validation.predict import predict, simulated
 from benchmarks.studies.validation.rows import PublishedRow
 from tests.unit.published_cells import CELLS
+from zeropp.choose.contender import Contender
+from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.literals import Precision
-from zeropp.plan import Candidate, Plan, Task
+from zeropp.plan import Plan
+from zeropp.price.simulator import simulate
 from zeropp.shape import ModelShape
-from zeropp.sim.simulator import simulate
-from zeropp.tune.contender import Contender
 
 SIDES = {"tp": 2, "pp": 2, "replicate": 2, "replicate_zero": 1}
 STAGES = {"tp": 1, "pp": 4, "shard": 2, "replicate": 1}
@@ -46,7 +47,6 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"shard": 4, "replicate": 2, "reduce_every": "unit"}),
     ("zeropp", {"pp": 2, "shard": 4, "chunks": 2}),
     ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, **PARTLY}),
-    ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "split_blocks": True}),
     ("zeropp", {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"}),
     ("zeropp", {"pp": 1, "shard": 8, "chunks": 4, "unit": 2}),
 )
@@ -66,7 +66,7 @@ def task(precision: Precision = "bf16", *, tied: bool = True) -> Task:
     )
 
 
-def as_row(plan: Plan, knobs: Any) -> PublishedRow:
+def as_row(plan: Plan) -> PublishedRow:
     """A published row of a plan."""
     shape, layout = plan.shape, plan.layout
     pipeline = layout.pp > 1
@@ -83,7 +83,7 @@ def as_row(plan: Plan, knobs: Any) -> PublishedRow:
         "schedule": plan.schedule.name if pipeline else "none",
         "micro_batch": str(plan.microbatch_size), "global_batch": str(plan.global_batch),
         "recompute": plan.recompute, "dtype": plan.precision,
-        "cuts": " ".join(f"{cut:g}" for cut in plan.cuts) if pipeline else "",
+        "cuts": " ".join(map(str, plan.cuts)) if pipeline else "",
     }  # fmt: skip
     if plan.recomputed:
         cells["recompute_blocks"] = str(max(plan.recomputed) * layout.pp * layout.chunks)
@@ -92,18 +92,17 @@ def as_row(plan: Plan, knobs: Any) -> PublishedRow:
             "schedule": "zeropp",
             "cuts": "",
             "chunks": str(layout.chunks),
-            "knobs": knobs_of(plan, knobs),
+            "knobs": knobs_of(plan),
         }
         cells["zero"] = "3" if layout.shard > 1 else "0"
     return PublishedRow.model_validate({name: cell for name, cell in cells.items() if cell})
 
 
-def knobs_of(plan: Plan, knobs: ZeroppKnobs) -> str:
+def knobs_of(plan: Plan) -> str:
     """A ZeroPP plan's own knobs as a row states them."""
     stated = {name: getattr(plan, name) for name in OWN} | {"unit": plan.schedule.unit}
     stated |= {name: getattr(plan.layout, name) for name in ("replicate_zero", "placement")}
     stated["split_backward"] = str(plan.split_backward).lower()
-    stated["split_blocks"] = str(knobs.split_blocks is True).lower()
     return " ".join(f"{name}={value}" for name, value in stated.items())
 
 
@@ -111,7 +110,7 @@ def assert_one_number(task: Task, contender: Contender[Any], candidate: Candidat
     tuned = contender.simulated(task, candidate)  # the tuner's and the verdict's
     launched = simulate(contender.plan(task, candidate), task.cluster)
     assert launched.step_s == pytest.approx(tuned.step_s, rel=1e-12)
-    row = as_row(tuned.plan, candidate.knobs)
+    row = as_row(tuned.plan)
     assert simulated(case_of(row)).plan.program == tuned.plan.program
     assert predict(row).value == pytest.approx(tuned.step_s, rel=1e-12)
 

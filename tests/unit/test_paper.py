@@ -13,12 +13,12 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.report import Options
+from benchmarks.report.display import gib, model_label, tflops
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.style import gib, model_label, tflops
 from benchmarks.report.table import write_table
 from benchmarks.report.tables import paper_grids, paper_table
 from benchmarks.report.write import write_one_table
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 from tests.unit.synthetic_records import make_record, write_records
 
 REFERENCE = CHECKOUT / "results" / "reference"

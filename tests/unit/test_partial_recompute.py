@@ -9,11 +9,12 @@ import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from tests.unit.simulated_task import task
-from zeropp.cost import price_plan
+from zeropp.choose.task import Candidate
 from zeropp.layout import Layout
-from zeropp.plan import Candidate, SizedPlan
+from zeropp.plan import SizedPlan
+from zeropp.price import price_plan
+from zeropp.price.simulator import simulate
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.sim.simulator import simulate
 
 
 def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> SizedPlan:

@@ -34,8 +34,8 @@ def test_rates_are_better_if_they_are_higher() -> None:
 def test_groups_need_different_degrees_of_one_task() -> None:
     same = [run(1, 1.0, 1.0), run(1, 1.1, 1.1, micro_batch="2")]
     other = [run(1, 1.0, 1.0), run(2, 1.0, 1.0, num_gpus="8")]
-    computed = [run(1, 1.0, 1.0), run(2, 1.0, 1.0, role="computed")]
-    for runs in (same, other, computed):
+    unpriced = [run(1, 1.0, 1.0), run(2, 1.0, 1.0) | {"predicted": ""}]
+    for runs in (same, other, unpriced):
         assert list(plan_ranks.groups(runs)) == []
 
 

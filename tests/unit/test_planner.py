@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import cluster, task
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import price_plan
+from zeropp.choose.planner import fastest
+from zeropp.choose.task import Candidate, Task
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Plan, Task
-from zeropp.planner import fastest
-from zeropp.schedule import build, lower
+from zeropp.plan import Plan
+from zeropp.price import price_plan
+from zeropp.price.programs import gathers
+from zeropp.price.simulator import simulate
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.program import StageCost
 from zeropp.schedule.zeropp_order import OrderSizes, planned_beginnings, planned_order
-from zeropp.sim.simulator import simulate
 
 SHAPE = replace(task().shape, layers=18)  # not divisible by P*V: unequal stages, a heavy head
 
@@ -48,9 +51,9 @@ def equal_cost_plan(plan: Plan, cap: int) -> Plan:
         activation_cap=cap,
     )
     lowered = lower(
-        order, gather=plan.gathers, prefetch=plan.prefetch, reduce_every=plan.reduce_every
+        order, gather=gathers(plan), prefetch=plan.prefetch, reduce_every=plan.reduce_every
     )
-    return replace(plan, schedule=lowered)
+    return plan.ordered(lowered)
 
 
 @given(
@@ -73,7 +76,7 @@ def test_a_plan_is_never_slower_than_its_own_order_for_equal_durations(
     equal = equal_cost_plan(plan, plan.schedule.unit * chunks)
     price = price_plan(plan, what[0].cluster)
     steps = [simulate(p, what[0].cluster, price=price).step_s for p in (plan, equal)]
-    assert steps[0] <= steps[1]
+    assert steps[0] <= steps[1] * (1 + 1e-12)  # sums of the same durations, in another order
 
 
 def test_unequal_stages_gain_from_their_real_durations() -> None:

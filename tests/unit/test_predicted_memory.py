@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.launch.attempt import freeze, new_header
 from benchmarks.launch.points import plan_point
-from benchmarks.report import style
+from benchmarks.report import display
 from benchmarks.report.charts import memory_breakdown
 from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
@@ -20,7 +20,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
 from zeropp.cluster import Cluster
-from zeropp.sim.simulator import simulate
+from zeropp.price.simulator import simulate
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "zeropp": {"pp": 2, "shard": 2, "chunks": 2},
@@ -58,4 +58,4 @@ def test_it_stands_beside_the_measured_peak(tmp_path: Path) -> None:
     assert picture.caption.startswith("Predicted memory of the fullest rank by kind")
     assert "The diamond is the measured peak (resident)" in picture.caption
     texts = [text.get_text() for text in picture.figure.axes[0].texts]
-    assert f"measured {style.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts
+    assert f"measured {display.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from tests.unit.simulated_task import task
-from zeropp.programs import (
+from zeropp.choose.task import Candidate
+from zeropp.literals import Precision
+from zeropp.price.programs import (
     Program,
     ProgramEntry,
     entry_named,
     entry_of,
+    gathers,
     program_named,
     program_names,
 )
+from zeropp.schedule.program import Op
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = pytest.mark.parametrize("name", program_names())
@@ -81,7 +87,7 @@ def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:
 
 def test_no_price_and_no_simulation_depends_on_a_name() -> None:
     names = {*program_names(), *PRICED, "megatron", "deepspeed", "published"}
-    files = [*(CHECKOUT / "zeropp/cost").glob("*.py"), *(CHECKOUT / "zeropp/sim").glob("*.py")]
+    files = list((CHECKOUT / "zeropp/price").glob("*.py"))
     assert len(files) > 8
     for path in files:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -98,3 +104,11 @@ def test_tuner_and_contenders_price_registered_programs() -> None:
         program = contender.size(task(), contender.knobs(), 1).program
         assert program in program_names()
         assert program == name or name not in CONTENDERS  # what runs is what is priced
+
+
+@pytest.mark.parametrize(("shard", "precision"), [*product((1, 4), ("fp32", "bf16"))])
+def test_zeropps_programs_gather_where_its_prices_do(shard: int, precision: Precision) -> None:
+    knobs = ZeroppKnobs(pp=2, shard=shard, replicate=1, chunks=1, unit=2)
+    plan = ZEROPP.plan(replace(task(2 * shard), precision=precision), Candidate(knobs, 1))
+    gathered = any(action.op is Op.UNSHARD for action in plan.schedule.programs[0])
+    assert gathered == gathers(plan)

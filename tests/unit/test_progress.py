@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.launch import local, sweep
+from benchmarks.launch import local
 from benchmarks.launch.attempt import Ending, new_header, write_unstarted
 from benchmarks.launch.points import Point
+from benchmarks.launch.running import SweepProgress, over_device
+from benchmarks.launch.sweep import announce
 from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
@@ -27,8 +29,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) 
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=terminal, color_system=None)
     monkeypatch.setattr(bars, "CONSOLE", console)
-    sweep.announce([POINT] * 3, [POINT], "simulate")
-    with sweep.SweepProgress(1) as bar:
+    announce([POINT] * 3, [POINT], "simulate")
+    with SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
         ending = Ending("failed", "no [such] luck " * 9)
         record = write_unstarted(POINT.spec, runs_dir, new_header("local"), ending)
@@ -76,7 +78,7 @@ def test_every_step_is_shown_once_where_steps_are_asked_for(
     events: list[dict[str, Any]] = [{"event": "environment"}, {"event": "gate"}]
     events += [{"event": "warmup", "index": 0, "seconds": 1.0, "loss": 5.5}]
     events += [{"event": "step", "index": i, "seconds": 1.0, "loss": 5.0} for i in (1, 2)]
-    with sweep.SweepProgress(1) as bar:
+    with SweepProgress(1) as bar:
         watched = local._Watched(POINT, bar, shows_steps)
         for known in (0, 2, 4, 4, 5):
             watched.show(events[:known])
@@ -88,7 +90,7 @@ def test_every_step_is_shown_once_where_steps_are_asked_for(
 def test_a_trace_over_the_device_warns() -> None:
     fields = {"step_s": [], "ranks": [], "predicted": {"peak_bytes": 20 * 2**30}}
     traced = make_record(provenance="traced", fields=fields)  # on a device of 16 GiB
-    assert sweep.over_device(traced) == "WARNING: 20.0 GiB are more than the device's 16 GiB"
+    assert over_device(traced) == "WARNING: 20.0 GiB are more than the device's 16 GiB"
     small = make_record(provenance="traced", fields=fields | {"predicted": {"peak_bytes": 2**30}})
-    assert sweep.over_device(small) == ""
-    assert sweep.over_device(make_record()) == ""
+    assert over_device(small) == ""
+    assert over_device(make_record()) == ""

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = [
     "where ZeroPP's schedule is made",
+    "in what order gradients are reduced over replicas",
     "where parameters are gathered",
     "how a DeepSpeed run starts",
     "where a record is written",
@@ -51,3 +52,13 @@ def test_what_an_answer_names_exists(question: str) -> None:
     for path, name in places:
         assert (ROOT / path).exists(), path
         assert not name or name in defined(ROOT / path), (path, name)
+
+
+def test_the_reading_list_says_how_long_each_file_is() -> None:
+    """Two lists of six files, each with its lines, to a fifth."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Read the code")[2]
+    files = re.findall(r"^\d\. `([\w/.]+)` \((\d+) lines\)", text, flags=re.MULTILINE)
+    assert len(files) == 12
+    for path, lines in files:
+        length = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert length == pytest.approx(int(lines), rel=0.2), path

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from zeropp.verify.rendezvous import Issued, Log, Message, stuck
+from zeropp.emulate.rendezvous import Issued, Log, Message, stuck
 
 GroupOf = Callable[[int, int], Hashable]
 

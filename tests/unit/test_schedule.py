@@ -14,10 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.unbuffered_run import UnbufferedRun
-from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
+from zeropp.schedule import ScheduleError, lower, validate
+from zeropp.schedule.build import GENERATORS, build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.legality import live_activations
-from zeropp.schedule.program import Action, Op, Schedule, StageCost, parse_action
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.program import (
+    Action,
+    Op,
+    Schedule,
+    StageCost,
+    StepEnd,
+    for_torch,
+    parse_action,
+)
 from zeropp.schedule.zeropp_order import smallest_cap
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -248,8 +258,68 @@ def test_golden(name: str) -> None:
         assert lowered.to_csv() == (GOLDEN / "schedule_zeropp_lowered.csv").read_text()
 
 
+ENDS = [
+    (StepEnd(), ["0UPDATE"], ["1UPDATE"]),
+    (StepEnd(tied=(0, 3)), ["0REDUCE_TIED 0UPDATE"], ["3REDUCE_TIED 1UPDATE"]),
+    (StepEnd(tied=(0, 2)), ["0REDUCE_TIED 0UPDATE"], ["1UPDATE"]),
+    (
+        StepEnd(over_replicas=True, gathers_updated=True),
+        ["2REDUCE_GRAD 2REDUCE_REPLICAS", "0REDUCE_GRAD 0REDUCE_REPLICAS 0UPDATE 0GATHER_UPDATED"],
+        ["3REDUCE_GRAD 3REDUCE_REPLICAS", "1REDUCE_GRAD 1REDUCE_REPLICAS 1UPDATE 1GATHER_UPDATED"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("end", "first", "second"), ENDS, ids=str)
+def test_a_step_ends_with_what_its_plan_asks_for(
+    end: StepEnd, first: list[str], second: list[str]
+) -> None:
+    lowered = lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True)
+    whole = with_step_end(lowered, end)
+    validate(whole)
+    for program, parts in zip(whole.programs, (first, second), strict=True):
+        text = " ".join(map(str, program))
+        assert text.endswith(parts[-1])
+        assert all(part in text for part in parts)
+    assert with_step_end(lowered, end) is whole  # its order in time is found once
+
+
+@given(any_schedule(), st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_end_of_a_step_adds_to_its_passes_alone(
+    compute: Schedule, tied: bool, replicas: bool, zero1: bool
+) -> None:
+    """Each stage is reduced over the replicas once, when its gradients are complete."""
+    lowered = lower(compute, gather=True)
+    ends = (0, compute.num_stages - 1) if tied and compute.num_stages > 1 else ()
+    whole = with_step_end(lowered, StepEnd(replicas, ends, zero1))
+    validate(whole)
+    assert tuple(map(for_torch, whole.programs)) == lowered.programs
+    for rank, program in enumerate(whole.programs):
+        stages = list(compute.stages_of(rank))
+        crossed = [stage for stage, op, _ in program if op is Op.REDUCE_REPLICAS]
+        assert sorted(crossed) == (stages if replicas else [])
+        for stage in crossed:
+            place = program.index(Action(stage, Op.REDUCE_REPLICAS))
+            assert program[place - 1] == Action(stage, Op.REDUCE_GRAD)
+            assert Action(stage, Op.REDUCE_GRAD) not in program[place:]
+        assert sum(op is Op.REDUCE_TIED for _, op, _ in program) == bool({*stages} & {*ends})
+        last = Op.GATHER_UPDATED if zero1 else Op.UPDATE
+        assert program[-1] == Action(stages[0], last)
+
+
+def test_gradients_without_a_reduction_over_shards_are_reduced_over_replicas() -> None:
+    whole = with_step_end(
+        build("gpipe", num_ranks=1, chunks=1, num_microbatches=2), StepEnd(over_replicas=True)
+    )
+    assert " ".join(map(str, whole.programs[0])) == "0F0 0F1 0B0 0B1 0REDUCE_REPLICAS 0UPDATE"
+
+
 def _broken(change: str) -> Schedule:
-    schedule = lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True)
+    schedule = with_step_end(
+        lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True),
+        StepEnd(over_replicas=True, tied=(0, 3), gathers_updated=True),
+    )
     first = list(schedule.programs[0])
     at = {str(action): index for index, action in reversed([*enumerate(first)])}
     if change == "twice":
@@ -266,6 +336,30 @@ def _broken(change: str) -> Schedule:
         first.insert(0, Action(0, Op.UNSHARD))
     elif change == "no reduction":
         del first[len(first) - 1 - [a.op for a in reversed(first)].index(Op.REDUCE_GRAD)]
+    elif change == "early crossing":
+        first.insert(at["2REDUCE_GRAD"], first.pop(at["2REDUCE_REPLICAS"]))
+    elif change == "no crossing":
+        del first[at["2REDUCE_REPLICAS"]]
+    elif change == "two updates":
+        first.insert(at["0UPDATE"], first[at["0UPDATE"]])
+    elif change == "no update":
+        del first[at["0UPDATE"] :]
+    elif change == "update of a stage":
+        first[at["0UPDATE"]] = Action(2, Op.UPDATE)
+    elif change == "gathered before":
+        first.insert(at["0UPDATE"], first.pop())
+    elif change == "tied after":
+        first.insert(at["0UPDATE"], first.pop(at["0REDUCE_TIED"]))
+    elif change == "summed twice":
+        first.insert(at["0REDUCE_TIED"], first[at["0REDUCE_TIED"]])
+    elif change == "tied first":
+        first.insert(0, first.pop(at["0REDUCE_TIED"]))
+    elif change == "tied before the shards":
+        first.insert(at["0REDUCE_GRAD"], first.pop(at["0REDUCE_TIED"]))
+    elif change == "gathered updates twice":
+        first.append(first[-1])
+    elif change == "gathered on one rank":
+        first.pop()
     return replace(schedule, programs=(tuple(first), *schedule.programs[1:]))
 
 
@@ -279,12 +373,51 @@ def _broken(change: str) -> Schedule:
         ("no gather", "without its parameters"),
         ("gathered twice", "gathered already"),
         ("no reduction", "never reduced"),
+        ("early crossing", "after 2REDUCE_REPLICAS"),
+        ("no crossing", r"stages \[2\] are not reduced over the replicas"),
+        ("two updates", "0UPDATE after the update"),
+        ("no update", "there is no 0UPDATE"),
+        ("update of a stage", "2UPDATE must name stage 0"),
+        ("gathered before", "0GATHER_UPDATED before the update"),
+        ("tied after", "0REDUCE_TIED after the update"),
+        ("summed twice", "0REDUCE_TIED is repeated"),
+        ("tied first", "after 0REDUCE_TIED"),
+        ("tied before the shards", "0REDUCE_GRAD after 0REDUCE_TIED"),
+        ("gathered updates twice", "0GATHER_UPDATED is repeated"),
+        ("gathered on one rank", "there is no 0GATHER_UPDATED"),
     ],
 )
 def test_a_broken_program_is_refused_with_its_grid(change: str, words: str) -> None:
     with pytest.raises(ScheduleError, match=words) as error:
         validate(_broken(change))
     assert "[[" in str(error.value)
+
+
+def test_a_tied_sum_without_its_other_rank_is_refused() -> None:
+    lowered = lower(build("zeropp", num_ranks=2, chunks=1, num_microbatches=4), gather=True)
+    alone = with_step_end(lowered, StepEnd(tied=(0,)))
+    with pytest.raises(ScheduleError, match="0REDUCE_TIED has no other stage to add"):
+        validate(alone)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (StepEnd(over_replicas=True, tied=(0, 3)), "the plan has no 0GATHER_UPDATED"),
+        (StepEnd(tied=(0, 3), gathers_updated=True), "the plan has no 0REDUCE_REPLICAS"),
+        (StepEnd(True, (), True), "the plan has no 0REDUCE_TIED"),
+        (StepEnd(True, (0, 2), True), "rank 1, action .*: the plan has no 3REDUCE_TIED"),
+        (StepEnd(True, (1, 3), True), "the plan has no 0REDUCE_TIED"),
+    ],
+)
+def test_an_end_that_the_plan_does_not_ask_for_is_refused(asked: StepEnd, words: str) -> None:
+    lowered = lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True)
+    end = StepEnd(over_replicas=True, tied=(0, 3), gathers_updated=True)
+    validate(with_step_end(lowered, end), end=end)
+    with pytest.raises(ScheduleError, match=words):
+        validate(with_step_end(lowered, end), end=asked)
+    with pytest.raises(ScheduleError, match="the plan asks for 0"):
+        validate(lowered, end=asked)
 
 
 def test_a_cap_is_held_and_a_small_one_refused() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zeropp.schedule import build, lower
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import Op, StageCost
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
-from tests.unit.simulated_task import task
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import PlanPrice, StageExtras, StageMemory, price_plan
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
+from benchmarks.specification.contenders import PRICED
+from tests.unit.simulated_task import cluster, model, task
+from zeropp.choose.task import Candidate, Task
 from zeropp.layout import Layout
-from zeropp.plan import Candidate, Plan
-from zeropp.schedule import build, lower
-from zeropp.schedule.program import StageCost
-from zeropp.sim.memory import as_memory, walk
-from zeropp.sim.simulator import simulate
+from zeropp.plan import Plan, SizedPlan
+from zeropp.price import PlanPrice, StageExtras, StageMemory, price_plan
+from zeropp.price.peak_memory import as_memory, walk
+from zeropp.price.simulator import simulate
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
+from zeropp.schedule.program import StageCost, for_torch
 
 
 def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     """Equal stages: 10 bytes of parameters each, 3 of activations, no temporaries."""
-    stages, ranks = plan.schedule.num_stages, plan.layout.pp
+    stages = plan.schedule.num_stages
     sizes = {"parameters": 10, "optimizer": 20, "gradients": 10, "unsharded": 5}
     sizes |= {"unsharded_gradients": 7, "reduction_step": 7, "reduction_copy": 7, "deferred": 2}
     sizes |= dict.fromkeys(("activations", "forward", "backward_input", "full_backward"), 3)
@@ -29,9 +35,6 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     price = PlanPrice(
         stages=(cost,) * stages,
         extras=(StageExtras(),) * stages,
-        replica_s=(0.0,) * stages,
-        finish_s=(0.0,) * ranks,
-        gather_updated_s=(0.0,) * ranks,
         memory=(memory,) * stages,
         limit_s=1.0,
     )
@@ -60,19 +63,37 @@ def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
     assert result.bubble == pytest.approx(3 / 11)
 
 
+def test_a_rank_whose_layers_cost_nothing_has_a_price() -> None:
+    """A stage of views alone, beside collectives that slow compute."""
+    plan = zeropp_plan(2, 4, 2)
+    price = flat_price(plan, StageCost(unshard=0.1), overlap_slowdown=0.5)
+    free = StageCost(forward=0.0, backward_input=0.0, backward_weight=0.0, unshard=0.1)
+    stages = tuple(
+        free if rank == 0 else cost
+        for rank, cost in zip(plan.schedule.stage_rank, price.stages, strict=True)
+    )
+    step_s = simulate(plan, task().cluster, price=replace(price, stages=stages)).step_s
+    assert 2 * 4 * 3.0 <= step_s < simulate(plan, task().cluster, price=price).step_s
+
+
 def test_what_follows_the_last_microbatch_is_added() -> None:
     plan = one_f_one_b(4, 8)
     price = flat_price(
         plan,
-        StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0),
-        replica_s=(0.5,) * 4,
-        finish_s=(0.25,) * 4,
-        gather_updated_s=(0.125,) * 4,
+        StageCost(
+            forward=1.0,
+            backward_input=1.0,
+            backward_weight=1.0,
+            reduce_replicas=0.5,
+            reduce_tied=0.0625,
+            update=0.25,
+            gather_updated=0.125,
+        ),
     )
     result = simulate(plan, task().cluster, price=price)
-    assert result.step_s == pytest.approx(33.0 + 0.5 + 0.25 + 0.125)
+    assert result.step_s == pytest.approx(33.0 + 0.5 + 0.0625 + 0.25 + 0.125)
     assert result.breakdown.reductions == pytest.approx(0.5)
-    assert result.breakdown.optimizer == pytest.approx(0.25)
+    assert result.breakdown.optimizer == pytest.approx(0.25 + 0.0625)
     assert result.breakdown.gathers == pytest.approx(0.125)
     assert result.breakdown.bubble == pytest.approx(9.0)
     assert result.timeline().step_s == pytest.approx(result.step_s)
@@ -121,12 +142,21 @@ def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None
         assert (last.gradients, last.workspace) == (2 * 10, 7)  # the last reduction's copy
 
 
+def test_a_step_without_its_end_has_no_price() -> None:
+    plan = zeropp_plan(2, 8, 2)
+    first, second = plan.schedule.programs
+    for programs in [(for_torch(first), second), (first, for_torch(second))]:
+        passes = replace(plan.schedule, programs=programs)
+        with pytest.raises(ValueError, match="end without an update"):
+            simulate(replace(plan, schedule=passes), task().cluster)
+
+
 def calls_to_simulate(microbatches: int) -> tuple[int, int]:
     """Python calls that a step of 8 ranks with 4 chunks each takes, and its number of actions."""
     schedule = build("zeropp", num_ranks=8, chunks=4, num_microbatches=microbatches)
     lowered = lower(schedule, gather=True)
     layout = Layout(pp=8, chunks=4, shard=8)
-    plan = Plan(
+    plan = SizedPlan(
         contender="zeropp",
         shape=task().shape,
         layout=layout,
@@ -134,7 +164,7 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
         schedule=lowered,
         cuts=tuple(range(33)),
         program="zeropp",
-    )
+    ).ordered(lowered)
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
     calls = 0
 
@@ -159,6 +189,36 @@ def test_work_of_a_simulated_step_grows_with_its_actions_alone() -> None:
     many_calls, many = calls_to_simulate(64)
     assert many > 3 * few > 3 * 8 * 4 * 3 * 16  # F, I and W of every chunk and microbatch at least
     assert many_calls / many < 1.05 * few_calls / few < 12
+
+
+PINNED = Path(__file__).parents[1] / "golden" / "simulated_plans.csv"
+with PINNED.open() as file:
+    ROWS = list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['contender']} {row['step_s']}")
+def test_a_simulated_step_is_what_it_was(row: dict[str, str]) -> None:
+    """Plans of all contenders, drawn at random, most of them with replicas. A change of the price
+    model writes their numbers anew; a change of how they are found does not."""
+    contender = PRICED[row["contender"]]
+    knobs = {key: json.loads(value) for key, _, value in _words(row["knobs"])}
+    given = Task(
+        shape=model(row["model"]),
+        cluster=cluster(row["cluster"]),
+        num_gpus=int(row["num_gpus"]),
+        global_batch=int(row["global_batch"]),
+    )
+    candidate = Candidate(contender.knobs(**knobs), int(row["microbatch_size"]))
+    result = contender.simulated(given, candidate)
+    assert result.step_s == pytest.approx(float(row["step_s"]), rel=1e-9)
+    assert result.peak_bytes == int(row["peak_bytes"])
+    kinds = result.breakdown.by_kind()
+    for kind in ("bubble", "reductions", "gathers", "optimizer"):
+        assert kinds[kind] == pytest.approx(float(row[kind]), abs=1e-9 * result.step_s)
+
+
+def _words(text: str) -> list[tuple[str, str, str]]:
+    return [word.partition("=") for word in text.split()]
 
 
 def test_price_depends_on_units_only_by_what_is_added_later() -> None:

@@ -77,6 +77,21 @@ BY_HAND = Ending(
             Ending("oom", "Slurm: Detected 1 oom_kill event."),
         ),
         (
+            ScriptEnd(3),
+            "srun: error: n: task 1: Exited with exit code 3\nsrun: error: n: task 0: Killed\n",
+            Ending("failed", "rank 1: exit code 3"),
+        ),
+        (  # a full disk keeps an error from the rank's file
+            ScriptEnd(1),
+            "srun: error: n: task 1: Exited with exit code 1\n",
+            Ending("failed", "rank 1: exit code 1", interrupted=True),
+        ),
+        (  # by a shell around it
+            ScriptEnd(1),
+            "srun: error: n: task 1: Exited with exit code 137\n",
+            Ending("failed", "rank 1 was killed by signal 9 (SIGKILL)", interrupted=True),
+        ),
+        (
             ScriptEnd(1),
             "srun: error: n7: task 1: Segmentation fault\nsrun: error: n: task 0: Killed\n",
             Ending("failed", "rank 1: Segmentation fault (srun)", interrupted=True),
@@ -163,10 +178,66 @@ def test_a_failure_before_the_ranks_start_says_its_line(
 
 
 @pytest.mark.usefixtures("silent_slurm")
+def test_a_controller_that_has_forgotten_a_job_has_lost_it(attempt: Path) -> None:
+    for path in attempt.glob("rank_*"):
+        path.unlink()
+    (attempt / "srun.log").write_text(
+        "srun: error: Unable to confirm allocation for job 34: Invalid job id specified\n"
+        "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 34\n"
+    )
+    record = close(attempt, ScriptEnd(1))
+    assert (record.status, record.interrupted) == ("lost", True)
+    assert record.reason.endswith("Expired or invalid job 34")
+
+
+@pytest.mark.usefixtures("silent_slurm")
 def test_an_error_of_a_passing_kind_is_an_interruption(attempt: Path) -> None:
     EventWriter(attempt, 0).write("error", type="OSError", message=f"[Errno 28] {FULL}")
     record = close(attempt, ScriptEnd(1))
     assert (record.status, record.interrupted) == ("failed", True)
+
+
+@pytest.mark.usefixtures("silent_slurm")
+@pytest.mark.parametrize(
+    ("end", "log", "reason"),
+    [
+        (ScriptEnd(7), "srun: error: n: task 0: Exited with exit code 7\n", "rank 0: exit code 7"),
+        (ScriptEnd(1), "srun: error: n: task 0: Exited with exit code 1\n", "rank 0: exit code 1"),
+        (ScriptEnd(0), "", "the ranks wrote nothing, and ended with exit code 0"),
+    ],
+)
+def test_ranks_that_end_silently_are_told_by_their_exit_code(
+    attempt: Path, end: ScriptEnd, log: str, reason: str
+) -> None:
+    for path in attempt.glob("rank_*"):
+        path.unlink()
+    (attempt.parents[1] / "a.log").write_text("loading\n")
+    terminating = "srun: launch/slurm: _step_signal: Terminating StepId=242.0\n"
+    (attempt / "srun.log").write_text(log + terminating * bool(log))
+    record = close(attempt, end)
+    assert Ending(record.status, record.reason, record.interrupted) == Ending("failed", reason)
+
+
+@pytest.mark.parametrize(
+    ("ended", "ending"),
+    [
+        (
+            EndedJob("COMPLETED", "0:0", "n"),
+            Ending("failed", "the script ended with exit code 0, before its ranks"),
+        ),
+        (
+            EndedJob("FAILED", "7:0", "n"),
+            Ending("failed", "the script ended with exit code 7, before its ranks"),
+        ),
+        (EndedJob("FAILED", "1:0", "n"), None),  # also if it could not write the record
+    ],
+)
+def test_a_script_that_becomes_another_program(
+    attempt: Path, ended: EndedJob, ending: Ending | None
+) -> None:
+    for path in attempt.glob("rank_*"):
+        path.unlink()
+    assert slurm_endings.reason(attempt, ended, Path("/nonexistent")) == ending
 
 
 @pytest.mark.usefixtures("silent_slurm")

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.slurm import client, submissions
+from benchmarks.launch import local
+from benchmarks.launch.alive import ALIVE, keep_alive
+from benchmarks.launch.attempt import Ending, finish_attempt
+from benchmarks.launch.slurm import client, submissions, submit
 from benchmarks.launch.slurm.client import EndedJob, NoAnswerError, QueuedJob, SlurmError
 from benchmarks.launch.slurm.endings import ScriptEnd, close
 from benchmarks.launch.slurm.submissions import attempt_name, close_ended, query_slurm
+from benchmarks.records.events import EventWriter
 from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
 
 
@@ -67,7 +71,43 @@ def test_what_cannot_be_seen_from_here_is_alive(
 def test_a_script_that_beats_without_a_job_is_not_said_to_be_unseen(attempt: Path) -> None:
     submitted(attempt, "7", cluster=HERE.identity)
     (line,) = view_of(attempt).under_way().values()
-    assert line == "job 7_0 has left the queue, and its script still beats"
+    assert line == "slurm-sweep-0 is alive, and has no record yet"
+
+
+def test_an_older_attempt_that_is_alive_counts_beside_a_newer_record(attempt: Path) -> None:
+    submitted(attempt, "7", cluster=HERE.identity)
+    submitted(attempt, "8", sweep="later", cluster=HERE.identity)
+    newer = attempt.with_name("slurm-later-0")
+    shutil.copytree(attempt, newer)
+    finish_attempt(newer, Ending("failed", "the script was killed", interrupted=True))
+    assert list(view_of(attempt).under_way()) == [attempt.parent.name]
+    silent_for(attempt, 300)
+    assert view_of(attempt).under_way() == {}
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_local_sweep_leaves_alone_what_slurm_has(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    submitted(attempt, "7", cluster=HERE.identity)
+    shutil.rmtree(attempt)  # it waits
+
+    def call(*command: str, timeout_s: float = 0, more: object = None) -> str:
+        if not is_answered:
+            raise SlurmError("scontrol: Unable to contact slurm controller")
+        return "7_0|PENDING|Priority||9:00\n" if "--array" in command else ""
+
+    monkeypatch.setattr(client, "call", call)
+    (line,) = local.settle(attempt.parents[1]).values()
+    assert ("job 7_0 is pending" if is_answered else "unseen from here") in line
+
+
+def test_a_submission_leaves_alone_what_a_local_sweep_measures(attempt: Path) -> None:
+    running = attempt.with_name("local-20260101T000000-000000")
+    with keep_alive(attempt.rename(running) / ALIVE):
+        settled = submit.settle(attempt.parents[1])
+        assert settled == {attempt.parent.name: f"{running.name} is alive, and has no record yet"}
+    assert submit.settle(attempt.parents[1]) == {}
 
 
 def test_job_numbers_of_another_cluster_are_not_asked_here(
@@ -168,6 +208,29 @@ def test_an_attempt_without_a_frozen_file_is_named_and_runs_again(
     assert view.under_way() == {}
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_an_attempt_whose_submission_is_damaged_or_removed_gets_its_record(
+    attempt: Path, is_done: bool, is_removed: bool
+) -> None:
+    directory = submitted(attempt, "7")
+    (directory / "submission.json").write_text('{"arrays": [')
+    if is_removed:
+        shutil.rmtree(directory)
+    for rank in range(2) if is_done else ():
+        EventWriter(attempt, rank).write("done")
+    assert close_ended(view_of(attempt)) == []  # its script beats
+    silent_for(attempt, 300)
+    (record,) = close_ended(view_of(attempt))
+    assert (record.status, record.interrupted) == (("ok", False) if is_done else ("lost", True))
+    assert record.step_s == [1.0]
+    assert record.slurm["job"] == "7_0"
+    assert close_ended(view_of(attempt)) == []
+    lines = list(view_of(attempt).under_way().values())
+    words = f"{directory / 'submission.json'} is damaged: remove {directory} if its jobs are gone"
+    assert lines == [words] * (not is_done and not is_removed)
+
+
 @pytest.mark.parametrize(
     "answer", ["Welcome to the cluster!\nnews: 12\n17\n", "17;here\n", "17\nSee you\n"]
 )
@@ -176,10 +239,45 @@ def test_a_banner_is_no_job_id(monkeypatch: pytest.MonkeyPatch, answer: str) -> 
     assert client.submit(Path("a.sbatch"), []) == "17"
 
 
+class Sbatch:
+    """In the place of ``client.call``: sbatch answers or fails so, and squeue knows these ids."""
+
+    def __init__(self, answer: str | SlurmError, known: str | SlurmError) -> None:
+        self.answers = {"sbatch": answer, "squeue": known, "sacct": ""}
+
+    def __call__(self, *command: str, more: object = None) -> str:
+        answer = self.answers[command[0]]
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer if command[0] == "sbatch" or "--name=a" in command else ""
+
+
+UNABLE = SlurmError("sbatch: Unable to contact slurm controller (connect failure)")
+
+
 def test_an_answer_without_a_job_id_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "call", lambda *_, more: "Submitted, perhaps\n")
+    monkeypatch.setattr(client, "call", Sbatch("Submitted, perhaps\n", ""))
     with pytest.raises(NoAnswerError, match="no job id in its answer 'Submitted, perhaps'"):
         client.submit(Path("a.sbatch"), [])
+
+
+@pytest.mark.parametrize("answer", [UNABLE, "17\n99999\n", "Submitted, perhaps\n"])
+def test_a_job_that_sbatch_does_not_name_is_found_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError
+) -> None:
+    monkeypatch.setattr(client, "call", Sbatch(answer, "17\n"))
+    assert client.submit(Path("a.sbatch"), []) == "17"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_failed_sbatch_is_a_refusal_only_where_slurm_knows_no_job_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(client, "call", Sbatch(UNABLE, "" if is_known else UNABLE))
+    with pytest.raises(SlurmError) as refusal:
+        client.submit(Path("a.sbatch"), [])
+    assert str(refusal.value) == str(UNABLE)
+    assert isinstance(refusal.value, NoAnswerError) == (not is_known)
 
 
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from benchmarks.launch.options import SlurmOptions, read_launcher_options, seconds_of
 from benchmarks.launch.points import Point, plan_point
+from benchmarks.launch.running import SweepProgress
 from benchmarks.launch.slurm import script as slurm_script
 from benchmarks.launch.slurm.client import site_defaults
 from benchmarks.launch.slurm.script import group, render_array, render_report, resources_of
 from benchmarks.launch.slurm.submit import check, launch
-from benchmarks.launch.sweep import SweepProgress
-from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import mapping, spec_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.specification.run_spec import RunSpec, SpecError, load_spec, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import RunSpec, load_spec, spec_from_mapping
 from tests.unit.toy_spec import changed, mapping
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.records.metrics import step_line
-from benchmarks.records.record import read_spec
+from benchmarks.records.recorded_spec import read_spec
 from tests.unit.synthetic_records import spec_values
 
 STEP = {"event": "step", "index": 2, "seconds": 2.0, "loss": 5.54321, "grad_norm": 1.25}

@@ -15,13 +15,15 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
+from benchmarks.launch.attempt import Ending, killed
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points, only_one
 from benchmarks.launch.sweep_status import sweep_status
-from benchmarks.records.events import EventWriter
+from benchmarks.records.events import Events, EventWriter
 from benchmarks.records.record import find_records, read_record
-from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import mapping
 
 
@@ -87,6 +89,27 @@ def be_rank(arguments: list[str], variables: dict[str, str]) -> None:
     events.write("done")
 
 
+@pytest.mark.parametrize(
+    ("codes", "failed_first", "ending"),
+    [
+        ({0: 1, 1: 7}, [1], Ending("failed", "rank 1: exit code 7")),  # 0 by its peer's silence
+        ({0: 0, 1: 7}, [], Ending("failed", "rank 1: exit code 7")),
+        ({0: 1, 1: -9}, [1], killed(1, 9)),
+        ({0: 1, 1: 0}, [0], None),  # its event says it
+        ({0: 0, 1: 1}, [1], Ending("failed", "rank 1: exit code 1")),
+        ({0: 0, 2: 1}, [2], Ending("failed", "rank 2: exit code 1", interrupted=True)),
+    ],
+)
+def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
+    codes: dict[int, int], failed_first: list[int], ending: Ending | None
+) -> None:
+    """Rank 0 names its end in its file, rank 1 has no file, rank 2 an empty one."""
+    said: Events = [{"event": "done" if codes[0] == 0 else "error", "time": 0.0}]
+    if codes[0]:
+        said[0] |= {"type": "RuntimeError", "message": "connection closed by peer"}
+    assert local._ending_by_codes(codes, failed_first, {0: said, 2: []}) == ending
+
+
 def start_stand_in(arguments: list[str], *, variables: dict[str, str], **_: Any) -> BaseProcess:
     """In the place of ``start_rank``, without torch."""
     process = multiprocessing.get_context("fork").Process(
@@ -109,7 +132,7 @@ def test_two_local_sweeps_at_once_run_every_point_once(
     for sweep in both:
         sweep.start()
     said, deadline = "", time.monotonic() + 60
-    while "which runs points in this folder" not in said:
+    while "which runs or submits points in this folder" not in said:
         assert time.monotonic() < deadline, said
         said += capfd.readouterr().err
         time.sleep(0.02)

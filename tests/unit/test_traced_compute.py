@@ -13,15 +13,16 @@ from benchmarks.launch import simulate as launcher
 from benchmarks.launch.attempt import Ending, finish_attempt, new_header, started, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point, plan_point, still_to_run
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.running import SweepProgress
 from benchmarks.launch.trace import traced_stages
 from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RunRecord
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import lone_table
-from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed
-from zeropp.cost import price_plan
+from zeropp.price import price_plan
 
 OPTIONS = SimulateOptions(compute="traced")
 KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}

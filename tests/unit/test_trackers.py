@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report.trackers import to_tensorboard, to_wandb
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification import SpecError
 from tests.unit.synthetic_records import make_record, write_records
 
 

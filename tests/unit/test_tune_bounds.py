@@ -14,18 +14,10 @@ import pytest
 
 from baselines.fsdp.contender import FSDPKnobs
 from baselines.torch_pp.contender import TORCHTITAN, TorchtitanKnobs
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import preset, task
-from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import PlanPrice, pass_times, price_plan, time_plan
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Auto, ReduceEvery
-from zeropp.plan import Candidate, SizedPlan, Task
-from zeropp.planner import Draft
-from zeropp.shape import ModelShape
-from zeropp.sim.simulator import simulate
-from zeropp.tune.bounds import (
+from zeropp.choose.bounds import (
     exceeds,
     least_bytes,
     least_compute_s,
@@ -34,9 +26,17 @@ from zeropp.tune.bounds import (
     least_of_order_s,
     least_step_s,
 )
-from zeropp.tune.contender import Contender
-from zeropp.tune.search import search
-from zeropp.tune.space import SearchPoint, compute_knobs, points
+from zeropp.choose.contender import Contender
+from zeropp.choose.search import search
+from zeropp.choose.space import SearchPoint, compute_knobs, points
+from zeropp.choose.task import Candidate, Task
+from zeropp.cluster import Cluster
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Auto, ReduceEvery
+from zeropp.plan import Draft, SizedPlan
+from zeropp.price import PlanPrice, pass_times, price_plan, time_plan
+from zeropp.price.simulator import simulate
+from zeropp.shape import ModelShape
 
 SEEDS = range(25)
 UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)
@@ -129,7 +129,7 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
-    check_drafts(contender.orders(plan, price, lambda _: False), what, member)
+    check_drafts(contender.orders(plan, price.stages, lambda _: False), what, member)
 
 
 def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
@@ -205,7 +205,6 @@ def test_a_familys_least_memory_holds_for_large_units_under_a_fixed_cap() -> Non
         activation_cap=9,
         recompute="full",
         recompute_blocks=1,
-        split_blocks=False,
     )
     candidates = [c for c, _ in ZEROPP.candidates(what, asked) if c.microbatch_size == 1]
     found = list(members(ZEROPP, what, candidates))
@@ -262,7 +261,6 @@ def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
         recompute="none",
         reduce_every="unit",
         placement="dp_inner",
-        split_blocks=True,
     )
     plan = ZEROPP.size(what, asked, 1)
     price = price_plan(plan, what.cluster)

@@ -11,27 +11,16 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.validation.cases import (
-    case_of,
-    cluster_of,
-    even_cuts,
-    measured_s,
-    module_cuts,
-)
-from benchmarks.studies.validation.errors import (
-    errors_of,
-    first_of_runs,
-    outcome_of,
-    pairs_of,
-    predict,
-    predicted_rows,
-)
+from benchmarks.studies.validation.cases import case_of, even_cuts, module_cuts
+from benchmarks.studies.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
+from benchmarks.studies.validation.predict import outcome_of, predict
 from benchmarks.studies.validation.rows import UnpredictableError, read_rows, training_tables
+from benchmarks.studies.validation.stated import cluster_of, measured_s, speed
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
-from zeropp.cost import compute_limit
-from zeropp.programs import Program, program_named
+from zeropp.price import compute_limit
+from zeropp.price.programs import Program, program_named
 
 
 def value(**changes: str) -> float:
@@ -57,6 +46,25 @@ def test_metrics_and_units_of_one_step_agree() -> None:
     assert pflops == pytest.approx(tflops * 8 / 1e3)
     gib = value(metric="peak_memory_allocated", unit="GiB")
     assert value(metric="peak_memory_allocated", unit="GB") == pytest.approx(gib * 2**30 / 1e9)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        {"metric": "step_time", "unit": "ms", "value": "1500"},
+        {"metric": "steps_per_s", "unit": "1/s", "value": "0.6"},
+        {"metric": "tokens_per_s_per_gpu", "unit": "tok/s/GPU", "value": "11000"},
+        {"metric": "model_pflops", "unit": "PFLOP/s", "value": "0.9", "attention_flops": "full"},
+        {"metric": "hfu", "unit": "%", "value": "40", "attention_flops": "causal"},
+    ],
+)
+def test_the_speed_of_the_seconds_that_a_number_says_is_that_number(metric: dict[str, str]) -> None:
+    published = row(**metric)
+    device = cluster_of(published).device
+    step_s = measured_s(published, device)
+    assert 0.1 < step_s < 10
+    in_the_unit = speed(published, device, step_s) * published.measure.units[published.unit]
+    assert in_the_unit == pytest.approx(published.measured)
 
 
 def test_a_utilisation_is_a_share_of_the_stated_peak() -> None:
@@ -107,7 +115,7 @@ def test_no_measured_run_is_faster_than_the_compute_limit() -> None:
     over = {}
     for line in (line for table in training_tables() for line in read_rows(table)):
         one = line.row
-        if one is None or one.role == "computed" or one.dtype not in ("bf16", "fp16") or one.cp > 1:
+        if one is None or one.dtype not in ("bf16", "fp16") or one.cp > 1:
             continue
         if one.measure.kind in ("layer", "memory", "limit"):
             continue
@@ -234,8 +242,9 @@ def test_clusters_are_their_preset_with_the_numbers_of_the_row() -> None:
 
 def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
     rows = [row(), row(tp="2", pp="2"), row(micro_batch="4", value="2"), row()]
-    pairs = pairs_of(rows, [predict(one) for one in rows])
-    assert [(pair.first, pair.second, pair.kind) for pair in pairs] == [
+    pairs = pairs_of(map(predict, rows))
+    place = {id(published): index for index, published in enumerate(rows)}
+    assert [(place[id(pair.first)], place[id(pair.second)], pair.kind) for pair in pairs] == [
         (0, 1, "ratio"), (0, 2, "microbatch"), (1, 3, "ratio"), (2, 3, "microbatch")
     ]  # fmt: skip
     assert pairs[0].measured == pytest.approx(1.0)
@@ -254,21 +263,22 @@ def test_a_run_printed_in_several_units_counts_once(tmp_path: Path) -> None:
     again, other = {"value": "1.6"}, {"seq": "1024", "params_b": ""}
     cells = [CELLS, *(CELLS | changes for changes in (tokens, memory, again, other))]
     table = write_table(tmp_path, *cells)
-    rows = predicted_rows(outcome_of(line) for line in read_rows(table))
-    assert [rows.index(one) for one in first_of_runs(rows)] == [0, 2, 3, 4]
+    predictions = predictions_of(outcome_of(line) for line in read_rows(table))
+    first = first_of_runs(predictions)
+    assert [predictions.index(prediction) for prediction in first] == [0, 2, 3, 4]
 
 
-def test_what_nobody_measured_counts_in_no_total_of_measurements(tmp_path: Path) -> None:
-    measured, computed = CELLS, CELLS | {"role": "computed", "source": "a formula", "seq": "1024"}
-    lines = read_rows(write_table(tmp_path, measured, computed))
-    errors = errors_of(predicted_rows([outcome_of(line) for line in lines]))
+def test_a_run_counts_for_its_source_its_role_its_device_and_all_sources(tmp_path: Path) -> None:
+    other = CELLS | {"role": "fitted", "source": "another test", "seq": "1024"}
+    lines = read_rows(write_table(tmp_path, CELLS, other))
+    errors = errors_of(predictions_of(map(outcome_of, lines)))
     assert {(e.source, e.role): e.runs for e in errors} == {
         ("a test", "held out"): 1,
-        ("a formula", "computed"): 1,
+        ("another test", "fitted"): 1,
         ("all held out sources", "held out"): 1,
-        ("all on a100", "both"): 1,
-        ("all sources", "both"): 1,
-        ("all sources, computed numbers too", "any"): 2,
+        ("all fitted sources", "fitted"): 1,
+        ("all on a100", "both"): 2,
+        ("all sources", "both"): 2,
     }
 
 
@@ -336,9 +346,7 @@ def test_a_judged_contender_is_validated_or_the_page_says_what_differs() -> None
     entry that has, and every trait in which the two differ."""
     rows = [line.row for table in training_tables() for line in read_rows(table)]
     validated = {
-        row.program
-        for row in rows
-        if row is not None and row.role != "computed" and "program" not in row.assumed.split()
+        row.program for row in rows if row is not None and "program" not in row.assumed.split()
     }
     page = (CHECKOUT / "docs" / "simulator.md").read_text("utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| (`.*)$", page, re.MULTILINE))

@@ -9,15 +9,18 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.records.simulated import BASES, TABLE, line_of, plan_record, read_table
+from benchmarks.report.frame import row_of
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.studies.claim_33 import study
-from benchmarks.studies.claim_33.cells import COMPARED, GIVEN, Cell
+from benchmarks.studies.claim_33.cells import COMPARED, Cell, CellPart, priced_again
+from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
 from benchmarks.studies.claim_33.pages import page_tables
 from tests.unit.simulated_task import task
-from zeropp.sim.lost_time import TimeBreakdown
-from zeropp.sim.simulator import simulate
-from zeropp.tune.search import search
+from zeropp.choose.search import search
+from zeropp.price.lost_time import TimeBreakdown
+from zeropp.price.simulator import simulate
 
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "claim_33"
 
@@ -136,6 +139,40 @@ def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
 def test_committed_tables_follow_from_the_committed_rows() -> None:
     verdicts = judge(pd.read_csv(REFERENCE / "plans.csv"))
     assert summary(verdicts) == (REFERENCE / "verdict.md").read_text()
+
+
+def test_a_table_is_read_as_records_and_written_again_without_loss() -> None:
+    path = REFERENCE / TABLE
+    records = read_table(path)
+    assert len({record.record_id for record in records}) == len(records) > 300
+    assert {record.provenance for record in records} == {"simulated"}
+    lines = pd.DataFrame([line_of(record) for record in records])
+    assert lines.to_csv(index=False, float_format="%.6g") == path.read_text()
+
+
+def test_a_cell_in_which_nothing_fits_is_a_record_without_a_step(tmp_path: Path) -> None:
+    record = plan_record(task(8, 16), "fsdp", BASES["best"], words="no plan fits")
+    pd.DataFrame([line_of(record)]).to_csv(tmp_path / TABLE, index=False)
+    assert read_table(tmp_path / TABLE) == [record]
+    assert (record.status, record.reason, record.step_s) == ("oom", "no plan fits", [])
+    row = row_of(record)
+    assert (row["layout"], row["default_degrees"]) == ("no plan fits", False)
+
+
+@pytest.mark.parametrize(("part", "basis"), [("fsdp", "best plans"), ("equal", "equal degrees")])
+def test_a_part_of_a_cell_gives_the_records_of_its_plans(part: str, basis: str) -> None:
+    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    cell = Cell(replace(task(16, 32), shape=shape), 0.5)
+    records = CellPart(cell, part, 0.3).records("0123456789ab+changes")
+    assert [r.spec["contender"]["name"] for r in records] == (
+        ["fsdp"] if part == "fsdp" else ["deepspeed_3d", "megatron_core", "zeropp"]
+    )
+    for record in records:
+        assert (record.basis, record.git_sha, record.git_dirty) == (basis, "0123456789ab", True)
+        line = line_of(record)
+        assert line["bandwidth"] == 0.5
+        again = line_of(priced_again(cell, str(line["mode"]), str(line["setting"])))
+        assert line == again | {"commit": "0123456789ab+changes"}
 
 
 def test_every_committed_step_is_the_sum_of_its_losses() -> None:

@@ -1,10 +1,10 @@
 """The engine: runs a plan's programs over one rank's part of a model, in real processes.
 
-In: pieces of a model and a schedule. Out: losses, gradients and updated parameters. Read
+In: this rank's layers, a plan, and settings. Out: losses, gradients and updated parameters. Read
 ``engine`` (what a rank has) and ``interpreter`` (one method per action, and evaluation), then
 ``chunk`` (forward and backward), ``deferred`` (weight gradients), ``sharding`` and ``flat``
 (parameters), ``lanes`` and ``collectives`` (overlap, groups, messages), ``optimizer``, ``errors``
 (an error of one rank reaches all) and ``checkpoint``. Before training, ``walk`` and ``preflight``
-find what layers need, and refuse what cannot be trained. ``tracing`` runs one rank of a large job
-without its peers.
+find what layers need, and refuse what cannot be trained; ``recorder`` says what they compute.
+``values`` are what layers take and return; ``private_names`` is what is private in torch.
 """

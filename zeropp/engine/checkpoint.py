@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
 from zeropp.engine.flat import ElementRange, FlatParameters, Slot
 from zeropp.engine.optimizer import OptimizerState, Updater
@@ -66,9 +67,9 @@ class HeldPart(Tensor):
                 ends = zip(offsets, box.shape, strict=True)
                 box.copy_(value[tuple(slice(begin, begin + size) for begin, size in ends)])
             return
-        for (_, mine), (_, theirs) in zip(self.boxes, value.boxes, strict=True):
-            if mine.data_ptr() != theirs.data_ptr():
-                mine.copy_(theirs)
+        for (_, target), (_, source) in zip(self.boxes, value.boxes, strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         held = sum(box.numel() for _, box in self.boxes)
@@ -95,10 +96,53 @@ class HeldPart(Tensor):
 
 def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> HeldPart:
     """A part of a tensor of this shape; the boxes share memory with what they describe."""
-    one = torch.empty((), dtype=boxes[0][1].dtype)
-    part = one.expand(tuple(shape)).as_subclass(HeldPart)
+    element = torch.empty((), dtype=boxes[0][1].dtype)
+    part = element.expand(tuple(shape)).as_subclass(HeldPart)
     part.boxes = tuple(boxes)
     return part
+
+
+class Checkpointer:
+    """Saves the state of an engine, and loads it in this topology or another. All ranks must call
+    its methods together; they raise RuntimeError after a step that has failed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state(self, call: str = "state_dict") -> State:
+        """Parameters, buffers and optimizer state of this rank, for a method that all ranks
+        ``call``; tensors share memory with the engine's."""
+        return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
+
+    def save(self, directory: Path | str) -> None:
+        """Write parameters, optimizer state and the number of steps."""
+        save(self.state("save"), directory)
+
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
+        """Read what ``save`` wrote; ``weights_only``: parameters and buffers alone."""
+        state = self.state("load")
+        load(state, directory, weights_only=weights_only)
+        self._take_over(state, optimizer=not weights_only)
+
+    def load_named(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a dict like that of ``State.named``, or from one of whole tensors; raises
+        as ``load_named`` does."""
+        state = self.state()
+        has_optimizer = load_named(state, saved)
+        self._take_over(state, optimizer=has_optimizer)
+
+    def _take_over(self, state: State, *, optimizer: bool) -> None:
+        """Continue from a state into whose tensors a checkpoint has been read, with what it has of
+        the ``optimizer``, or with the optimizer as it is."""
+        engine = self._engine
+        engine.steps_done = int(state.steps_done)
+        engine.skipped_steps.copy_(state.skipped_steps)
+        if optimizer:
+            updates = engine.steps_done - int(state.skipped_steps)
+            engine.updater.take_over(state.states, updates)
+        _set_settings(state, engine.updater)
+        for flat in engine.flats:
+            flat.gather_updated()
 
 
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
@@ -121,8 +165,8 @@ def save(state: State, directory: Path | str) -> None:
     partial = together(lambda: _beside(Path(directory), "partial"))
     _on_first_rank(lambda: _make_empty(partial))
     together(lambda: _check_seen(partial))
-    asked = {"model": state.named()}
-    together(lambda: state_dict_saver.save(asked, checkpoint_id=str(partial)))
+    saved = {"model": state.named()}
+    together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
     digests = _digests_over_ranks(partial)
     _on_first_rank(lambda: _publish(partial, Path(directory), digests))
 
@@ -134,10 +178,10 @@ def checked(directory: Path | str) -> Path:
     CheckpointError on every rank where a file is missing or differs.
     """
     place, expected = together(lambda: _listed(Path(directory)))
-    found = _digests_over_ranks(place) if expected else {}
+    digests = _digests_over_ranks(place) if expected else {}
     for name, digest in sorted(expected.items()):
-        if found.get(name) != digest:
-            state = "missing" if name not in found else "damaged (its digest differs)"
+        if digests.get(name) != digest:
+            state = "missing" if name not in digests else "damaged (its digest differs)"
             raise CheckpointError(f"{place / name}: {state}; load another checkpoint")
     return place
 
@@ -167,7 +211,7 @@ def _check_seen(partial: Path) -> None:
 
 def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
     """Make the new checkpoint the one that is found, all of it on disk before it is."""
-    with (partial / _DIGESTS).open("w") as file:
+    with (partial / _DIGESTS).open("w", encoding="utf-8") as file:
         json.dump(digests, file, indent=1, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
@@ -200,7 +244,7 @@ def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
         return directory, {}
     if not listing.is_file():
         raise CheckpointError(f"{directory}: no checkpoint (there is no {_DIGESTS})")
-    return directory, json.loads(listing.read_text())
+    return directory, json.loads(listing.read_text(encoding="utf-8"))
 
 
 def _beside(directory: Path, suffix: str) -> Path:
@@ -210,14 +254,14 @@ def _beside(directory: Path, suffix: str) -> Path:
 def _digests_over_ranks(directory: Path) -> dict[str, str]:
     """Digests of all files, each read by one rank; collective."""
 
-    def of_mine() -> dict[str, str]:
+    def of_this_rank() -> dict[str, str]:
         files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
-        mine = files[dist.get_rank() :: dist.get_world_size()]
-        return {path.name: _digest(path) for path in mine}
+        digests = files[dist.get_rank() :: dist.get_world_size()]
+        return {path.name: _digest(path) for path in digests}
 
-    mine = together(of_mine)
+    digests = together(of_this_rank)
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, digests)
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -262,51 +306,31 @@ class State:
         return {**self.model, **beside, STEPS: self.steps_done, SKIPPED: self.skipped_steps}
 
 
-def state_of(
-    flats: Iterable[FlatParameters],
-    updater: Updater,
-    *,
-    steps_done: int,
-    skipped_steps: int,
-    buffers: Mapping[str, Tensor],
-) -> State:
-    """The state of one rank, whose flat parameters are settled.
-
-    Raises InfeasibleError for an optimizer that keeps something which cannot be cut like the
-    parameters.
-    """
-    flats = list(flats)
-    model = dict(buffers)
-    for flat in flats:
+def _state_of(engine: Engine) -> State:
+    """The state of one rank. Raises InfeasibleError for an optimizer that keeps something which
+    cannot be cut like the parameters."""
+    engine.settle()
+    model = engine.buffers()
+    for flat in engine.flats:
         model.update(_described("{}", flat, flat.rows, flat.layout.owned))
-    states = list(updater.states(flats))
+    states = list(engine.updater.states(engine.flats))
     optimizer: dict[str, Tensor] = {}
-    for one in states:
-        for kind, value in one.elements.items():
-            optimizer.update(_described(f"{{}}.{kind}", one.flat, value, one.shard.elements))
-        for slot in one.flat.layout.slots:
-            if slot.group == one.shard.group and len(slot.elements.intersect(one.shard.elements)):
-                for kind, number in one.numbers.items():
+    for state in states:
+        flat, shard = state.flat, state.shard
+        for kind, value in state.elements.items():
+            optimizer.update(_described(f"{{}}.{kind}", flat, value, shard.elements))
+        for slot in flat.layout.slots:
+            if slot.group == shard.group and len(slot.elements.intersect(shard.elements)):
+                for kind, number in state.numbers.items():
                     optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
     return State(
         model=model,
         optimizer=optimizer,
-        settings=_settings_of(updater),
-        steps_done=torch.tensor(steps_done),
-        skipped_steps=torch.tensor(skipped_steps),
+        settings=_settings_of(engine.updater),
+        steps_done=torch.tensor(engine.steps_done),
+        skipped_steps=torch.tensor(int(engine.skipped_steps)),
         states=states,
     )
-
-
-def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
-    return {
-        f"{index}.{name}": buffer
-        for index, piece in pieces
-        for saved in [piece.state_dict(keep_vars=True)]
-        for name, buffer in piece.named_buffers(remove_duplicate=False)
-        if name in saved
-    }
 
 
 def load(state: State, directory: Path | str, *, weights_only: bool = False) -> None:
@@ -319,22 +343,22 @@ def load(state: State, directory: Path | str, *, weights_only: bool = False) -> 
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
     group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
-    settings = {name: own for name, own in state.settings.items() if group(name) in known}
+    settings = {name: values for name, values in state.settings.items() if group(name) in known}
     with torch.no_grad():
-        asked = replace(state, settings=settings).named()
+        targets = replace(state, settings=settings).named()
         if weights_only:
-            asked = dict(state.model)
+            targets = dict(state.model)
         elif f"model.{SKIPPED}" not in known:
-            asked.pop(SKIPPED).zero_()
-        state_dict_loader.load({"model": asked}, checkpoint_id=str(place))
+            targets.pop(SKIPPED).zero_()
+        state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
     state.settings.update(settings)
 
 
-def set_settings(state: State, updater: Updater) -> None:
+def _set_settings(state: State, updater: Updater) -> None:
     """Give the groups of an optimizer the settings that have been read into a state."""
     for group in updater.optimizer.param_groups:
-        for one in group["params"]:
-            for key, value in state.settings.get(updater.groups.get(id(one), ""), ()):
+        for tensor in group["params"]:
+            for key, value in state.settings.get(updater.groups.get(id(tensor), ""), ()):
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -346,15 +370,15 @@ def _settings_of(updater: Updater) -> dict[str, Settings]:
     for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
     may have changed or added some."""
     return {
-        updater.groups[id(one)]: tuple(
+        updater.groups[id(tensor)]: tuple(
             (key, plain)
             for key, value in group.items()
             for plain in [_plain(value)]
             if key not in _OF_MACHINE and _is_plain(plain)
         )
         for group in updater.optimizer.param_groups
-        for one in group["params"]
-        if id(one) in updater.groups
+        for tensor in group["params"]
+        if id(tensor) in updater.groups
     }
 
 
@@ -364,7 +388,7 @@ def _plain(value: object) -> object:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(part) for part in value)
     return value is None or isinstance(value, (bool, int, float))
 
 
@@ -408,17 +432,17 @@ def _described(
     """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
-        mine = slot.elements.intersect(held)
-        found = [
+        common = slot.elements.intersect(held)
+        held_boxes = [
             (offsets, tensor[slot.begin + first - held.begin :][: prod(sizes)].view(sizes))
             for offsets, sizes, first in boxes(
-                slot.shape, ElementRange(mine.begin - slot.begin, mine.end - slot.begin)
+                slot.shape, ElementRange(common.begin - slot.begin, common.end - slot.begin)
             )
         ]
         if 0 in slot.shape:
-            found = [((0,) * len(slot.shape), tensor.new_empty(slot.shape))]
-        if found:
-            part = make_part(slot.shape, found)
+            held_boxes = [((0,) * len(slot.shape), tensor.new_empty(slot.shape))]
+        if held_boxes:
+            part = make_part(slot.shape, held_boxes)
             yield from ((name.format(key), part) for key in _keys(slot))
 
 
@@ -427,37 +451,37 @@ def _keys(slot: Slot) -> Iterator[str]:
         yield f"{piece}.{name}"
 
 
-def load_named(state: State, given: Mapping[str, Any]) -> bool:
+def load_named(state: State, saved: Mapping[str, Any]) -> bool:
     """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
     Gives whether the dict has the optimizer's state, which may be missing from it.
 
     Raises ValueError, the same on every rank and before anything is copied, for a name that is
     missing or that no rank has, and for another shape.
     """
-    given = together(lambda: dict(given))
-    optimizer = dict(given.get(OPTIMIZER, {}))
+    saved = together(lambda: dict(saved))
+    optimizer = dict(saved.get(OPTIMIZER, {}))
     settings = optimizer.pop(SETTINGS, {})
-    held, offered = dict(state.model), {n: v for n, v in given.items() if n not in _BESIDE}
+    held, offered = dict(state.model), {n: v for n, v in saved.items() if n not in _BESIDE}
     if optimizer:
         held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
         offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
     _check_offered(held, offered)
     together(lambda: _copy(held, offered))
     state.settings.update({name: settings[name] for name in state.settings if name in settings})
-    state.steps_done.fill_(int(given.get(STEPS, state.steps_done)))
-    skipped = 0 if STEPS in given else state.skipped_steps  # a count of other steps says nothing
-    state.skipped_steps.fill_(int(given.get(SKIPPED, skipped)))
+    state.steps_done.fill_(int(saved.get(STEPS, state.steps_done)))
+    skipped = 0 if STEPS in saved else state.skipped_steps  # a count of other steps says nothing
+    state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
     return bool(optimizer)
 
 
 def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> None:
     """Raise the same ValueError on every rank where something on one of them cannot be copied."""
-    found = next(
-        (f"{n}: {why}" for n, one in held.items() if (why := _problem(one, n, offered))), ""
+    first = next(
+        (f"{n}: {why}" for n, target in held.items() if (why := _problem(target, n, offered))), ""
     )
     everything: list[tuple[str, list[str], list[str]]] = [("", [], [])] * dist.get_world_size()
-    dist.all_gather_object(everything, (found, [*offered], [*held]))
-    known = {name for _, _, theirs in everything for name in theirs}
+    dist.all_gather_object(everything, (first, [*offered], [*held]))
+    known = {name for _, _, held_names in everything for name in held_names}
     for rank, (problem, names, _) in enumerate(everything):
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +74,17 @@ class StepSeeds:
             yield
 
 
+def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
+    return {
+        f"{index}.{name}": buffer
+        for index, piece in pieces
+        for saved in [piece.state_dict(keep_vars=True)]
+        for name, buffer in piece.named_buffers(remove_duplicate=False)
+        if name in saved
+    }
+
+
 Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -112,19 +123,18 @@ class ChunkOptions:
 
     ``recompute`` full checkpoints each transformer block; selective keeps the outputs of its matrix
     products and of attention and recomputes the rest. ``recomputed``: how many blocks are
-    recomputed, from the first on; None: all. ``compiled``: blocks run through torch.compile.
-    ``seed`` is called before every piece with the piece's index in the chunk and the microbatch;
-    None: nothing is seeded. ``random``: pieces may draw random numbers, and what is recomputed must
-    draw the same ones again. ``compute``: floating-point inputs of a piece are cast to this type;
-    None leaves them as they are.
+    recomputed, from the first on. ``compiled``: blocks run through torch.compile. ``seed`` is
+    called before every piece with the piece's index in the chunk and the microbatch; None: pieces
+    draw no random numbers, so that what is recomputed need not draw the same ones again.
+    ``compute``: floating-point inputs of a piece are cast to this type; None leaves them as they
+    are.
     """
 
-    recompute: Recompute = "none"
-    recomputed: int | None = None
-    compiled: bool = False
-    seed: Callable[[int, int], None] | None = None
-    random: bool = True
-    compute: torch.dtype | None = None
+    recompute: Recompute
+    recomputed: int
+    compiled: bool
+    seed: Callable[[int, int], None] | None
+    compute: torch.dtype | None
 
 
 @dataclass
@@ -194,17 +204,17 @@ class Chunk:
                 partial(module, **self._chosen(keywords, index)),
                 *cast(tensors_of(value), options.compute),
                 recompute=options.recompute if id(module) in self._recomputed else "none",
-                random=options.random,
+                random=options.seed is not None,
             )
             value, loss = without_scalars(value)
             losses += [] if loss is None else [loss]
         if self.leaving is not None:
-            ours = [tuple(x.shape) for x in tensors_of(value)]
-            theirs = [tuple(shape.size) for shape in self.leaving]
-            if ours != theirs:
+            shapes = [tuple(x.shape) for x in tensors_of(value)]
+            expected = [tuple(shape.size) for shape in self.leaving]
+            if shapes != expected:
                 raise RuntimeError(
-                    f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
-                    "shapes may not depend on values"
+                    f"a stage returns tensors of shapes {shapes}, but the next one expects "
+                    f"{expected}: shapes may not depend on values"
                 )
             value = self._cast_leaving(value)
         self._live[microbatch] = _Live(tuple(inputs), _edges(tensors_of(value)))
@@ -274,22 +284,20 @@ class Chunk:
         for flat in self.flats:
             flat.reshard()
 
-    def reduce(self, *, over_replicas: bool) -> None:
-        """Start to sum the gradients over the shards, and then ``over_replicas``.
+    def reduce(self) -> None:
+        """Start to sum the gradients over the shards.
 
         Compute waits for the reductions over the shards before this one, which bounds the memory
         that they keep to one chunk's gradients.
         """
         self._lanes.join_shard_reductions()
         for flat in self.flats:
-            flat.reduce(over_replicas=over_replicas)
+            flat.reduce()
 
-    def finish(self) -> None:
-        """Let compute wait for the reductions, and set the gradients that the optimizer uses."""
-        self._lanes.join_shard_reductions()
-        self._lanes.join_replica_reductions()
+    def reduce_over_replicas(self) -> None:
+        """Start to sum the gradients over the replicas, after the last sum over the shards."""
         for flat in self.flats:
-            flat.finish()
+            flat.reduce_over_replicas()
 
     def _wait(self) -> None:
         for flat in self.flats:
@@ -306,17 +314,17 @@ class Chunk:
         """Keyword inputs of a module, in the type that it computes in."""
         if not keywords:
             return {}
-        mine = chosen(keywords, self._names[index])
-        return dict(zip(mine, cast(list(mine.values()), self._options.compute), strict=True))
+        inputs = chosen(keywords, self._names[index])
+        return dict(zip(inputs, cast(list(inputs.values()), self._options.compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
         """Outputs in the types in which the next stage receives them. One that lies in gathered
         parameters is copied: their memory is given back while the next stage may still need it."""
         assert self.leaving is not None
         outputs = zip(tensors_of(value), self.leaving, strict=True)
-        found = [x.to(shape.dtype) for x, shape in outputs]
+        converted = [x.to(shape.dtype) for x, shape in outputs]
         return tuple(
-            x.clone() if any(flat.is_in_buffer(x) for flat in self.flats) else x for x in found
+            x.clone() if any(flat.is_in_buffer(x) for flat in self.flats) else x for x in converted
         )
 
 

@@ -100,16 +100,16 @@ def _group(
     if size == 1:
         return None
     places = [layout.coordinates(rank) for rank in range(layout.world)]
-    lots = [
+    rank_lists = [
         [layout.rank_at({**place, axis: index}) for index in range(size)]
         for place in places
         if not place[axis]
     ]
-    mine: dist.ProcessGroup | None = None
-    mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        lots, timeout=timeout, backend=backend, group_desc=name
+    group: dist.ProcessGroup | None = None
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        rank_lists, timeout=timeout, backend=backend, group_desc=name
     )
-    return mine
+    return group
 
 
 Pair = tuple[int, int]  # pipeline ranks: source, target
@@ -204,14 +204,15 @@ def as_sent(tensor: Tensor) -> Tensor:
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
     """Divide pairs into lists in which no rank appears twice; each pair, in order, goes into the
     first list that allows it."""
-    lots: list[list[Pair]] = []
+    lists: list[list[Pair]] = []
     for pair in sorted(pairs):
-        free = (lot for lot in lots if not any(set(pair) & set(other) for other in lot))
-        lot = next(free, None)
-        if lot is None:
-            lots.append(lot := [])
-        lot.append(pair)
-    return lots
+        for apart in lists:
+            if not any(set(pair) & set(other) for other in apart):
+                apart.append(pair)
+                break
+        else:
+            lists.append([pair])
+    return lists
 
 
 def new_group_in_each_pipeline(
@@ -222,13 +223,13 @@ def new_group_in_each_pipeline(
     Every rank must make every group: torch names a group by how many groups the rank has made
     before, so that ranks with other numbers of groups would not find each other.
     """
-    mine = None
+    own_group = None
     for pipeline in layout.pipelines():
         ranks = sorted(pipeline[member] for member in members)
         group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
-            mine = group
-    return mine
+            own_group = group
+    return own_group
 
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:

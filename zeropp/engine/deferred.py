@@ -212,20 +212,20 @@ def defer_weight_grads(
     weights = []
     for root in modules:
         for module in root.modules():
-            own: Any = type(module)  # hashable, which mypy does not see
-            kind = _delaying(own)
-            if kind is not None:  # else reading its weight may compute it
+            kind: Any = type(module)  # hashable, which mypy does not see
+            delaying = _delaying(kind)
+            if delaying is not None:  # else reading its weight may compute it
                 weight: Any = module.weight
-                own_weight = isinstance(weight, nn.Parameter)
-                if own_weight and weight.requires_grad and hooks_of(weight.register_hook):
+                is_parameter = isinstance(weight, nn.Parameter)
+                if is_parameter and weight.requires_grad and hooks_of(weight.register_hook):
                     continue  # autograd calls the hook
                 if weight.numel() < least:
                     continue
-                module.__class__ = kind
+                module.__class__ = delaying
                 setattr(module, "store", store)  # noqa: B010
-                weights += [weight] if own_weight else []
-            elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
-                _warn_once(own)
+                weights += [weight] if is_parameter else []
+            elif warn and isinstance(module, nn.Linear) and not _computes_weight(kind):
+                _warn_once(kind)
     return weights
 
 
@@ -238,32 +238,32 @@ def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
 
 
 @cache
-def _delaying(own: type[Any]) -> type[Any] | None:
-    """The class with which a module of class ``own`` delays its weight gradients; None if it
+def _delaying(kind: type[Any]) -> type[Any] | None:
+    """The class with which a module of class ``kind`` delays its weight gradients; None if it
     cannot."""
-    if issubclass(own, DeferredLinear | DeferredConv1D):
-        return own
-    if own is nn.Linear:
+    if issubclass(kind, DeferredLinear | DeferredConv1D):
+        return kind
+    if kind is nn.Linear:
         return DeferredLinear
-    if _computes_weight(own):
+    if _computes_weight(kind):
         return None
-    if issubclass(own, nn.Linear) and own.forward is nn.Linear.forward:
-        return type(own.__name__, (DeferredLinear, own), {})
-    if (own.__module__, own.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return type(own.__name__, (DeferredConv1D, own), {})
+    if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
+        return type(kind.__name__, (DeferredLinear, kind), {})
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return type(kind.__name__, (DeferredConv1D, kind), {})
     return None
 
 
-def _computes_weight(own: type[nn.Module]) -> bool:
+def _computes_weight(kind: type[nn.Module]) -> bool:
     """Whether the weight of a class of modules is computed from other parameters, as by torch's
     ``parametrize``; the gradient then belongs to these."""
-    return isinstance(getattr(own, "weight", None), property)
+    return isinstance(getattr(kind, "weight", None), property)
 
 
 @cache
-def _warn_once(own: type[Any]) -> None:
+def _warn_once(kind: type[Any]) -> None:
     warnings.warn(
-        f"{own.__module__}.{own.__qualname__}: its forward is not that of nn.Linear, so its weight "
-        "gradients cannot be delayed to fill bubbles of the pipeline",
+        f"{kind.__module__}.{kind.__qualname__}: its forward is not that of nn.Linear, so its "
+        "weight gradients cannot be delayed to fill bubbles of the pipeline",
         stacklevel=2,
     )

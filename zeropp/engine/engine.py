@@ -1,33 +1,35 @@
-"""The engine of one rank: it runs the rank's program on its chunks, and the optimizer's step."""
+"""The engine of one rank: it runs the rank's program on its chunks."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from math import prod
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine import checkpoint
-from zeropp.engine.chunk import Chunk, StepSeeds
+from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffers
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, together
 from zeropp.engine.flat import FlatParameters, TiedWeights
-from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, Microbatches, Passed, RowsError
+from zeropp.engine.given_rows import GivenRows, RowsError
+from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, Microbatches, Passed
 from zeropp.engine.lanes import make_lanes
-from zeropp.engine.optimizer import Updater, square_norm_of
-from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
-from zeropp.engine.preflight import check_cuda
+from zeropp.engine.optimizer import ParameterUpdate, StepTensors, Updater
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import make_flats
-from zeropp.engine.values import computing_in_fp32
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.schedule.program import Op, Schedule
+from zeropp.engine.values import TensorShape, computing_in_fp32
+from zeropp.engine.walk import LayerSizes
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Plan
+from zeropp.schedule.program import Op
+from zeropp.settings import ParameterName, Settings
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig
 
@@ -38,19 +40,19 @@ _LEAST_ADDED = 2**18
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
 
-def _claim(pieces: Sequence[Piece], undo: ExitStack) -> None:
-    """Reserve the parameters of some pieces for one model, until ``undo`` gives them back.
+def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
+    """Reserve the parameters of some layers for one model, until ``undo`` gives them back.
 
     A model puts its flat buffers in the place of its layers' parameters. If a second model were
     made from the same layers, the first would go on with the second one's buffers and never see
     its own updates. Raises InfeasibleError, and reserves nothing, if another model has one of them.
     """
     wanted: dict[int, nn.Parameter] = {}
-    for piece in pieces:
-        for name, parameter in piece.module.named_parameters():
+    for index, layer in layers.items():
+        for name, parameter in layer.named_parameters():
             if id(parameter) in _claimed:
                 raise InfeasibleError(
-                    f"layers[{piece.index}]: {name!r} belongs to another model that parallelize "
+                    f"layers[{index}]: {name!r} belongs to another model that parallelize "
                     "has made (close that model first, or give each its own layers)"
                 )
             wanted[id(parameter)] = parameter
@@ -58,85 +60,74 @@ def _claim(pieces: Sequence[Piece], undo: ExitStack) -> None:
     undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
 
 
-@dataclass(frozen=True)
-class StepTensors:
-    """The result of one step, on the device, equal on all ranks: the loss of the global batch, and
-    the global L2 norm of the gradient before clipping. Reading them waits for the device."""
-
-    loss: Tensor
-    grad_norm: Tensor
+def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[ParameterName, str]:
+    """The optimizer group of every trained parameter of a model with layers of these sizes."""
+    return {
+        (index, name): settings.group_of((index, name), kind.empty())
+        for index, layer in enumerate(sizes)
+        for name, kind in layer.kinds.items()
+        if kind.trained
+    }
 
 
 class Engine:
-    """Trains the pieces of one rank. All ranks must construct it, and call its methods, together.
+    """Trains this rank's layers of a plan. All ranks must construct it, and call its methods,
+    together.
 
-    ``schedule`` is a lowered schedule. ``boundary(stage)`` gives the shapes of the tensors that one
-    microbatch sends into a stage. ``optimizer`` is a configuration, or a function that makes an
-    optimizer from flat tensors by optimizer group (``EngineOptions.group_of``); if this rank has no
-    parameters of a group, the group has one empty tensor. The optimizer must work element by
-    element, because each rank updates a part of the flat tensors.
+    ``layers`` are modules by their index in the model, and ``sizes`` those of all layers of the
+    model. What the plan decides is read from it, and from the settings what it does not: the
+    optimizer and its groups, tied parameters, number types of modules, random numbers, timeout. If
+    this rank has no parameters of an optimizer group, the group has one empty tensor.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        schedule: Schedule,
-        layout: Layout,
+        layers: Mapping[int, nn.Module],
+        sizes: Sequence[LayerSizes],
+        plan: Plan,
+        settings: Settings,
         *,
         loss: Loss,
-        boundary: Boundary,
-        optimizer: OptimizerConfig | MakeOptimizer,
         device: torch.device,
-        options: EngineOptions | None = None,
     ) -> None:
+        layout, schedule = plan.layout, plan.schedule
         self._layout, self._device = layout, device
-        self._options = options = options or EngineOptions()
-        self._pieces = sorted(pieces, key=lambda piece: piece.index)
+        self._layers = dict(sorted(layers.items()))
         self.steps_done = 0
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
+        self._rows = GivenRows(("inputs", "targets", *settings.sample_keywords), layout, device)
         self._seeds: StepSeeds | None = None
-        if options.dropout_seed is not None:
+        if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
-            self._seeds = StepSeeds(options.dropout_seed, first, device)
-        timeout = options.timeout or default_timeout(device)
+            self._seeds = StepSeeds(settings.dropout_seed, first, device)
+        timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout)
+            self.barrier = ErrorBarrier(timeout, 2 + self._rows.count)
             undo.callback(self.barrier.close)
             self._groups = make_groups(layout, device, timeout)
             undo.callback(self._groups.close)
-            together(lambda: self._make_own(schedule, boundary, optimizer, undo))
+            together(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
-            ends = [schedule.stage_rank[stage] for stage in options.tied_stages]
-            self._tied = TiedWeights(options.tied, ends, self.flats, layout, timeout)
+            stages = [bisect_right(plan.cuts, index) - 1 for index, _ in settings.tied or ()]
+            ends = [schedule.stage_rank[stage] for stage in stages]
+            self._tied = TiedWeights(settings.tied, ends, self.flats, layout, timeout)
             undo.callback(self._tied.close)
-            self._make_runners(schedule, loss)
+            self._make_runners(plan, settings, loss)
             self._undo = undo.pop_all()
 
-    def step(
-        self,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        keywords: Sequence[Mapping[str, Tensor]] = (),
-    ) -> StepTensors:
+    def step(self, batch: Microbatches) -> StepTensors:
         """One optimizer step on this rank's microbatches; every rank gives its own. A step whose
         gradients are not finite updates nothing, and ``skipped_steps`` counts it."""
         with self._usable_unless_it_fails():
             self.updater.set_rates(self.steps_done)
-            losses = self.accumulate(Microbatches(inputs, targets, keywords))
-            flats = [flat for flat in self.flats if flat is not self._tied.copy]
-            sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-            if losses:
-                sums[0] = torch.stack(losses).sum()
-            sums[1] = square_norm_of(flats, self._layout, self._device)
-            if self._groups.world is not None:
-                dist.all_reduce(sums, group=self._groups.world)
-            result = StepTensors(sums[0], sums[1].sqrt())
-            self.skipped_steps += self.updater.update(result.grad_norm)
-            self._gather_updated()
+            for flat in self.flats:
+                flat.clear_gradients()
+            drawing = self._seeds.drawing(self.steps_done) if self._seeds else None
+            result = self.interpreter.run(batch, drawing)
             self.steps_done += 1
         return result
 
@@ -146,20 +137,35 @@ class Engine:
 
         Where a training batch has shapes that are new to a rank, all ranks run one microbatch of it
         forward, to learn what passes between their stages, and on CUDA warm their kernels up for
-        it. Raises RowsError on every rank if ranks of one pipeline were given different shapes.
+        it. Raises RowsError on every rank if ranks of one pipeline were given different shapes, or
+        different rows, which ``GivenRows`` compares, and ValueError if the settings of the
+        optimizer differ between ranks, as a learning rate does that one rank alone has changed.
         """
         self.check_usable()
-        batch, digests = self.barrier.run(call, make, Microbatches.digest)
+        batch, numbers = self.barrier.run(
+            call,
+            make,
+            lambda batch: [
+                batch.digest(),
+                crc32(self.updater.described().encode()),
+                *self._rows.numbers(call, batch.whole),
+            ],
+        )
+        digests = [digest for digest, *_ in numbers]
+        if call == "train_step":
+            self._check_optimizers([settings for _, settings, *_ in numbers])
+            self._check_shapes(digests)
+        self._rows.check(call, [sums for _, _, *sums in numbers])
         if call != "train_step":
             return batch
-        mine, given = digests[dist.get_rank()], set(enumerate(digests))
-        self._check_pipelines(digests)
+        self._rows.begin(batch.whole)
+        digest, given = digests[dist.get_rank()], set(enumerate(digests))
         is_new = not self._seen.issuperset(given)  # the same on every rank
         self._seen |= given
         with self._usable_unless_it_fails():
             if is_new:
-                self._passed[mine] = self._evaluator.boundaries(batch)
-            passed = self._passed[mine]
+                self._passed[digest] = self._evaluator.boundaries(batch)
+            passed = self._passed[digest]
             for stage, chunk in self.chunks.items():
                 chunk.arriving = passed.get(stage)
                 chunk.leaving = passed.get(stage + 1)
@@ -177,7 +183,7 @@ class Engine:
 
         if self.barrier.is_closed:
             self.check_usable()
-        return self.barrier.run(call, checked, lambda _: 0)[0]
+        return self.barrier.run(call, checked)[0]
 
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""
@@ -185,21 +191,11 @@ class Engine:
         with self._usable_unless_it_fails():
             return self._evaluator.run(batch, *counts)
 
-    def accumulate(self, batch: Microbatches) -> list[Tensor]:
-        """The first half of a step: run the program, so that the tensors that this rank updates
-        have their gradients. Returns this rank's parts of the loss of the global batch."""
-        for flat in self.flats:
-            flat.clear_gradients()
-        with self._seeds.drawing(self.steps_done) if self._seeds else nullcontext():
-            losses = self.interpreter.run(batch)
-        self._tied.sum_gradients()
-        return losses
-
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
         several names comes once, or with ``every_name`` under each of them. Collective."""
         self.check_usable()
-        self._settle()
+        self.settle()
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
@@ -207,44 +203,16 @@ class Engine:
         """Unsharded CPU copies of the last step's gradients, after clipping, named as the
         parameters, until the next step begins. Collective."""
         self.check_usable()
-        self._settle()
+        self.settle()
         for flat in self.flats:
-            if (mine := flat.gradient()) is not None:
-                yield from self._whole(flat, mine, mine.dtype)
+            if (gradient := flat.gradient()) is not None:
+                yield from self._whole(flat, gradient, gradient.dtype)
 
     def full_state(self) -> dict[str, Tensor]:
         """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
         self.on_all_ranks("full_state_dict", lambda: None)
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return dict([*self.full_parameters(every_name=True), *buffers])
-
-    def save(self, directory: Path | str) -> None:
-        """Write parameters, optimizer state and the number of steps; any topology can load it."""
-        checkpoint.save(self.state("save"), directory)
-
-    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
-        """Read what ``save`` wrote, in this topology or another; ``weights_only``: parameters and
-        buffers alone."""
-        state = self.state("load")
-        checkpoint.load(state, directory, weights_only=weights_only)
-        self.take_over(state, optimizer=not weights_only)
-
-    def state(self, call: str = "state_dict") -> checkpoint.State:
-        """Parameters, buffers and optimizer state of this rank, for a method that all ranks
-        ``call``; tensors share memory with the engine's. Raises RuntimeError after a step that has
-        failed."""
-        return self.on_all_ranks(call, self._state)
-
-    def take_over(self, state: checkpoint.State, *, optimizer: bool = True) -> None:
-        """Continue from a ``state()`` into whose tensors a checkpoint has been read, with what it
-        has of the ``optimizer``, or with the optimizer as it is."""
-        self.steps_done = int(state.steps_done)
-        self.skipped_steps.copy_(state.skipped_steps)
-        if optimizer:
-            updates = self.steps_done - int(state.skipped_steps)
-            self.updater.take_over(state.states, updates)
-        checkpoint.set_settings(state, self.updater)
-        self._gather_updated()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -253,7 +221,12 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
-        return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
+        return persistent_buffers(self._layers.items())
+
+    def settle(self) -> None:
+        """Let compute wait until the parameters are those of the last update."""
+        for flat in self.flats:
+            flat.settle()
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
@@ -281,7 +254,16 @@ class Engine:
         if self._unusable:
             raise RuntimeError(self._unusable)
 
-    def _check_pipelines(self, digests: Sequence[int]) -> None:
+    def _check_optimizers(self, digests: Sequence[int]) -> None:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ValueError(
+                f"train_step: the optimizer of ranks {others} has other settings than that of rank "
+                f"0 (a learning rate, for example; here {self.updater.described()}): set "
+                "model.optimizer.param_groups alike on all ranks"
+            )
+
+    def _check_shapes(self, digests: Sequence[int]) -> None:
         for ranks in self._layout.pipelines():
             if len({digests[rank] for rank in ranks}) > 1:
                 raise RowsError(
@@ -304,80 +286,123 @@ class Engine:
             raise
 
     def _make_own(
-        self,
-        schedule: Schedule,
-        boundary: Boundary,
-        optimizer: OptimizerConfig | MakeOptimizer,
-        undo: ExitStack,
+        self, sizes: Sequence[LayerSizes], plan: Plan, settings: Settings, undo: ExitStack
     ) -> None:
         """Make what a rank makes without the others: lanes, chunks and the optimizer."""
         if self._device.type == "cuda":
+            from zeropp.engine.preflight_cuda import check_cuda
+
             check_cuda(self._layout.pp)
-        _claim(self._pieces, undo)
+        _claim(self._layers, undo)
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
-        if self._options.precision == "bf16":
-            modules = [module for piece in self._pieces for module in piece.module.modules()]
-            wide = [one for one in modules if isinstance(one, self._options.fp32_modules)]
+        if plan.precision == "bf16":
+            modules = [module for layer in self._layers.values() for module in layer.modules()]
+            wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
             inner = {part for module in wide for part in module.modules() if part is not module}
             for module in wide:
                 hooks = computing_in_fp32(module, torch.bfloat16, nested=module in inner)
                 undo.enter_context(hooks)
-        splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
+        splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, schedule.num_stages, boundary, splits=splits)
-            for stage in schedule.stages_of(pp)
+            stage: self._chunk(stage, sizes, plan, settings, splits=splits)
+            for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
+        groups = dict.fromkeys(groups_of(settings, sizes).values())  # in the order of the model
+        if not isinstance(settings.optimizer, OptimizerConfig):
+            from zeropp.engine.optimizer_trial import check_elementwise
+
+            check_elementwise(settings.optimizer, groups or ["all"], self._device)
         self.updater = Updater.make(
-            self.flats, optimizer, self._device, self._options.lr_schedule, self._options.groups
+            self.flats,
+            settings.optimizer,
+            self._device,
+            groups,
+            clip_norm=settings.clip_norm,
+            lr_schedule=settings.lr_schedule,
         )
 
-    def _chunk(self, stage: int, num_stages: int, boundary: Boundary, *, splits: bool) -> Chunk:
+    def _chunk(
+        self,
+        stage: int,
+        sizes: Sequence[LayerSizes],
+        plan: Plan,
+        settings: Settings,
+        *,
+        splits: bool,
+    ) -> Chunk:
         """The chunk of one stage; ``splits``: backwards delay weight gradients."""
-        options, layout, seeds = self._options, self._layout, self._seeds
-        pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
-        blocks = [piece for piece in pieces.values() if piece.deferrable]
-        # The first blocks may be recomputed. Half blocks never are, so they come last.
-        deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
+        layers = {index: self._layers[index] for index in plan.pieces_of(stage)}
+        # The first and the last layer of the model are neither delayed nor recomputed.
+        ends = {0, len(sizes) - 1}
+        blocks = [layer for index, layer in layers.items() if index not in ends]
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
         least = 0 if splits else _LEAST_ADDED
-        deferred = defer_weight_grads(deferrable, store, least=least, warn=splits)
-        others = (piece.module for piece in pieces.values() if not piece.deferrable)
+        deferred = defer_weight_grads(blocks, store, least=least, warn=splits)
+        others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(
-            {index: piece.module for index, piece in pieces.items()},
+            layers,
             deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
-            options=options,
-            zero=layout.replicate_zero == 1,
-            keeps_sums=layout.world == 1 and len({one.stage for one in self._pieces}) == 1,
+            plan=plan,
+            settings=settings,
+            keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
         )
-        indices = list(pieces)
+        compute = torch.bfloat16 if plan.precision == "bf16" else None
+        arriving, leaving = (
+            _outputs(sizes[cut - 1], compute) if 0 < cut < len(sizes) else None
+            for cut in plan.cuts[stage : stage + 2]
+        )
+        indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
         return Chunk(
-            [piece.module for piece in pieces.values()],
+            list(layers.values()),
             list(flats),
             self.lanes,
             store,
-            blocks=deferrable,
-            arriving=boundary(stage) if stage > 0 else None,
-            leaving=boundary(stage + 1) if stage + 1 < num_stages else None,
-            options=options.of_chunk(stage, seed),
+            blocks=blocks,
+            arriving=arriving,
+            leaving=leaving,
+            options=ChunkOptions(
+                recompute=plan.recompute,
+                recomputed=plan.recomputed_blocks(stage),
+                compiled=plan.compile,
+                seed=seed,
+                compute=compute,
+            ),
         )
 
-    def _make_runners(self, schedule: Schedule, loss: Loss) -> None:
+    def _make_runners(self, plan: Plan, settings: Settings, loss: Loss) -> None:
         """Make the interpreter and the evaluator, which run the chunks."""
-        layout, reduction = self._layout, self._options.loss_reduction
-        everywhere = schedule.num_microbatches * layout.dp
+        layout, schedule = plan.layout, plan.schedule
+        # A batch's count is known only once all of it has run forward. Until the update, losses are
+        # divided by its rows times their positions, so that gradients stay in range.
+        divisors = {
+            "mean": schedule.num_microbatches * layout.dp,
+            "sum": 1,
+            "tokens": plan.global_batch * prod(settings.sample.shape[1:2]),
+        }
+        divisor = divisors[loss.reduction]
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
             channels=self._channels,
             loss=loss,
-            loss_count=everywhere if reduction == "mean" else 1,
+            divisor=divisor,
+            update=ParameterUpdate(
+                self.flats,
+                layout,
+                self.lanes,
+                self._tied,
+                self.updater,
+                self._groups.world,
+                self.skipped_steps,
+                divisor if loss.reduction == "tokens" else None,
+            ),
         )
         self._evaluator = Evaluator(
             schedule,
@@ -385,33 +410,25 @@ class Engine:
             chunks=self.chunks,
             channels=self._channels,
             loss=loss,
-            reduction=reduction,
             barrier=self.barrier,
             world=self._groups.world,
         )
 
-    def _settle(self) -> None:
-        for flat in self.flats:
-            flat.settle()
-
-    def _state(self) -> checkpoint.State:
-        self._settle()
-        return checkpoint.state_of(
-            self.flats,
-            self.updater,
-            steps_done=self.steps_done,
-            skipped_steps=int(self.skipped_steps),
-            buffers=self.buffers(),
-        )
-
-    def _gather_updated(self) -> None:
-        for flat in self.flats:
-            flat.gather_updated()
-
     def _whole(
-        self, flat: FlatParameters, mine: Tensor, dtype: torch.dtype, *, every_name: bool = False
+        self, flat: FlatParameters, part: Tensor, dtype: torch.dtype, *, every_name: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        for slot, whole in flat.copies(mine, dtype):
+        for slot, whole in flat.copies(part, dtype):
             once = () if flat is self._tied.copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _outputs(layer: LayerSizes, compute: torch.dtype | None) -> list[TensorShape]:
+    """What one microbatch sends from a layer into the next stage; floating-point numbers in the
+    type ``compute``, if there is one."""
+    return [
+        TensorShape(output.size, compute or output.dtype)
+        if output.dtype.is_floating_point
+        else output
+        for output in layer.outputs
+    ]

@@ -39,7 +39,7 @@ def together(work: Callable[[], T]) -> T:
     result, failure = _attempt(work)
     failed += failure is not None
     dist.all_reduce(failed)
-    if float(failed):
+    if failure is not None or float(failed):
         _raise_everywhere(failure, None)
     return result[0]
 
@@ -48,10 +48,11 @@ class ErrorBarrier:
     """Where ranks meet before a step or an evaluation; all ranks must construct it.
 
     It has process groups of its own on the CPU, so that the host does not wait for the GPU.
-    ``timeout``: how long a rank may come later than the others.
+    ``timeout``: how long a rank may come later than the others. ``count``: of a result's numbers.
     """
 
-    def __init__(self, timeout: timedelta | None) -> None:
+    def __init__(self, timeout: timedelta | None, count: int) -> None:
+        self._count = count
         backend = "gloo" if "nccl" in str(dist.get_backend_config()) else None
         self._groups = [
             dist.new_group(backend=backend, timeout=timeout, group_desc=f"zeropp {name}")
@@ -59,37 +60,41 @@ class ErrorBarrier:
         ]
 
     def run(
-        self, call: str, work: Callable[[], T], number: Callable[[T], int]
-    ) -> tuple[T, list[int]]:
+        self,
+        call: str,
+        work: Callable[[], T],
+        numbers: Callable[[T], Sequence[int]] | None = None,
+    ) -> tuple[T, list[list[int]]]:
         """The result of ``work`` on this rank, if it succeeded on all ranks, as in ``together``;
-        and a ``number`` of every rank's result.
+        and the ``numbers`` of every rank's result (zeros without them).
 
         Raises RuntimeError on every rank if other ranks are in another ``call``, and on the ranks
         that have waited for others until the timeout.
         """
         result, failure = _attempt(work)
         code = sum(map(ord, call))
-        mine = [number(one) for one in result] or [0]
-        rows = self.exchange([code, failure is not None, *mine])
+        # As many in every call, because ranks that are in different calls meet here, too.
+        own = numbers(result[0]) if result and numbers else [0] * self._count
+        rows = self.exchange([code, failure is not None, *own])
         elsewhere = [rank for rank, (other, *_) in enumerate(rows) if other != code]
         if elsewhere:
             raise RuntimeError(
                 f"{call}: ranks {elsewhere} have called another method (all ranks must call the "
                 "same methods in the same order)"
             )
-        if any(failed for _, failed, _ in rows):
+        if any(failed for _, failed, *_ in rows):
             _raise_everywhere(failure, self._groups[0])
-        return result[0], [theirs for _, _, theirs in rows]
+        return result[0], [rank_numbers for _, _, *rank_numbers in rows]
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, as many on each, by rank; collective. Raises RuntimeError that
         names late ranks, if rank 0 is not among them, on rank 0."""
         if dist.get_world_size() == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers)
+        sent = torch.tensor(numbers)
         every = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.long)
         try:
-            all_gather_single(every, mine, group=self._groups[0])
+            all_gather_single(every, sent, group=self._groups[0])
         except RuntimeError as error:
             dist.monitored_barrier(self._groups[1], timeout=_REPORT, wait_all_ranks=True)
             raise RuntimeError("lost the connection to a rank, or it timed out") from error
@@ -136,11 +141,11 @@ def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None) 
             everywhere = len(set(refusals)) == 1
             raise InfeasibleError(refusal if everywhere else f"{refusal} (on rank {rank})")
     lines = str(error).strip().splitlines()[:1] if error is not None else []
-    said = "" if error is None else ": ".join([type(error).__name__, *lines])
-    others = gathered_texts(said, group)
+    summary = "" if error is None else ": ".join([type(error).__name__, *lines])
+    summaries = gathered_texts(summary, group)
     if error is not None:
         raise error
-    rank, line = next((rank, line) for rank, line in enumerate(others) if line)
+    rank, line = next((rank, line) for rank, line in enumerate(summaries) if line)
     raise PeerError(f"rank {rank} raised {line}")
 
 

@@ -103,9 +103,9 @@ class FlatLayout:
             first = whole.setdefault(slot.group, slot.elements)
             whole[slot.group] = ElementRange(first.begin, slot.elements.end)
         for group, elements in whole.items():
-            mine = elements.intersect(self.owned)
-            if len(mine):
-                yield group, mine
+            common = elements.intersect(self.owned)
+            if len(common):
+                yield group, common
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ def lay_out(
     Groups come in the order of their first parameters, each in one piece, so that a rank has at
     most one range of each. The buffer is padded with zeros so that all parts are equal.
     """
-    waiting = list(parameters)
-    order = list(dict.fromkeys(group for _, _, group in waiting))
+    members = list(parameters)
+    order = list(dict.fromkeys(group for _, _, group in members))
     slots, end = [], 0
-    for names, shape, group in sorted(waiting, key=lambda one: order.index(one[2])):
+    for names, shape, group in sorted(members, key=lambda member: order.index(member[2])):
         slots.append(Slot(names, tuple(shape), group, end))
         end = _aligned(slots[-1].elements.end, ALIGNMENT)
     size = _aligned(end, ALIGNMENT * partition.shards * partition.rows)
@@ -174,6 +174,26 @@ class OptimizerShard:
     tensor: nn.Parameter
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """This rank has its part of the parameters, and the buffer has no memory."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The buffer has memory, into which ``gather`` brings all parts; compute has not waited."""
+
+    gather: Ticket
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The buffer has all parameters, and compute may read it."""
+
+
+ParameterState = Sharded | Gathering | Unsharded
+
+
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A buffer for gradients (a function of its own, so that traces can recognise the buffer)."""
     return torch.zeros(size, dtype=dtype, device=device)
@@ -185,6 +205,10 @@ class FlatParameters:
     the memory of gradient sums is used again in the next step. That is for jobs of one rank with
     one chunk, which hold a step's sums until the next step begins anyway: new memory of that size
     would cost a CPU a few percent of a step.
+
+    ``state`` is that of the parameters. ``unshard`` leads from sharded to gathering, ``wait`` to
+    unsharded, and ``reshard`` back; any other way is a RuntimeError. A buffer that is this rank's
+    part, as one rank has all of it, is unsharded for good, and these methods do nothing to it.
 
     The constructor copies the parameters' values. Inside steps, parameters are views of the buffer,
     which has memory only between ``unshard`` and ``reshard``; outside of steps they are NaN, unless
@@ -212,20 +236,28 @@ class FlatParameters:
         mixed = types.compute != types.master
         self._kept = layout.owned if mixed and self._zero else layout.part
         self.master = self._values(self._kept, types.master)
-        # This rank's part as gathers send it; None: they cast the masters every time.
-        self._part: Tensor | None = None if mixed else self.master
-        if mixed and self._zero:
-            self._part = self._values(layout.part, types.compute)
-        self._resident = groups.gather is None and self._part is not None
-        self._buffer = self._make_buffer()
-        self._arriving: Ticket | None = None  # a gather that compute has not waited for
-        self.updated: Ticket | None = None  # the other replicas' rows after an update
+        part = self._values(layout.part, types.compute) if mixed and self._zero else self.master
+        self._casts = mixed and not self._zero  # every gather casts the masters to compute
+        self._resident = groups.gather is None and not self._casts
+        for parameter in self._parameters:  # their memory is free before the buffer takes some
+            parameter.data = parameter.data.new_empty(0)
+        self._buffer = part
+        if not self._resident:
+            self._buffer = self.master.new_empty(layout.size, dtype=types.compute)
+        # This rank's part as gathers send it: what it keeps, or the place to which they cast it.
+        self._part = self._buffer[layout.part.begin : layout.part.end] if self._casts else part
+        self._make_views()
+        self.state: ParameterState = Unsharded()
+        if not self._resident:
+            self._storage.resize_(0)
+            self.state = Sharded()
+        # Gathers of rows that other replicas have updated; compute has not waited for them.
+        self._row_gathers: list[Ticket] = []
         self._sums: Tensor | None = None  # gradients of this rank that are not reduced
-        self._over_shards: Tensor | None = None  # reduced over the shards, not over the replicas
-        self._over_replicas: Tensor | None = None  # reduced over both
+        self._reduced: Tensor | None = None  # over the shards, at last over the replicas, too
         self.owned = [
-            OptimizerShard(group, mine, nn.Parameter(self.master[mine.inside(self._kept)]))
-            for group, mine in (layout.groups() if trainable else ())
+            OptimizerShard(group, elements, nn.Parameter(self.master[elements.inside(self._kept)]))
+            for group, elements in (layout.groups() if trainable else ())
         ]
 
     @property
@@ -255,29 +287,34 @@ class FlatParameters:
         """Start to gather the parameters after the compute so far; ``wait`` before use."""
         if self._resident:
             return
+        if not isinstance(self.state, Sharded):
+            raise RuntimeError("parameters are gathered while they are gathered already")
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        after = [self.updated] if self.updated is not None else []
-        self._arriving = self._lanes.gather.run(self._gather, after)
+        gather = self._lanes.gather.run(self._gather, tuple(self._row_gathers))
+        self.state = Gathering(gather)
 
     def wait(self) -> None:
         """Make compute wait for the gather that ``unshard`` has started."""
         if self._resident:
             self.settle()
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = self.updated = None
+        elif isinstance(self.state, Gathering):
+            self.state.gather.wait()
+            self._row_gathers.clear()  # the gather has waited for them
+            self.state = Unsharded()
+        elif isinstance(self.state, Sharded):
+            raise RuntimeError("parameters are used or freed without being gathered")
 
     def settle(self) -> None:
         """Let compute wait until the masters are those of the last update."""
-        if self.updated is not None:
-            self.updated.wait()
-            self.updated = None
+        while self._row_gathers:
+            self._row_gathers.pop().wait()
 
     def reshard(self) -> None:
         """Free the gathered parameters; gradients stay."""
         if not self._resident:
             self.wait()
             self._storage.resize_(0)
+            self.state = Sharded()
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros to add to, unless it has one already.
@@ -297,62 +334,65 @@ class FlatParameters:
                 if made is not None:
                     gradient.add_(made)
 
-    def reduce(self, *, over_replicas: bool) -> None:
-        """Start to sum the gradients over the shards, and then ``over_replicas``."""
+    def reduce(self) -> None:
+        """Start to sum the gradients over the shards."""
         if not self.trainable:
             return
         self.make_gradients()  # zeros where this rank has none, because others may have some
-        over_replicas = over_replicas and self._groups.replicate is not None
-        after: list[Ticket] = []
         if self._groups.reduce is not None:
-            after = [self._reduce_over_shards(self._take_sums())]
-            self._lanes.shard_reductions[self] = after[0]
-        elif over_replicas:
-            self._over_shards = self._take_sums()
-        if over_replicas:
-            self._lanes.replica_reductions.append(self._reduce_over_replicas(after))
+            self._lanes.shard_reductions[self] = self._reduce_over_shards(self._take_sums())
+
+    def reduce_over_replicas(self) -> None:
+        """Start to sum the gradients over the replicas, once those of a step are reduced over the
+        shards."""
+        if not self.trainable:
+            return
+        reduction = self._lanes.shard_reductions.get(self)  # None: compute has waited for it
+        if self._groups.reduce is None:
+            self._reduced = self._take_sums()
+        after = [] if reduction is None else [reduction]
+        self._lanes.replica_reductions.append(self._reduce_over_replicas(after))
 
     def finish(self) -> None:
         """Set the gradients of the tensors that the optimizer updates: sums over all data-parallel
         ranks. Compute must have waited for all reductions."""
         if (gradient := self.gradient()) is not None:
-            for one in self.owned:
-                one.tensor.grad = gradient[one.elements.inside(self.layout.owned)]
+            for shard in self.owned:
+                shard.tensor.grad = gradient[shard.elements.inside(self.layout.owned)]
 
     def gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, after ``finish``; None without one."""
-        if self._groups.replicate is not None:
-            return self._over_replicas
-        return self._over_shards if self._groups.reduce is not None else self._sums
+        is_alone = self._groups.reduce is None and self._groups.replicate is None
+        return self._sums if is_alone else self._reduced
 
     def clear_gradients(self) -> None:
         """Drop all gradients, or make kept ones zero."""
         if self._keeps_sums and self._sums is not None:
             self._sums.zero_()
             return
-        self._sums = self._over_shards = self._over_replicas = None
+        self._sums = self._reduced = None
         for parameter in self._parameters:
             parameter.grad = None
-        for one in self.owned:
-            one.tensor.grad = None
+        for shard in self.owned:
+            shard.tensor.grad = None
 
     def gather_updated(self) -> None:
         """Start to gather the rows that other replicas have updated; the next gather or the next
         use waits for them."""
         if self._zero:
-            self.updated = self._lanes.replicate.run(self._gather_rows)
+            self._row_gathers.append(self._lanes.replicate.run(self._gather_rows))
 
-    def copies(self, mine: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
-        """Every parameter's part of a whole tensor, copied to the CPU; ``mine`` is this rank's part
+    def copies(self, part: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
+        """Every parameter's part of a whole tensor, copied to the CPU; ``part`` is this rank's part
         of it, shaped as the rows that this rank updates. Collective; the buffer must be settled,
         because the lanes use the same process groups."""
         for group in (self._groups.replicate if self._zero else None, self._groups.gather):
             if group is not None:
-                gathered = mine.new_empty(mine.numel() * group.size())
-                all_gather_single(gathered, mine, group=group)
-                mine = gathered
+                gathered = part.new_empty(part.numel() * group.size())
+                all_gather_single(gathered, part, group=group)
+                part = gathered
         slots = (member.slot for member in self.members)
-        return [(slot, slot.view(mine).to(dtype, copy=True).cpu()) for slot in slots]
+        return [(slot, slot.view(part).to(dtype, copy=True).cpu()) for slot in slots]
 
     def is_in_buffer(self, x: Tensor) -> bool:
         """Whether a tensor lies in the memory of gathered parameters."""
@@ -371,46 +411,37 @@ class FlatParameters:
         (device,) = {parameter.device for parameter in self._parameters}
         buffer = torch.zeros(len(elements), dtype=dtype, device=device)
         for member in self.members:
-            own = member.slot.elements
-            mine = own.intersect(elements)
-            if len(mine):
+            slot = member.slot
+            common = slot.elements.intersect(elements)
+            if len(common):
                 values = member.parameters[0].detach().flatten()
-                buffer[mine.inside(elements)] = values[mine.inside(own)]
+                buffer[common.inside(elements)] = values[common.inside(slot.elements)]
         return buffer
 
-    def _make_buffer(self) -> Tensor:
-        """Make the buffer for compute, and the views of it that parameters are inside steps."""
-        for parameter in self._parameters:
-            parameter.data = parameter.data.new_empty(0)
-        if self._resident:
-            assert self._part is not None
-            buffer = self._part
-        else:
-            buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        slots = [(one.slot, parameter) for one in self.members for parameter in one.parameters]
-        nothing = buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
+    def _make_views(self) -> None:
+        """Make the views of the buffer that parameters are inside steps, and what they are outside
+        of them."""
+        slots = [
+            (member.slot, parameter) for member in self.members for parameter in member.parameters
+        ]
+        nothing = self._buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
         self._views = [
-            (parameter, slot.view(buffer), one.expand(slot.shape))
-            for (slot, parameter), one in zip(slots, nothing, strict=True)
+            (parameter, slot.view(self._buffer), nan.expand(slot.shape))
+            for (slot, parameter), nan in zip(slots, nothing, strict=True)
         ]
         self.show()
         if self.trainable:
             for parameter in self._parameters:
                 parameter.grad_dtype = None
-        if buffer is self.master and not self._zero:
+        if self._buffer is self.master and not self._zero:
             self._views = []  # parameters stay views of what this rank keeps and updates
         self.hide()
-        if not self._resident:
-            buffer.untyped_storage().resize_(0)
-        return buffer
 
     def _gather(self) -> None:
-        mine = self._part
-        if mine is None:
-            mine = self._buffer[self.layout.part.begin : self.layout.part.end]
-            mine.copy_(self.master)
+        if self._casts:
+            self._part.copy_(self.master)
         if self._groups.gather is not None:
-            all_gather_single(self._buffer, mine, group=self._groups.gather)
+            all_gather_single(self._buffer, self._part, group=self._groups.gather)
 
     def _take_sums(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
@@ -421,25 +452,24 @@ class FlatParameters:
         return sums
 
     def _reduce_over_shards(self, sums: Tensor) -> Ticket:
-        first = self._over_shards is None
-        if self._over_shards is None:
-            self._over_shards = sums.new_empty(len(self.layout.part))
+        first = self._reduced is None
+        if self._reduced is None:
+            self._reduced = sums.new_empty(len(self.layout.part))
         place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
         assert group is not None
         return self._lanes.reduce.run(
-            partial(_reduce_scatter, sums, self._sent(sums), place, self._over_shards, first, group)
+            partial(_reduce_scatter, sums, self._sent(sums), place, self._reduced, first, group)
         )
 
     def _reduce_over_replicas(self, after: Sequence[Ticket]) -> Ticket:
-        source, self._over_shards = self._over_shards, None
-        group = self._groups.replicate
+        source, group = self._reduced, self._groups.replicate
         assert source is not None
         assert group is not None
         sent = self._sent(source)
-        self._over_replicas = source.new_empty(len(self.layout.owned)) if self._zero else source
         work = partial(_all_reduce, source, sent, group)
         if self._zero:
-            place, total = self.layout.owned.inside(self.layout.part), self._over_replicas
+            self._reduced = total = source.new_empty(len(self.layout.owned))
+            place = self.layout.owned.inside(self.layout.part)
             work = partial(_reduce_scatter, source, sent, place, total, True, group)
         return self._lanes.replicate.run(work, after)
 
@@ -450,7 +480,6 @@ class FlatParameters:
         return torch.empty_like(gradient, dtype=self._types.wire)
 
     def _gather_rows(self) -> None:
-        assert self._part is not None
         rows = self._part[self.layout.owned.inside(self.layout.part)]
         if self._part is not self.master:
             rows.copy_(self.master)
@@ -466,12 +495,12 @@ def _reduce_scatter(
     cast = sent is not source
     if cast:
         sent.copy_(source)
-    mine = total if first and not cast else sent[place]
-    reduce_scatter_single(mine, sent, group=group)
+    received = total if first and not cast else sent[place]
+    reduce_scatter_single(received, sent, group=group)
     if not first:
-        total.add_(mine)
+        total.add_(received)
     elif cast:
-        total.copy_(mine)
+        total.copy_(received)
 
 
 def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -508,7 +537,7 @@ class TiedWeights:
             for name in tied or ()
         ]
         self.copy = ends[1] if ends and ends[1] is not ends[0] else None
-        self._mine = [flat for flat in dict.fromkeys(ends) if flat is not None]
+        self._flats = [flat for flat in dict.fromkeys(ends) if flat is not None]
         self._group: dist.ProcessGroup | None = None
         if tied is None:
             return
@@ -519,12 +548,12 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Replace the gradients of both copies by their sum."""
-        found = [gradient for flat in self._mine if (gradient := flat.gradient()) is not None]
-        if self._group is not None and found:
-            dist.all_reduce(found[0], group=self._group)
-        elif len(found) == 2:
-            found[0].add_(found[1])
-            found[1].copy_(found[0])
+        gradients = [gradient for flat in self._flats if (gradient := flat.gradient()) is not None]
+        if self._group is not None and gradients:
+            dist.all_reduce(gradients[0], group=self._group)
+        elif len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
 
     def close(self) -> None:
         """Destroy the process group; all its ranks must call it."""
@@ -536,8 +565,8 @@ class TiedWeights:
     def _make_equal(self, source: int) -> None:
         """Overwrite the copy with the original's values, which the global rank ``source`` has."""
         if self._group is not None:
-            dist.broadcast(self._mine[0].master, source, group=self._group)
-        elif len(self._mine) == 2:
-            self._mine[1].master.copy_(self._mine[0].master)
-        for flat in self._mine:
+            dist.broadcast(self._flats[0].master, source, group=self._group)
+        elif len(self._flats) == 2:
+            self._flats[1].master.copy_(self._flats[0].master)
+        for flat in self._flats:
             flat.gather_updated()

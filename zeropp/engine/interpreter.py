@@ -1,51 +1,55 @@
 """The interpreter: runs one rank's program, with one method per kind of action. It knows nothing of
-schedules: the program alone says what comes next."""
+schedules: the program alone says what comes next, up to the update and what follows it."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
-from zeropp.engine.checkpoint import persistent_buffers
-from zeropp.engine.chunk import Chunk
+from zeropp.engine.chunk import Chunk, persistent_buffers
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.given_rows import RowsError
+from zeropp.engine.optimizer import ParameterUpdate, StepTensors
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners
-from zeropp.layout import Layout
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.timeline import Span
 
-LossFunction = Callable[..., Tensor]  # output of the last layer, targets, keyword inputs it names
+# From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
+# a sum and a count.
+LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
 Key = tuple[int, int]  # stage, microbatch
 Tensors = Sequence[Tensor]
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
 _Message = list[tuple[Tensor, dist.Work]]
 
 
-class RowsError(ValueError):
-    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
-
-
 @dataclass(frozen=True)
 class Microbatches:
     """One rank's part of a batch, cut into microbatches. ``keywords`` are the keyword inputs of
-    each microbatch by name; empty if there are none."""
+    each microbatch by name; empty if there are none. ``whole``: all of them by name, uncut, to be
+    compared with those of other ranks."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     keywords: Sequence[Mapping[str, Tensor]] = ()
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
 
     def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
         """The keyword inputs of one microbatch."""
@@ -54,7 +58,7 @@ class Microbatches:
     def digest(self) -> int:
         """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
         parts = {"": self.inputs[0], **self.keywords_of(0)} if self.inputs else {}
-        kinds = sorted((name, tuple(one.shape), str(one.dtype)) for name, one in parts.items())
+        kinds = sorted((name, tuple(part.shape), str(part.dtype)) for name, part in parts.items())
         return crc32(repr(kinds).encode())
 
 
@@ -63,45 +67,122 @@ class Loss:
     call it is refused if it reads one of ``owners``, which are parameters of layers: no rank would
     add up that part of the gradient."""
 
-    def __init__(self, function: LossFunction, owners: Owners | None = None) -> None:
+    def __init__(
+        self, function: LossFunction, reduction: LossReduction, owners: Owners | None = None
+    ) -> None:
         self._function, self.keywords = function, keywords_of(function)
-        self._unread = owners or {}
+        self.reduction, self._unread = reduction, owners or {}
+        self.modules = [function] if isinstance(function, nn.Module) else []
+        self._is_compared = False
 
-    def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
-        """The loss of one microbatch; raises TypeError if it is not one number."""
+    def __call__(
+        self, output: object, batch: Microbatches, microbatch: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of one microbatch, and its count if the reduction is ``tokens``, both without
+        dimensions; raises TypeError if the function gives something else."""
         targets = batch.targets[microbatch]
         keywords = chosen(batch.keywords_of(microbatch), self.keywords)
         watched, self._unread = self._unread, {}
-        owners = {key: one for key, one in watched.items() if key not in (id(output), id(targets))}
+        given = (id(output), id(targets))
+        owners = {key: owner for key, owner in watched.items() if key not in given}
         with OperationWatch(owners, "loss_fn") if owners else nullcontext():
-            loss = self._function(output, targets, **keywords)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            loss: Any = self._function(output, targets, **keywords)
+        if self.reduction != "tokens":
+            return _number(loss), None
+        if not isinstance(loss, tuple | list) or len(loss) != 2:
             raise TypeError(
-                f"loss_fn: gives {what}, but a tensor of one number is needed (the mean, or with "
-                "loss_reduction='sum' the sum, over a microbatch)"
+                f"loss_fn: gives {_kind(loss)}, but (sum, count) of a microbatch is needed with "
+                "loss_reduction='tokens'"
             )
-        return loss.squeeze()
+        total, count = loss
+        if isinstance(count, int | float):  # a kernel fills it in, so that the host does not wait
+            count = torch.full((), count, dtype=torch.float64, device=_number(total).device)
+        return _number(total), _number(count).detach().double()
+
+    def compare_halves(self, output: Value, batch: Microbatches) -> None:
+        """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
+        ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
+
+        Only the first call compares, and only where the output has rows, more than one. A loss that
+        draws random numbers, or that takes no halves, cannot be compared.
+        """
+        whole, outputs = self._values(output, batch), tensors_of(output)
+        rows = len(batch.inputs[0])
+        has_rows = rows > 1 and all(x.dim() and len(x) == rows for x in outputs)
+        if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
+            return
+        self._is_compared = True
+        parts = slice(0, rows // 2), slice(rows // 2, rows)
+        try:
+            again = self._values(output, batch)
+            first, second = (self._values(*_rows(part, output, batch)) for part in parts)
+        except Exception:  # the loss of a whole microbatch is all that is asked of it
+            return
+        floats = [x.dtype for x in outputs if x.is_floating_point()]
+        tolerance = max([1e-3, *(torch.finfo(dtype).eps ** 0.5 for dtype in floats)])
+        share = (rows // 2) / rows if self.reduction == "mean" else 1.0
+        other = 1.0 - share if self.reduction == "mean" else 1.0
+        for ours, repeated, a, b in zip(whole, again, first, second, strict=True):
+            bound = tolerance * max(abs(ours), abs(a), abs(b))
+            if abs(ours - repeated) > bound:
+                return
+            if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
+                raise InfeasibleError(
+                    f"loss_fn: is not what loss_reduction={self.reduction!r} says of rows: the "
+                    f"first microbatch gives {ours:.6g}, and its halves {a:.6g} and {b:.6g} (where "
+                    "tokens are ignored, give (sum, count) with loss_reduction='tokens'; a loss "
+                    "between rows would change with the size of microbatches)"
+                )
+
+    def _values(self, output: Value, batch: Microbatches) -> list[float]:
+        """The loss of the first microbatch and, if there is one, its count; waits for them."""
+        return [float(value) for value in self(output, batch, 0) if value is not None]
+
+
+def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
+    """Some rows of the first microbatch."""
+    outputs = output[part] if isinstance(output, Tensor) else tuple(x[part] for x in output)
+    keywords = {name: value[part] for name, value in batch.keywords_of(0).items()}
+    return outputs, Microbatches([batch.inputs[0][part]], [batch.targets[0][part]], [keywords])
+
+
+def _number(value: object) -> Tensor:
+    """A tensor of one number, without dimensions; raises TypeError for anything else."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError(
+            f"loss_fn: gives {_kind(value)}, but a tensor of one number is needed (the mean over a "
+            "microbatch; or with loss_reduction='sum' the sum, with 'tokens' a sum and a count)"
+        )
+    return value.squeeze()
+
+
+def _kind(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass
 class _Step:
-    """The tensors of one step while it runs, by (stage, microbatch)."""
+    """The tensors of one step while it runs, by (stage, microbatch); ``passes`` is left once its
+    forwards and backwards are over."""
 
     batch: Microbatches
+    passes: ExitStack = field(default_factory=ExitStack, init=False)
     # The inputs of forwards, and the gradients of outputs, that are still to be used.
     activations: dict[Key, Tensors] = field(default_factory=dict, init=False)
     gradients: dict[Key, Tensors] = field(default_factory=dict, init=False)
     receiving: dict[tuple[Op, Key], _Message] = field(default_factory=dict, init=False)
     losses: list[Tensor] = field(default_factory=list, init=False)
+    counts: list[Tensor] = field(default_factory=list, init=False)
+    result: StepTensors | None = field(default=None, init=False)
 
 
 class Interpreter:
-    """Runs one rank's program over its chunks.
+    """Runs one rank's program over its chunks, which are by stage.
 
-    ``chunks`` are by stage. Gradients are reduced over the replicas with the last reduction over
-    the shards of a step. The loss of every microbatch is divided by ``loss_count``, so that the sum
-    over microbatches and ranks is the loss of the global batch.
+    ``update`` is that of all of them. The loss of every microbatch is divided by ``divisor``, so
+    that the sum over microbatches and ranks is the loss of the global batch, or, where the loss
+    gives counts, becomes it by the update. Raises ValueError if the rank's program is not that of a
+    whole step.
     """
 
     def __init__(
@@ -111,7 +192,8 @@ class Interpreter:
         *,
         channels: Channels,
         loss: Loss,
-        loss_count: int,
+        divisor: int,
+        update: ParameterUpdate,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -121,8 +203,8 @@ class Interpreter:
         self._last = schedule.num_stages - 1
         self._channels = channels
         self._loss = loss
-        self._loss_count = loss_count
-        self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
+        self._divisor = divisor
+        self._parameters = update
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
         self.on_action: Callable[[Action], None] | None = None  # called before every action
@@ -135,7 +217,11 @@ class Interpreter:
             Op.FULL_BACKWARD: self._backward,
             Op.UNSHARD: lambda action, _: chunks[action.stage].unshard(),
             Op.RESHARD: lambda action, _: chunks[action.stage].reshard(),
-            Op.REDUCE_GRAD: self._reduce,
+            Op.REDUCE_GRAD: lambda action, _: chunks[action.stage].reduce(),
+            Op.REDUCE_REPLICAS: lambda action, _: chunks[action.stage].reduce_over_replicas(),
+            Op.REDUCE_TIED: lambda *_: update.sum_tied(),
+            Op.UPDATE: self._update,
+            Op.GATHER_UPDATED: lambda *_: update.gather_updated(),
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
@@ -143,12 +229,15 @@ class Interpreter:
         }
         self._actions = [(a, str(a), a.op.name.lower()) for a in self._program]
 
-    def run(self, batch: Microbatches) -> list[Tensor]:
-        """Run the program over one step's microbatches. Returns the losses that this rank's stages
-        give (the main one is the last stage's), each divided by ``loss_count``."""
+    def run(
+        self, batch: Microbatches, drawing: AbstractContextManager[None] | None = None
+    ) -> StepTensors:
+        """Run the program over one step's microbatches; inside ``drawing`` forwards and backwards
+        draw their random numbers."""
         step = _Step(batch)
-        self._reductions_left = self._unreduced.copy()
-        with shown(self._chunks.values()):
+        with step.passes:
+            step.passes.enter_context(shown(self._chunks.values()))
+            step.passes.enter_context(drawing or nullcontext())
             begin = time.perf_counter()
             for action, name, kind in self._actions:
                 if self.on_action is not None:
@@ -160,10 +249,8 @@ class Interpreter:
                 if self.spans is not None:
                     place = self._rank, LANES[action.op], name
                     self.spans.append(Span(*place, start, self._clock(begin)))
-            self._channels.drain()
-        for chunk in self._chunks.values():
-            chunk.finish()
-        return step.losses
+        assert step.result is not None
+        return step.result
 
     def warm_up(self, batch: Microbatches) -> None:
         """Run every chunk forward and backward once, with zeros for messages. Persistent buffers
@@ -175,7 +262,8 @@ class Interpreter:
         """
         device = self._channels.device
         seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with seeds, shown(self._chunks.values()), _same_buffers(self._chunks.values()):
+        same = _same_buffers(self._chunks.values(), self._loss)
+        with seeds, shown(self._chunks.values()), same:
             for stage, chunk in self._chunks.items():
                 chunk.unshard()
                 shapes = chunk.arriving or ()
@@ -183,7 +271,7 @@ class Interpreter:
                 inputs = [batch.inputs[0]] if stage == 0 else inputs
                 output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
                 if stage == self._last:
-                    loss = self._loss(output, batch, 0)
+                    loss, _ = self._loss(output, batch, 0)
                 if loss is not None:
                     chunk.set_loss(0, loss, alone=stage == self._last)
                 shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
@@ -227,8 +315,9 @@ class Interpreter:
             inputs = self._arrived(Op.RECV_F, (stage, microbatch), step.activations, step)
         output, loss = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
-            main = self._loss(output, step.batch, microbatch)
+            main, count = self._loss(output, step.batch, microbatch)
             loss = main if loss is None else main + loss
+            step.counts += [] if count is None else [count]
             if not loss.requires_grad:
                 raise RuntimeError(
                     "train_step: the loss depends on nothing that is trained (is it detached, or "
@@ -237,7 +326,7 @@ class Interpreter:
         else:
             step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
         if loss is not None:
-            loss = loss / self._loss_count
+            loss = loss / self._divisor
             chunk.set_loss(microbatch, loss, alone=stage == self._last)
             step.losses.append(loss.detach())
 
@@ -247,15 +336,15 @@ class Interpreter:
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
         split = action.op is Op.BACKWARD_INPUT
-        found = self._chunks[stage].backward(microbatch, gradients, split=split)
+        input_gradients = self._chunks[stage].backward(microbatch, gradients, split=split)
         if stage > 0:
-            step.gradients[stage - 1, microbatch] = found
+            step.gradients[stage - 1, microbatch] = input_gradients
 
-    def _reduce(self, action: Action, step: _Step) -> None:
-        del step
-        self._reductions_left[action.stage] -= 1
-        last = self._reductions_left[action.stage] == 0
-        self._chunks[action.stage].reduce(over_replicas=last)
+    def _update(self, action: Action, step: _Step) -> None:
+        del action
+        self._channels.drain()  # so that what was sent is freed before the optimizer needs memory
+        step.passes.close()
+        step.result = self._parameters.update(step.losses, step.counts)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
@@ -307,11 +396,11 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(chunks: Iterable[Chunk]) -> Iterator[None]:
-    """After this context modules have the persistent buffers that they had before, with the same
-    values. Others may be caches, which their modules believe to be filled."""
+def _same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
+    """After this context modules, and a loss that is one, have the persistent buffers that they had
+    before, with the same values. Others may be caches, which their modules believe to be filled."""
     held = []
-    for module in (one for chunk in chunks for one in chunk.modules):
+    for module in (*chain.from_iterable(chunk.modules for chunk in chunks), *loss.modules):
         for name, buffer in persistent_buffers([(0, module)]).items():
             path, _, own = name.partition(".")[2].rpartition(".")
             held.append((module.get_submodule(path), own, buffer, buffer.clone()))
@@ -340,46 +429,41 @@ class Evaluator:
         chunks: Mapping[int, Chunk],
         channels: Channels,
         loss: Loss,
-        reduction: LossReduction,
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
     ) -> None:
         self._schedule, self._layout = schedule, layout
-        self._chunks, self._channels = dict(sorted(chunks.items())), channels
-        self._loss, self._reduction, self._barrier = loss, reduction, barrier
+        self.chunks, self._channels = dict(sorted(chunks.items())), channels
+        self._loss, self._barrier = loss, barrier
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
     def run(self, batch: Microbatches, rounds: int, all_rows: int) -> float:
-        """The loss over the batches of all ranks: the mean over their rows, or the sum. ``rounds``
-        and ``all_rows`` are what ``agree`` gives."""
+        """The loss over the batches of all ranks: the mean over their rows, the sum, or the sum
+        over the count. ``rounds`` and ``all_rows`` are what ``agree`` gives."""
         rows = [len(part) for part in batch.inputs]
-        total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        is_mean = self._loss.reduction == "mean"
+        sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
-                for microbatch, loss in self._run_unit(batch, unit, {}):
-                    total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
-        dist.all_reduce(total, group=self._world)
-        return float(total) / (all_rows if self._reduction == "mean" else 1)
+                for microbatch, loss, count in self._run_unit(batch, unit, {}):
+                    sums[0] += loss * (rows[microbatch] if is_mean else 1)
+                    sums[1] += 0 if count is None else count
+        dist.all_reduce(sums, group=self._world)
+        if self._loss.reduction == "tokens":
+            return float(sums[0] / sums[1])
+        return float(sums[0]) / (all_rows if is_mean else 1)
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all
         ranks).
 
-        Raises RowsError on every rank if ranks of one pipeline have different numbers of rows, or
-        if no rank has any.
+        Raises RowsError on every rank if no rank has any rows.
         """
         rows = sum(len(part) for part in batch.inputs)
         counts = self._barrier.exchange([rows, len(batch.inputs)])
         all_rows, all_microbatches = zip(*counts, strict=True)
-        for pipeline in self._layout.pipelines():
-            found = {rank: all_rows[rank] for rank in pipeline}
-            if len(set(found.values())) > 1:
-                raise RowsError(
-                    f"eval_step: ranks of one pipeline were given different rows ({found}); ranks "
-                    "with the same data_parallel_rank must have the same batch"
-                )
         total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
         if not total:
             raise RowsError("eval_step: no rank was given any rows")
@@ -387,14 +471,19 @@ class Evaluator:
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
-        first one of a batch, which all ranks run forward. What the loss function raises for it
-        reaches all ranks. Persistent buffers are then as before."""
+        first one of a batch, which all ranks run forward. What the loss function raises for it,
+        and what is said of its halves, reaches all ranks. Persistent buffers are then as before."""
         passed: Passed = {}
         outputs: list[Value] = []
-        with self._evaluating(), _same_buffers(self._chunks.values()):
+
+        def compare() -> None:
+            for output in outputs:
+                self._loss.compare_halves(output, batch)
+
+        with self._evaluating(), _same_buffers(self.chunks.values(), self._loss):
             for _ in self._run_unit(batch, range(1), passed, outputs):
                 pass
-            together(lambda: [self._loss(output, batch, 0) for output in outputs])
+            together(compare)
         return passed
 
     @contextmanager
@@ -402,10 +491,10 @@ class Evaluator:
         """Inside this context chunks can run forward; afterwards random generators and the modes of
         modules are as before."""
         device = self._channels.device
-        roots = [module for chunk in self._chunks.values() for module in chunk.modules]
+        roots = [module for chunk in self.chunks.values() for module in chunk.modules]
         training = [module for root in roots for module in root.modules() if module.training]
         seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with torch.no_grad(), seeds, shown(self._chunks.values()):
+        with torch.no_grad(), seeds, shown(self.chunks.values()):
             for module in training:
                 module.training = False
             try:
@@ -416,11 +505,12 @@ class Evaluator:
 
     def _run_unit(
         self, batch: Microbatches, unit: range, passed: Passed, outputs: list[Value] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """The losses of a unit's microbatches that this rank's stages give. ``passed`` collects the
-        shapes between stages, and ``outputs``, instead of their losses, what the model gives."""
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """(microbatch, loss, count if it has one) of what this rank's stages give for a unit.
+        ``passed`` collects the shapes between stages, and ``outputs``, instead of their losses,
+        what the model gives."""
         local: dict[Key, Tensors] = {}
-        for stage, chunk in self._chunks.items():
+        for stage, chunk in self.chunks.items():
             chunk.unshard()
             for microbatch in unit:
                 if stage == 0:
@@ -430,12 +520,12 @@ class Evaluator:
                     passed[stage] = _shapes(inputs)
                 output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
                 if loss is not None:
-                    yield microbatch, loss
+                    yield microbatch, loss, None
                 if stage < self._last:
                     passed[stage + 1] = _shapes(tensors_of(output))
                     self._pass_on((stage + 1, microbatch), tensors_of(output), local)
                 elif outputs is None:
-                    yield microbatch, self._loss(output, batch, microbatch)
+                    yield microbatch, *self._loss(output, batch, microbatch)
                 else:
                     outputs.append(output)
             chunk.reshard()
@@ -455,7 +545,7 @@ class Evaluator:
         """Receive tensors with as many dimensions as in training, after a message with their
         sizes."""
         device, source = self._channels.device, self._schedule.stage_rank[stage - 1]
-        shapes = self._chunks[stage].arriving or ()
+        shapes = self.chunks[stage].arriving or ()
         count = sum(len(shape.size) for shape in shapes)
         sizes = torch.empty(count, dtype=torch.long, device=device)
         self._channels.receive(sizes, source).wait()

@@ -173,6 +173,11 @@ class Lanes:
     shard_reductions: dict[object, Ticket] = field(default_factory=dict, init=False)
     replica_reductions: list[Ticket] = field(default_factory=list, init=False)
 
+    def join_reductions(self) -> None:
+        """Let compute wait for all reductions, and free what they read."""
+        self.join_shard_reductions()
+        self.join_replica_reductions()
+
     def join_shard_reductions(self) -> None:
         """Let compute wait for all reductions over the shards, and free what they read."""
         for ticket in self.shard_reductions.values():

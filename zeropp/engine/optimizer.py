@@ -1,4 +1,5 @@
-"""The optimizer of what one rank updates: made, tried, clipped, and its state for checkpoints.
+"""The optimizer of what one rank updates: made, clipped, its state for checkpoints, and the
+end of a step, in which it updates.
 
 All contenders and the one-process reference call ``build_optimizer``, ``clip_factor`` and
 ``square_norm``.
@@ -7,18 +8,20 @@ All contenders and the one-process reference call ``build_optimizer``, ``clip_fa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from zeropp.engine.flat import FlatParameters, OptimizerShard
-from zeropp.engine.options import MakeOptimizer
+from zeropp.engine.flat import FlatParameters, OptimizerShard, TiedWeights
+from zeropp.engine.lanes import Lanes
 from zeropp.layout import InfeasibleError, Layout
+from zeropp.settings import MakeOptimizer
 from zeropp.training import OptimizerConfig
 
 
@@ -91,14 +94,15 @@ class Updater:
         flats: Iterable[FlatParameters],
         asked: OptimizerConfig | MakeOptimizer,
         device: torch.device,
-        lr_schedule: Callable[[int], float] | None,
         names: Iterable[str],
+        *,
+        clip_norm: float,
+        lr_schedule: Callable[[int], float] | None,
     ) -> Updater:
         """The optimizer that was asked for, over what this rank updates of the flat buffers; a
         group that this rank has nothing of, among the model's ``names``, has one empty tensor.
 
-        Raises InfeasibleError for an optimizer that does not work element by element, or that has
-        left a group out.
+        Raises InfeasibleError for an optimizer that has left a group out.
         """
         groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
         groups |= {name: [] for name in names}
@@ -108,9 +112,7 @@ class Updater:
         groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
         for name in [*groups] or ["all"]:  # optimizers refuse to have nothing at all
             groups[name] = groups[name] or groups.default_factory()
-        optimizer = _made(asked, groups)
-        if not isinstance(asked, OptimizerConfig):
-            check_elementwise(asked, groups, device)
+        optimizer = made_optimizer(asked, groups)
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():
             if any(one.numel() and id(one) not in known for one in members):
@@ -119,8 +121,16 @@ class Updater:
                     f"updated (give it groups[{name!r}], or freeze these parameters)"
                 )
         group_of = {id(one): name for name, members in groups.items() for one in members}
-        clip_norm = asked.clip_norm if isinstance(asked, OptimizerConfig) else 0.0
         return cls(optimizer, group_of, clip_norm, lr_schedule)
+
+    def described(self) -> str:
+        """The optimizer's kind, and the settings of its groups, such as their learning rates, but
+        for those that are tensors on a device, to read which the host would wait."""
+        groups = [
+            {n: v for n, v in group.items() if n != "params" and not getattr(v, "is_cuda", False)}
+            for group in self.optimizer.param_groups
+        ]
+        return f"{type(self.optimizer).__name__} {groups}"
 
     def set_rates(self, steps_done: int) -> None:
         """Set the learning rates of a step, if there is a schedule."""
@@ -157,8 +167,7 @@ class Updater:
 
         Before its first update that is what it keeps after a step with gradients of zeros and a
         learning rate of 0, at step 0, so that a reader of a checkpoint can name the tensors; the
-        optimizer itself stays as it was. Raises InfeasibleError where something is neither one
-        number per element nor one per tensor.
+        optimizer itself stays as it was.
         """
         state = self.optimizer.state or self._state_to_be()
         for flat in flats:
@@ -214,93 +223,26 @@ class OptimizerState:
         cls, flat: FlatParameters, shard: OptimizerShard, values: Mapping[str, Any]
     ) -> OptimizerState:
         """The state of one tensor, sorted."""
-        elements = {kind: one for kind, one in values.items() if _is_of_elements(one, shard.tensor)}
-        like = {k: one for k, one in values.items() if k not in elements and one is not None}
-        for kind, value in like.items():
-            if not isinstance(value, (bool, int, float)) and not (
-                isinstance(value, Tensor) and not value.dim()
-            ):
-                raise InfeasibleError(
-                    f"state_dict: the optimizer keeps {kind!r} of a parameter, which is neither "
-                    "one number nor one per element, so no other topology could load it"
-                )
+        elements = {kind: v for kind, v in values.items() if is_of_elements(v, shard.tensor)}
+        like = {k: v for k, v in values.items() if k not in elements and v is not None}
         numbers = {kind: torch.as_tensor(value).cpu().clone() for kind, value in like.items()}
         return cls(flat, shard, elements, numbers, like)
 
     def read(self) -> dict[str, Any]:
         """What the optimizer is to keep, after numbers and elements have been read into this."""
-        found: dict[str, Any] = dict(self.elements)
+        state: dict[str, Any] = dict(self.elements)
         for kind, like in self.like.items():
             number = self.numbers[kind].item()
             as_tensor = isinstance(like, Tensor)
-            found[kind] = torch.full_like(like, number) if as_tensor else type(like)(number)
-        return found
+            state[kind] = torch.full_like(like, number) if as_tensor else type(like)(number)
+        return state
 
 
-_TRIED = 4  # elements, with which an optimizer is tried before it is given the model's
-_VALUES, _GRADIENTS = (0.5, -1.5, 2.5, 0.25), (1.0, 2.0, -0.5, 0.125)
-Groups = Mapping[str, list[nn.Parameter]]
-
-
-def check_elementwise(asked: MakeOptimizer, names: Iterable[str], device: torch.device) -> None:
-    """Raise InfeasibleError for an optimizer that updates an element by looking at others, which
-    may be on other ranks or belong to other parameters: four elements at once must be updated like
-    two and two. ``asked`` is called once for each."""
-    names, found = list(names), []
-    for size in (_TRIED, 2):
-        optimizer, groups = _tried(asked, names, size, device)
-        kind = type(optimizer).__name__
-        try:
-            optimizer.step()
-            optimizer.step()
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InfeasibleError(f"optimizer: {kind} cannot take a step: {lines[0]}") from error
-        found.append(torch.cat([one.detach() for name in names for one in groups[name]]))
-    whole, halves = found
-    if not torch.allclose(whole, halves, rtol=1e-5, equal_nan=True):
-        raise InfeasibleError(
-            f"optimizer: {kind} does not work element by element (two parameters of two elements "
-            "are updated in another way than one of four), so it cannot update parts of parameters "
-            "(take one that does, such as AdamW or SGD)"
-        )
-
-
-def state_bytes(asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]) -> dict[str, float]:
-    """Bytes that the optimizer keeps of each element of each optimizer group, found by one step on
-    a few numbers. Raises InfeasibleError as ``Updater.make`` does."""
-    names, cpu = list(groups), torch.device("cpu")
-    if not isinstance(asked, OptimizerConfig):
-        check_elementwise(asked, names, cpu)
-    optimizer, tensors = _tried(asked, names, _TRIED, cpu)
-    optimizer.step()
-    return {
-        name: sum(
-            value.nbytes / _TRIED
-            for value in optimizer.state.get(tensors[name][0], {}).values()
-            if _is_of_elements(value, tensors[name][0])
-        )
-        for name in names
-    }
-
-
-def _tried(
-    asked: OptimizerConfig | MakeOptimizer, names: Iterable[str], size: int, device: torch.device
-) -> tuple[torch.optim.Optimizer, Groups]:
-    """An optimizer of a few numbers per group, in tensors of ``size`` elements with gradients."""
-
-    def few() -> list[nn.Parameter]:
-        made = []
-        for begin in range(0, _TRIED, size):
-            made.append(nn.Parameter(torch.tensor(_VALUES[begin : begin + size], device=device)))
-            made[-1].grad = torch.tensor(_GRADIENTS[begin : begin + size], device=device)
-        return made
-
-    groups = defaultdict(few, {name: few() for name in names})
-    return _made(asked, groups), groups
-
-
-def _made(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> torch.optim.Optimizer:
+def made_optimizer(
+    asked: OptimizerConfig | MakeOptimizer, groups: Mapping[str, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """The optimizer that was asked for, of tensors by group; raises InfeasibleError for another
+    thing than an optimizer."""
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
     made: object = asked(groups)
@@ -311,16 +253,78 @@ def _made(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> torch.optim
     return made
 
 
-def _is_of_elements(value: Any, tensor: Tensor) -> bool:
+def is_of_elements(value: Any, tensor: Tensor) -> bool:
     """Whether what an optimizer keeps of a tensor is one number per element of it."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
-def square_norm_of(flats: Iterable[FlatParameters], layout: Layout, device: torch.device) -> Tensor:
-    """This rank's part of the squared gradient norm; the parts of all ranks add up to it.
+@dataclass(frozen=True)
+class StepTensors:
+    """The result of one step, on the device, equal on all ranks: the loss of the global batch, and
+    the global L2 norm of the gradient before clipping. Reading them waits for the device."""
 
-    Replicas that hold the same gradients count for one part of their number each.
-    """
-    copies = 1 if layout.replicate_zero else layout.replicate
-    gradients = (one.tensor.grad for flat in flats for one in flat.owned)
-    return square_norm(((one, copies) for one in gradients if one is not None), device)
+    loss: Tensor
+    grad_norm: Tensor
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """The update of a rank's parameters, which are in ``flats``, and what is done with all of them
+    just before and after it. ``world``: the group of all ranks; None if there is one rank.
+    ``skipped_steps`` counts, on the device, the updates that were skipped. ``divisor``: the number
+    by which losses were divided in place of the batch's count; None where there is no count."""
+
+    flats: Sequence[FlatParameters]
+    layout: Layout
+    lanes: Lanes
+    tied: TiedWeights
+    updater: Updater
+    world: dist.ProcessGroup | None
+    skipped_steps: Tensor
+    divisor: int | None = None
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of tied weights, once they are reduced."""
+        self.lanes.join_reductions()
+        self.tied.sum_gradients()
+
+    def update(self, losses: list[Tensor], counts: list[Tensor]) -> StepTensors:
+        """Clip the gradients by their global norm and update; add the losses of all ranks up, and
+        the counts by which they are divided, if there is a ``divisor``. An update whose norm is not
+        finite is skipped."""
+        self.lanes.join_reductions()
+        for flat in self.flats:
+            flat.finish()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.lanes.device)
+        for place, parts in enumerate((losses, counts)):
+            if parts:
+                sums[place] = torch.stack(parts).sum()
+        sums[2] = self._square_norm()
+        if self.world is not None:
+            dist.all_reduce(sums, group=self.world)
+        result = StepTensors(sums[0], sums[2].sqrt())
+        if self.divisor is not None:
+            ratio = self.divisor / sums[1]  # infinite without a count, so that nothing is updated
+            result = StepTensors(result.loss * ratio, result.grad_norm * ratio)
+            for flat in self.flats:
+                if (gradient := flat.gradient()) is not None:
+                    gradient.mul_(ratio)
+        self.skipped_steps.add_(self.updater.update(result.grad_norm))
+        return result
+
+    def gather_updated(self) -> None:
+        """Start to gather what other replicas have updated (ZeRO-1)."""
+        for flat in self.flats:
+            flat.gather_updated()
+
+    def _square_norm(self) -> Tensor:
+        """This rank's part of the squared gradient norm; the parts of all ranks add up to it.
+
+        Replicas that hold the same gradients count for one part of their number each, and of tied
+        weights one copy counts.
+        """
+        copies = 1 if self.layout.replicate_zero else self.layout.replicate
+        flats = (flat for flat in self.flats if flat is not self.tied.copy)
+        gradients = (one.tensor.grad for flat in flats for one in flat.owned)
+        parts = ((one, copies) for one in gradients if one is not None)
+        return square_norm(parts, self.lanes.device)

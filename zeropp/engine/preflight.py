@@ -7,97 +7,42 @@ raise the same error.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-import os
-import socket
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp import CUDA_MISSED
-from zeropp.engine.errors import gathered_texts, together
-from zeropp.engine.options import Piece
-from zeropp.engine.walk import Layer, ParameterKind, check_layer
+from zeropp.engine.errors import together
+from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision
+from zeropp.settings import ParameterName
 
-ParameterName = tuple[int, str]  # layer, and the parameter's name in it
 Tied = tuple[ParameterName, ParameterName]
 _SHOWN = 60  # characters of a value in a message
 
 
-def compare(describe: Callable[[], str]) -> None:
-    """Raise the same InfeasibleError on every rank if a description is not the same on all; all
-    ranks must call it."""
-    texts = gathered_texts(together(describe))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            ours, theirs = _difference(texts[0], text)
-            raise InfeasibleError(
-                f"ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; every rank must "
-                "call parallelize with equal arguments and layers of equal values"
-            )
-
-
-_STREAMS = 8  # of a pipeline rank: compute, three lanes, messages to and from two neighbours
-
-
-def check_cuda(pp: int) -> None:
-    """Refuse what CUDA was told where a pipeline would hang; raises InfeasibleError. Warns of what
-    may hang: settings that CUDA was initialised without, and blocking launches."""
-    if pp == 1:
-        return
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if not connections.isdecimal() or int(connections) < _STREAMS:
-        raise InfeasibleError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a pipeline rank has {_STREAMS} streams, "
-            "and two that share a hardware queue wait for each other for ever (set 32 before CUDA "
-            "is used, or pp=1)"
-        )
-    if os.environ.get("CUDA_MODULE_LOADING", "").upper() == "LAZY":
-        raise InfeasibleError(
-            "CUDA_MODULE_LOADING=LAZY: ranks that load kernels at their first use wait for "
-            "messages of each other for ever (set EAGER before CUDA is used, or pp=1)"
-        )
-    if CUDA_MISSED:
-        names = " and ".join(CUDA_MISSED)
-        warnings.warn(
-            f"CUDA was initialised without {names}: steps may hang (import zeropp earlier)",
-            stacklevel=4,
-        )
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        warnings.warn(
-            "CUDA_LAUNCH_BLOCKING is set: pipelines hang, because a rank that waits for its "
-            "message to arrive never asks for its neighbour's (unset it, or pp=1)",
-            stacklevel=4,
-        )
-
-
-def check_own_gpu(*, on_cuda: bool) -> None:
-    """Refuse ranks that share a GPU, on all ranks; raises InfeasibleError. All ranks must call it,
-    also those that do not train ``on_cuda``. They compare on the CPU, because NCCL's first
-    collective would fail with less to read."""
-    mine = ""
-    if on_cuda and torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        mine = f"{device.uuid} of {socket.gethostname()}"
-    group = dist.new_group(backend="gloo", group_desc="zeropp devices")
-    gpus = gathered_texts(mine, group)
-    dist.destroy_process_group(group)
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, gpu in enumerate(gpus):
-        ranks[gpu].append(rank)
-    shared = next((lot for gpu, lot in ranks.items() if gpu and len(lot) > 1), None)
-    if shared is not None:
-        raise InfeasibleError(
-            f"device: ranks {shared} share GPU {gpus[shared[0]]} (call torch.cuda.set_device with "
-            "the local rank, or give device= to parallelize)"
-        )
+def compare(describe: Callable[[], Mapping[str, str]]) -> None:
+    """Raise the same InfeasibleError on every rank, with the field's name, if the description of a
+    field is not the same on all; all ranks must call it."""
+    own = together(describe)
+    fields: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(fields, own)
+    for rank, others in enumerate(fields):
+        for name, text in fields[0].items():
+            if text != others[name]:
+                ours, theirs = _difference(text, others[name])
+                raise InfeasibleError(
+                    f"{name}: ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; "
+                    "every rank must call parallelize with equal arguments and layers of equal "
+                    "values"
+                )
 
 
 def _difference(first: str, second: str) -> tuple[str, str]:
@@ -108,11 +53,14 @@ def _difference(first: str, second: str) -> tuple[str, str]:
     return first[start : start + _SHOWN], second[start : start + _SHOWN]
 
 
-def compare_values(pieces: Sequence[Piece]) -> None:
-    """Refuse ranks that hold the same layer with other values; all ranks must call it."""
-    mine = together(lambda: {piece.index: _values(piece.index, piece.module) for piece in pieces})
+def compare_values(held_here: Mapping[int, nn.Module]) -> None:
+    """Refuse ranks that hold the same layer, by its index in the model, with other values; all
+    ranks must call it."""
+    own_values = together(
+        lambda: {index: _values(index, layer) for index, layer in held_here.items()}
+    )
     held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, mine)
+    dist.all_gather_object(held, own_values)
     first: dict[int, tuple[int, dict[str, object]]] = {}
     for rank, layers in enumerate(held):
         for index, values in layers.items():
@@ -131,7 +79,7 @@ def _values(index: int, layer: nn.Module) -> dict[str, object]:
     Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
     model has kept only shards.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, parameter in layer.named_parameters():
         wide = parameter.detach().double()
         sums = () if wide.is_meta else (float(wide.sum()), float(wide.square().sum()))
@@ -140,8 +88,8 @@ def _values(index: int, layer: nn.Module) -> dict[str, object]:
                 f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
                 "model that parallelize has made, or was copied from it (make a new layer)"
             )
-        found[name] = (tuple(wide.shape), str(parameter.dtype), parameter.requires_grad, *sums)
-    return found
+        values[name] = (tuple(wide.shape), str(parameter.dtype), parameter.requires_grad, *sums)
+    return values
 
 
 def check_layers(
@@ -188,11 +136,7 @@ def _check_not_shared(layers: Sequence[Layer], tied: Tied | None) -> None:
         for name, parameter in layer.named_parameters():
             before = owners.setdefault(id(parameter), (index, name))
             if before[0] != index and (before, (index, name)) != tied:
-                raise InfeasibleError(
-                    f"layers[{index}]: shares {name!r} with layers[{before[0]}], but layers are "
-                    "trained apart (give each its own parameters; first and last layer may share "
-                    f"one with tied=({before}, {(index, name)}))"
-                )
+                raise shared_parameter(index, name, before)
             if parameter.is_meta or not parameter.numel():
                 continue
             other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
@@ -258,6 +202,30 @@ def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[froze
                 f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
                 f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
+
+
+def check_draws(draws: Sequence[bool], seed: int | None) -> None:
+    """Refuse layers that draw random numbers without a seed: what is recomputed would have others.
+    Raises InfeasibleError."""
+    if seed is None and any(draws):
+        raise InfeasibleError(
+            f"dropout_seed=None: layers[{draws.index(True)}] draws random numbers (give a seed)"
+        )
+
+
+def describe_function(function: Any) -> str:
+    """A function's name and what tells its code from another's; what it reads elsewhere (globals,
+    what a closure keeps) is not looked at, as it may rightly differ between ranks."""
+    if isinstance(function, functools.partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        plain = [value for value in given if isinstance(value, str | float | int | tuple)]
+        return f"{describe_function(function.func)} {plain}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return repr(function) if isinstance(function, nn.Module) else name
+    plain = [value for value in code.co_consts if isinstance(value, str | float | int)]
+    return f"{name} {crc32(repr((code.co_code, code.co_names, plain)).encode()):08x}"
 
 
 def check_loss(loss_fn: Any) -> None:

@@ -1,5 +1,5 @@
 """Every private name of torch that the library uses, most of them to trace a rank without peers or
-to watch what operators and collectives do (``zeropp.verify``).
+to watch what operators and collectives do (``zeropp.emulate``).
 
 Training uses public names only, but for a timeout and the walk before it. A release of torch may
 move or change the names in this file; for each one ``tests/gloo/test_private_names.py`` says what

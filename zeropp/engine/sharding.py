@@ -20,14 +20,15 @@ from zeropp.engine.collectives import DataGroups
 from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters, Name, Partition, SlotParameters, Types, lay_out
 from zeropp.engine.lanes import Lanes
-from zeropp.engine.options import EngineOptions
 from zeropp.layout import InfeasibleError
+from zeropp.plan import Plan
+from zeropp.settings import Settings
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class _Found:
+class _NamedParameter:
     """A parameter with all its names in the chunk, or several that are tied."""
 
     names: tuple[Name, ...]
@@ -40,51 +41,51 @@ def make_flats(
     *,
     groups: DataGroups,
     lanes: Lanes,
-    options: EngineOptions,
-    zero: bool,
+    plan: Plan,
+    settings: Settings,
     keeps_sums: bool,
 ) -> Iterator[FlatParameters]:
     """The buffers of a chunk's ``pieces``, which are modules by their index in the model.
-    ``deferred`` are the weights whose gradients may be delayed; ``zero``: replicas split the
-    optimizer's work (ZeRO-1); ``keeps_sums`` as in ``FlatParameters``. Raises InfeasibleError for
-    parameters that cannot be sharded."""
-    found = _parameters(pieces)
+    ``deferred`` are the weights whose gradients may be delayed; ``keeps_sums`` as in
+    ``FlatParameters``. Raises InfeasibleError for parameters that cannot be sharded."""
+    entries, tied = _parameters(pieces), settings.tied
+    zero = plan.layout.replicate_zero == 1
     modules = (module for piece in pieces.values() for module in piece.modules())
-    wide = [module for module in modules if isinstance(module, options.fp32_modules)]
+    wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
     in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
-    _tie(found, options.tied)
+    _tie(entries, tied)
     delayed = {id(weight) for weight in deferred}
-    lots: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_Found]]
-    lots = defaultdict(list)
-    for one in found:
-        first = one.parameters[0]
-        shared = next((name for name in one.names if name in (options.tied or ())), None)
+    buckets: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_NamedParameter]]
+    buckets = defaultdict(list)
+    for entry in entries:
+        first = entry.parameters[0]
+        shared = next((name for name in entry.names if name in (tied or ())), None)
         late = shared is None and first.requires_grad and id(first) in delayed
         # Layers that compute in several types keep them; mixed precision has one for all.
-        own = first.dtype if options.precision == "fp32" or id(first) in in_fp32 else None
-        lots[first.requires_grad, late, shared, own].append(one)
-    for (trainable, late, shared, _), lot in lots.items():
+        kept_dtype = first.dtype if plan.precision == "fp32" or id(first) in in_fp32 else None
+        buckets[first.requires_grad, late, shared, kept_dtype].append(entry)
+    for (trainable, late, shared, _), bucket in buckets.items():
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
-        asked = options.tied[0] if shared is not None and options.tied is not None else None
+        first_name = tied[0] if shared is not None and tied is not None else None
         layout = lay_out(
             (
                 (
-                    one.names,
-                    one.parameters[0].shape,
-                    options.group_of(asked or one.names[0], one.parameters[0]),
+                    entry.names,
+                    entry.parameters[0].shape,
+                    settings.group_of(first_name or entry.names[0], entry.parameters[0]),
                 )
-                for one in lot
+                for entry in bucket
             ),
             Partition(groups.shard, groups.shards, *rows),
         )
-        by_names = {one.names: tuple(one.parameters) for one in lot}
+        by_names = {entry.names: tuple(entry.parameters) for entry in bucket}
         yield FlatParameters(
             [SlotParameters(slot, by_names[slot.names]) for slot in layout.slots],
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(lot, options, wide=id(lot[0].parameters[0]) in in_fp32),
+            types=_types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32),
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,
@@ -92,9 +93,9 @@ def make_flats(
         )
 
 
-def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
+def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
     """All parameters, each once, in the order of the model."""
-    found: dict[int, _Found] = {}
+    entries: dict[int, _NamedParameter] = {}
     for index, piece in pieces.items():
         for name, parameter in piece.named_parameters(remove_duplicate=False):
             if not parameter.is_floating_point():
@@ -108,29 +109,29 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
                     "gradient is whole only after the sums over all ranks (remove the hook; "
                     "register_hook works)"
                 )
-            one = found.setdefault(id(parameter), _Found((), [parameter]))
-            one.names += ((index, name),)
-    return list(found.values())
+            entry = entries.setdefault(id(parameter), _NamedParameter((), [parameter]))
+            entry.names += ((index, name),)
+    return list(entries.values())
 
 
-def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
+def _tie(entries: list[_NamedParameter], tied: tuple[Name, Name] | None) -> None:
     """Make two parameters of this chunk one, if the model ties them."""
-    ends = [one for name in tied or () for one in found if name in one.names]
+    ends = [entry for name in tied or () for entry in entries if name in entry.names]
     if len(ends) == 2 and ends[0] is not ends[1]:
         original, copy = ends
         original.names += copy.names
         original.parameters += copy.parameters
-        found.remove(copy)
+        entries.remove(copy)
 
 
-def _types(lot: Sequence[_Found], options: EngineOptions, *, wide: bool) -> Types:
+def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:
     """The types of a buffer; ``wide``: its parameters compute in fp32 also in mixed precision."""
-    dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
+    dtypes = [parameter.dtype for entry in bucket for parameter in entry.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.
-    least = torch.float32 if lot[0].parameters[0].requires_grad else dtypes[0]
+    least = torch.float32 if bucket[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
-    wire = master if options.reduce_dtype == "fp32" else WIRE[options.reduce_dtype]
-    compute = master if options.precision == "fp32" else torch.bfloat16
+    wire = master if plan.reduce_dtype == "fp32" else WIRE[plan.reduce_dtype]
+    compute = master if plan.precision == "fp32" else torch.bfloat16
     if wide:
         compute = torch.promote_types(master, torch.float32)
     return Types(master, compute, wire)

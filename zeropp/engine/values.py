@@ -53,10 +53,10 @@ def without_scalars(value: Value) -> tuple[Value, Tensor | None]:
     if not isinstance(value, tuple):
         return value, None
     is_loss = [not x.dim() and may_have_gradient(x.dtype) for x in value]
-    losses = [x for x, one in zip(value, is_loss, strict=True) if one]
+    losses = [x for x, scalar in zip(value, is_loss, strict=True) if scalar]
     if not losses or len(losses) == len(value):
         return value, None
-    rest = tuple(x for x, one in zip(value, is_loss, strict=True) if not one)
+    rest = tuple(x for x, scalar in zip(value, is_loss, strict=True) if not scalar)
     return rest[0] if len(rest) == 1 else rest, torch.stack(losses).sum()
 
 
@@ -69,7 +69,7 @@ def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
         names = inspect.signature(module.forward if module is not None else function).parameters
     except ValueError:
         return frozenset()
-    hands_on = any(one.kind is one.VAR_KEYWORD for one in names.values())
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     if module is None or not (hands_on or isinstance(module, nn.ModuleList | nn.ModuleDict)):
         return frozenset(names)
     return frozenset(names).union(*map(keywords_of, module.children()))
@@ -98,21 +98,21 @@ def computing_in_fp32(module: nn.Module, outside: torch.dtype, *, nested: bool) 
 
     def to(dtype: torch.dtype, value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(to(dtype, one) for one in value)
+            return tuple(to(dtype, part) for part in value)
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_number else value
 
     def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
         nonlocal casts
-        types = {one.dtype for one in (*args, *named.values()) if isinstance(one, Tensor)}
+        types = {x.dtype for x in (*args, *named.values()) if isinstance(x, Tensor)}
         casts = not nested or outside in types
-        return to(torch.float32, args), {
-            name: to(torch.float32, one) for name, one in named.items()
-        }
+        return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
 
     hooks = (
         module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(lambda _, args, found: to(outside, found) if casts else None),
+        module.register_forward_hook(
+            lambda _, args, output: to(outside, output) if casts else None
+        ),
     )
     try:
         yield

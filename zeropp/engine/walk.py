@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import flop_registry
 
 from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.errors import free_frames
@@ -40,8 +39,12 @@ from zeropp.engine.values import (
 )
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
+from zeropp.settings import ParameterName
 
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+if TYPE_CHECKING:
+    from zeropp.engine.recorder import Recorder
+    from zeropp.operators import LayerOperators
+
 Layer = nn.Module | Callable[[], nn.Module]
 
 
@@ -76,18 +79,18 @@ class LayerSizes:
     """The sizes of one layer and of its outputs, for one microbatch.
 
     ``kinds``: its parameters, each under all of its names. ``parameters``: the number of their
-    elements. ``names``: the names of the inputs of its ``forward``. ``product_flops`` and
-    ``attention_flops``: floating-point operations of its forward, in matrix products with weights
-    and in all others. ``saved_bytes``: what autograd keeps of its forward, parameters aside, in the
-    number types in which the layer was given.
+    elements. ``names``: the names of the inputs of its ``forward``. ``operators``: what that
+    computes, where it was recorded. ``draws``: whether it needs random numbers of torch's default
+    generators. ``saved_bytes``: what autograd keeps of it, parameters aside, in the number types in
+    which the layer was given.
     """
 
     outputs: tuple[TensorShape, ...]
     kinds: Mapping[str, ParameterKind]
     parameters: int
     names: frozenset[str]
-    product_flops: int
-    attention_flops: int
+    operators: LayerOperators | None
+    draws: bool
     saved_bytes: int
 
 
@@ -101,15 +104,19 @@ def walk(
     keywords: Mapping[str, Tensor],
     recompute: Recompute = "none",
     *,
+    record_operators: bool = True,
     measure_saved: bool = True,
+    tied: tuple[ParameterName, ParameterName] | None = None,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, ``keywords`` are
-    its keyword inputs, and ``recompute`` is what inner layers have to be able to. Layers that use
-    ``torch.func`` can run only without ``measure_saved``; ``saved_bytes`` is then 0.
+    its keyword inputs, and ``recompute`` is what inner layers have to be able to. Prices need
+    ``record_operators``; without it there are no ``operators``. Layers that use ``torch.func`` can
+    run only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that
+    may be one object.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
-    something other than a tensor or a tuple of tensors, that could not be trained rightly, or that
-    reads a parameter of another layer.
+    something other than a tensor or a tuple of tensors, that could not be trained rightly, that
+    reads a parameter of another layer, or whose function gives one that another layer has.
     """
     for index, layer in enumerate(layers):
         if isinstance(layer, nn.Module):
@@ -118,17 +125,28 @@ def walk(
         _walk,
         layers,
         recompute=recompute,
-        owners=owners_of(layers),
+        recorder=_recorder() if record_operators else None,
+        tied=tied,
         hooks=saved_tensors_hooks if measure_saved else _no_hooks,
     )
     try:
-        return walked(sample.to("meta"), {name: one.to("meta") for name, one in keywords.items()})
+        return walked(_on_meta(sample), {name: _on_meta(one) for name, one in keywords.items()})
     except _NeedsValuesError as error:
         # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
         free_frames(error)
     devices = [sample.device] if sample.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training draws the same numbers as without this
         return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
+
+
+def _recorder() -> type[Recorder]:
+    from zeropp.engine.recorder import Recorder  # not loaded where nothing is priced
+
+    return Recorder
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def owners_of(layers: Sequence[Layer]) -> dict[int, Owner]:
@@ -147,26 +165,35 @@ def _walk(
     keywords: Mapping[str, Tensor],
     *,
     recompute: Recompute,
-    owners: Owners,
+    recorder: type[Recorder] | None,
+    tied: tuple[ParameterName, ParameterName] | None,
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
     value: Value = sample
-    found = []
+    walked, owners = [], owners_of(layers)
     for index, layer in enumerate(layers):
-        what = "copied" if isinstance(layer, nn.Module) else "made"
+        is_module = isinstance(layer, nn.Module)
         with _refusal(
             index,
-            f"cannot be {what}, but its sizes are found so",
-            "give a function that makes the layer",
+            f"cannot be {'copied' if is_module else 'made'}, but its sizes are found so",
+            "give a function that makes the layer"
+            if is_module
+            else "a layer is a module, or a function without arguments that makes one: put a "
+            "function of tensors into a module",
         ):
-            module, elsewhere = _copied(layer, index, sample.device, owners)
+            made = layer if isinstance(layer, nn.Module) else _made(layer, index, sample.device)
+            if not is_module:  # preflight has looked at the modules
+                _own(made, index, owners, tied)
+            module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
         module.to(sample.device)
         names = keywords_of(module)
         function = partial(module, **chosen(keywords, names))
         with _refusal(index, "cannot be called with the output of the layer before"):
-            given, watch = value, OperationWatch(elsewhere, f"layers[{index}]")
-            value, saved_bytes = _forward(function, given, module, watch, hooks)
+            given, watch = value, OperationWatch(elsewhere, f"layers[{index}]", module)
+            record = recorder(module) if recorder else None
+            watches = [watch, record.recording()] if record else [watch]
+            value, saved_bytes = _forward(function, given, module, watches, hooks)
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
@@ -182,12 +209,12 @@ def _walk(
             kinds=_kinds(module),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
-            product_flops=watch.product_flops,
-            attention_flops=watch.flops - watch.product_flops,
+            operators=record.operators(tensors_of(value)) if record else None,
+            draws=watch.draws,
             saved_bytes=saved_bytes,
         )
-        found.append(sizes)
-    return found
+        walked.append(sizes)
+    return walked
 
 
 @contextmanager
@@ -204,42 +231,74 @@ def _refusal(index: int, what: str, way_out: str = "") -> Iterator[None]:
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations inside of it, and refuses those that read one of ``owners``, which are
-    parameters of other layers than ``reader``: no rank would add up their gradients."""
+    """Refuses operators inside of it that read one of ``owners``, which are parameters of other
+    layers than ``reader``, as no rank would add up their gradients; and those that write to a
+    parameter of the ``reader`` itself, as the masters would never see it. ``draws``: whether any of
+    them took numbers of torch's default generators."""
 
-    def __init__(self, owners: Owners, reader: str) -> None:
+    def __init__(self, owners: Owners, reader: str, module: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owners, self._reader = owners, reader
-        self.flops = self.product_flops = 0
+        self.draws = False
+        self._module = module or nn.Module()
+        self._held = {name: p.untyped_storage() for name, p in self._module.named_parameters()}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation."""
-        for one in args:
-            owner = self._owners.get(id(one))
-            if owner is not None and owner.parameter() is one:
+        """Run one operator."""
+        for argument in args:
+            owner = self._owners.get(id(argument))
+            if owner is not None and owner.parameter() is argument:
                 raise InfeasibleError(
                     f"{self._reader}: reads {owner.name!r} of layers[{owner.layer}], which only "
                     "that layer may (pass it on as an output, or put the two into one layer)"
                 )
-        result = function(*args, **(kwargs or {}))
-        count = flop_registry.get(function.overloadpacket)
-        if count is not None:
-            flops = count(*args, **(kwargs or {}), out_val=result)
-            self.flops += flops
-            self.product_flops += flops * (function.overloadpacket in _PRODUCTS)
-        return result
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                self._check_written(value.untyped_storage())
+        self.draws |= _draws(function, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        """Look also for parameters that have other memory than before."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None:
+            now = {name: p.untyped_storage() for name, p in self._module.named_parameters()}
+            for name, storage in self._held.items():
+                if now.get(name) is not storage:
+                    self._check_written(storage)
+
+    def _check_written(self, written: torch.UntypedStorage) -> None:
+        for name, storage in self._held.items():
+            if storage is written:  # of which torch keeps one object, whatever the view
+                raise InfeasibleError(
+                    f"{self._reader}: its forward changes {name!r}, which no rank would keep "
+                    "(compute with the changed value, or normalise what the layer gives)"
+                )
+
+
+def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether such a call takes random numbers of torch's default generators. Attention is among
+    the operators that may, and does so with dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    arguments = function._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    values |= kwargs
+    return values.get("generator") is None and values.get("dropout_p", 1.0) != 0
 
 
 def _forward(
     function: Callable[..., Value],
     given: Value,
     module: nn.Module,
-    watch: OperationWatch,
+    watches: Sequence[AbstractContextManager[object]],
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> tuple[Value, int]:
-    """What a layer returns, without its graph, and the bytes that its graph keeps."""
+    """What a layer returns, without its graph, and the bytes that its graph keeps; ``watches`` see
+    its operators."""
     own = [parameter.untyped_storage() for parameter in module.parameters()]
     kept: list[torch.UntypedStorage] = []
 
@@ -251,7 +310,9 @@ def _forward(
 
     with torch.enable_grad(), hooks(keep, lambda tensor: tensor):
         inputs = _leaves(given)
-        with watch:
+        with ExitStack() as watching:
+            for watch in watches:
+                watching.enter_context(watch)
             value = function(*inputs)
     size = sum(storage.nbytes() for storage in kept)
     if not isinstance(value, tuple):
@@ -299,8 +360,7 @@ def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> Non
 
 def check_layer(module: nn.Module, index: int) -> None:
     """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that
-    has no shape yet or is not plain, that something else trains in parallel, or whose forward
-    changes its parameters, which are copies of the masters."""
+    has no shape yet or is not plain, or that something else trains in parallel."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InfeasibleError(
@@ -313,31 +373,28 @@ def check_layer(module: nn.Module, index: int) -> None:
                 f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
                 "layers that nothing else has sharded, made outside of torch.inference_mode)"
             )
-    for name, part in module.named_modules():
+    for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             raise InfeasibleError(
                 f"layers[{index}]: is in a DistributedDataParallel, which would add gradients up a "
                 "second time (hand over the module inside it)"
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise InfeasibleError(
-                f"layers[{index}]: {name or 'it'} has max_norm={part.max_norm}, which changes the "
-                "weight during the forward; no rank would keep that (normalise what it gives)"
             )
 
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
     inside: dict[int, list[tuple[type[nn.Module], ...]]] = {}
-    found = list(module.named_parameters(remove_duplicate=False))
-    for name, one in found:
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters:
         steps = name.split(".")
         paths = (".".join(steps[:depth]) for depth in range(len(steps)))
         kinds = tuple(type(module.get_submodule(path)) for path in paths)
-        inside.setdefault(id(one), []).append(kinds)
+        inside.setdefault(id(parameter), []).append(kinds)
     return {
-        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, inside[id(one)])
-        for name, one in found
+        name: ParameterKind(
+            tuple(parameter.shape), parameter.dtype, parameter.requires_grad, inside[id(parameter)]
+        )
+        for name, parameter in parameters
     }
 
 
@@ -364,36 +421,64 @@ def check_values(module: nn.Module, index: int) -> None:
             )
 
 
-def _copied(
-    layer: Layer, index: int, device: torch.device, owners: Owners
-) -> tuple[nn.Module, dict[int, Owner]]:
-    """A copy of a layer, or a new one from its function, on the meta device or with values; and the
-    parameters of other layers, with the copies of those that the layer has reached."""
-    made = layer
-    if not isinstance(layer, nn.Module):
-        with torch.device(device.type if device.type == "meta" else "cpu"):
-            made = layer()
+def shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
+    """The error of a layer that has a parameter of another one."""
+    return InfeasibleError(
+        f"layers[{index}]: shares {name!r} with layers[{other[0]}], but layers are trained apart "
+        f"(give each its own parameters; first and last layer may share one with tied=({other}, "
+        f"{(index, name)}))"
+    )
+
+
+def _made(layer: Callable[[], object], index: int, device: torch.device) -> nn.Module:
+    """The layer that a function makes, on the meta device or with values."""
+    with torch.device(device.type if device.type == "meta" else "cpu"):
+        made = layer()
     if not isinstance(made, nn.Module):
         raise InfeasibleError(
             f"layers[{index}]: must be a module, or a function that makes one, but the function "
             f"gives {type(made).__name__}"
         )
-    if made is not layer and device.type != "meta":
-        return made, dict(owners)
-    copies: dict[int, Any] = {}
+    return made
+
+
+def _own(
+    made: nn.Module,
+    index: int,
+    owners: dict[int, Owner],
+    tied: tuple[ParameterName, ParameterName] | None,
+) -> None:
+    """Make a layer the owner of its parameters; refuse one that has another layer's."""
+    for name, parameter in made.named_parameters():
+        owner = owners.get(id(parameter))
+        other = (owner.layer, owner.name) if owner and owner.parameter() is parameter else None
+        if other is None:
+            owners[id(parameter)] = Owner(ref(parameter), index, name)
+        elif other[0] != index and tied not in ((other, (index, name)), ((index, name), other)):
+            raise shared_parameter(index, name, other)
+
+
+def _copied(
+    made: nn.Module, device: torch.device, owners: Owners, *, copies: bool
+) -> tuple[nn.Module, dict[int, Owner]]:
+    """A layer on the meta device or with values, which is a copy where the layer is not the walk's
+    own; and the parameters of other layers, with the copies of those that the layer has reached."""
+    own = {id(parameter) for parameter in made.parameters()}
+    others = {key: owner for key, owner in owners.items() if key not in own}
+    if not copies and device.type != "meta":
+        return made, others
+    memo: dict[int, Any] = {}
     if device.type == "meta":
         for parameter in made.parameters():
             empty = torch.empty_like(parameter, device="meta")
-            copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in made.buffers():
-            copies[id(buffer)] = torch.empty_like(buffer, device="meta")
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     is_real = any(not parameter.is_meta for parameter in made.parameters())
-    module = copy.deepcopy(made, copies) if made is layer or is_real else made
-    own = {id(parameter) for parameter in made.parameters()}
-    others = {key: owner for key, owner in owners.items() if key not in own}
+    module = copy.deepcopy(made, memo) if copies or is_real else made
     reached = {
-        id(copies[key]): owner._replace(parameter=ref(copies[key]))
+        id(memo[key]): owner._replace(parameter=ref(memo[key]))
         for key, owner in others.items()
-        if key in copies
+        if key in memo
     }
     return module, others | reached

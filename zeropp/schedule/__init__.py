@@ -4,13 +4,13 @@ In: sizes (ranks, chunks, microbatches, unit, activation cap) and, where known, 
 Out: a ``Schedule``, one list of actions per pipeline rank, ready for engine and simulator.
 
 Read in this order: ``program`` (actions, a schedule, the placement of its stages, the order in
-which actions can be timed), ``build`` (the entry, from a name or ZeroPP's sizes); then
-``generators`` and, for ZeroPP, ``zeropp_order`` with ``list_scheduler``; ``passes`` adds gathers,
-reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` times actions.
+which actions can be timed), ``zeropp_order`` (ZeroPP's orders of a step, made by
+``list_scheduler``); ``passes`` adds gathers, reductions, transfers and the end of a step;
+``legality`` refuses what must not run; ``event_loop`` times actions. ``build`` makes any schedule
+by its name, with the ``generators`` of all others.
 """
 
-from zeropp.schedule.build import GENERATORS, build
 from zeropp.schedule.legality import ScheduleError, validate
 from zeropp.schedule.passes import lower
 
-__all__ = ["GENERATORS", "ScheduleError", "build", "lower", "validate"]
+__all__ = ["ScheduleError", "lower", "validate"]

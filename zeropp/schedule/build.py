@@ -1,36 +1,23 @@
-"""The entry to schedules: from a name and sizes to a schedule.
+"""The compute actions of any schedule by its name, ZeroPP's among them.
 
-``build`` gives the compute actions of any generator by its name. For ZeroPP, ``step_drafts`` gives
-the orders to choose from, each with a function that adds gathers, reductions and transfers. The
-planner and the tuner let the simulator choose, which looks at memory, too; ``build`` chooses by the
-step time in the event loop alone.
+``build`` chooses among ZeroPP's orders by the step time in the event loop alone; the planner and
+the tuner let the simulator choose, which looks at memory, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
 
-from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop, generators
-from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
-    Program,
+    RankProgram,
     Schedule,
     StageCost,
     collector_paused,
     loop_placement,
     v_placement,
 )
-from zeropp.schedule.zeropp_order import (
-    OrderSizes,
-    candidates,
-    equal_order,
-    planned_beginnings,
-    planned_order,
-    unit_size,
-)
+from zeropp.schedule.zeropp_order import StepDraft, StepSizes, step_drafts, unit_size
 
 GENERATORS = (
     "gpipe",
@@ -42,73 +29,6 @@ GENERATORS = (
     "zbv",
     "zeropp",
 )
-
-
-_StepDraft = tuple[Schedule, Callable[[], Schedule]]  # compute actions, complete programs
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSizes(OrderSizes):
-    """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
-    the order, and the arguments of ``lower``."""
-
-    gather: bool
-    prefetch: int = 1
-    reduce_every: ReduceEvery = "unit"
-
-    @property
-    def order(self) -> OrderSizes:
-        """The sizes of the order alone."""
-        return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
-
-
-def step_drafts(
-    sizes: StepSizes,
-    costs: tuple[StageCost, ...] | None = None,
-    too_large: Callable[[Schedule], bool] | None = None,
-) -> Iterator[_StepDraft]:
-    """The orders to choose from, one by one: that for equal durations and, with ``costs`` (one per
-    stage), one that is planned with these, if it differs. Each comes as compute actions alone, with
-    a function that completes it.
-
-    If all orders that are planned with ``costs`` are ``too_large`` by their beginnings already,
-    they are not planned to the end, and one of the beginnings stands for them. Orders are cached,
-    because many plans that differ in other degrees share them. Raises ValueError if the activation
-    cap is too small.
-    """
-    yield equal_order(sizes.order), partial(_equal_step, sizes)
-    if costs:
-        refused = _refused(planned_beginnings(sizes.order, costs), too_large) if too_large else None
-        if refused:
-            yield refused, partial(_planned_step, sizes, costs)
-            return
-        for planned in candidates(sizes.order, costs)[1:]:
-            yield planned, partial(_planned_step, sizes, costs)
-
-
-def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -> Schedule | None:
-    """One of the beginnings if all of them are too large."""
-    beginning = None
-    for beginning in begun:
-        if not too_large(beginning):
-            return None
-    return beginning
-
-
-@lru_cache(maxsize=96)
-def _equal_step(sizes: StepSizes) -> Schedule:
-    return _lowered(equal_order(sizes.order), sizes)
-
-
-@lru_cache(maxsize=32)
-def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule:
-    return _lowered(planned_order(sizes.order, costs), sizes)
-
-
-def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
-    return lower(
-        order, gather=sizes.gather, prefetch=sizes.prefetch, reduce_every=sizes.reduce_every
-    )
 
 
 @collector_paused()
@@ -158,7 +78,7 @@ def _check_chunks(name: str, chunks: int) -> None:
         raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
 
 
-def _cheapest(drafts: Iterator[_StepDraft], costs: Sequence[StageCost]) -> _StepDraft:
+def _cheapest(drafts: Iterator[StepDraft], costs: Sequence[StageCost]) -> StepDraft:
     """The draft whose complete programs the event loop prices lowest on these costs; the first of
     equals, which is the order for equal durations."""
     first, *others = drafts
@@ -178,7 +98,9 @@ def _without_units(name: str, num_ranks: int, chunks: int, *, m: int, group: int
     )
 
 
-def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:
+def _programs(
+    name: str, num_ranks: int, chunks: int, *, m: int, group: int
+) -> tuple[RankProgram, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":

@@ -1,12 +1,14 @@
 """The event loop: how long a set of programs takes, given the durations of their actions.
 
-A rank has four lanes that work side by side, each in the order of the program: compute; the link of
-its shard group (gathers and reductions, which share its bandwidth); and one lane for transfers in
-each direction of the pipeline. A gather, reduction or transfer starts once the compute actions
-before it in the program have ended. The copy that belongs to a gather is done by the first compute
-action that uses the parameters; the copy that belongs to a reduction is done before it starts. In
-programs without transfers (compute actions alone) a message takes ``StageCost.transfer`` from the
-end of the action that produces it.
+A rank has five lanes that work side by side, each in the order of the program: compute; the link of
+its shard group (gathers and reductions, which share its bandwidth); that of its replicas; and one
+lane for transfers in each direction of the pipeline. A gather, reduction or transfer starts once
+the compute actions before it in the program have ended, and a reduction over the replicas once the
+stage's gradients are reduced over the shards. Tied sums and updates stand in line with compute, and
+wait for all reductions of their own rank, but for no other rank. The copy that belongs to a gather
+is done by the first compute action that uses the parameters; the copy that belongs to a reduction
+is done before it starts. In programs without transfers (compute actions alone) a message takes
+``StageCost.transfer`` from the end of the action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
@@ -22,10 +24,11 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from zeropp.schedule.program import (
+    STEP_END,
     Action,
     ActionSequence,
     Op,
-    Program,
+    RankProgram,
     Schedule,
     StageCost,
     collector_paused,
@@ -40,6 +43,10 @@ LANES: dict[Op, Lane] = {
     Op.UNSHARD: "gather",
     Op.RESHARD: "gather",
     Op.REDUCE_GRAD: "reduce",
+    Op.REDUCE_REPLICAS: "replicas",
+    Op.REDUCE_TIED: "compute",
+    Op.UPDATE: "compute",
+    Op.GATHER_UPDATED: "gather",
     Op.SEND_F: "transfer",
     Op.SEND_B: "transfer",
     Op.RECV_F: "transfer",
@@ -54,12 +61,13 @@ class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 
     ``starts[i]`` and ``ends[i]`` belong to action ``i`` of ``sequence``, which has the actions of
-    all ranks; receives and releases take no time. ``busy[r]`` is the sum of rank r's compute.
-    ``exposed_gather[r]`` is the time during which its compute waited for parameters,
-    ``exposed_wait[r]`` for messages.
+    all ranks; receives and releases take no time. ``busy[r]`` is the sum of rank r's compute, its
+    update aside. ``exposed_gather[r]`` is the time during which its compute waited for parameters,
+    ``exposed_wait[r]`` for messages. ``updated[r]`` is when rank r has updated its parameters and,
+    with ZeRO-1, gathered them.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[RankProgram, ...]
     stage_rank: tuple[int, ...]
     sequence: tuple[Action, ...]
     starts: list[float]
@@ -67,6 +75,7 @@ class EventResult:
     busy: tuple[float, ...]
     exposed_gather: tuple[float, ...]
     exposed_wait: tuple[float, ...]
+    updated: tuple[float, ...]
     step_s: float
 
     @cached_property
@@ -114,7 +123,7 @@ _UNKNOWN = -1.0
 _NO_LANE: list[float] = []
 _PARTS = 16  # how often a run that may give up looks whether it should
 _ROUNDING = 1e-9  # sums of durations are exact to this share at least
-_USE, _WEIGHT, _SEND, _RECEIVE, _OTHER = range(5)  # kinds of actions
+_USE, _WEIGHT, _SEND, _RECEIVE, _OTHER, _END = range(6)  # kinds of actions
 
 
 class _How(NamedTuple):
@@ -148,7 +157,7 @@ class _Loop:
 
     def __init__(
         self,
-        programs: tuple[Program, ...],
+        programs: tuple[RankProgram, ...],
         stage_rank: Sequence[int],
         sequence: ActionSequence,
         costs: Sequence[StageCost],
@@ -160,11 +169,13 @@ class _Loop:
         self._back = (stages + 1) * self._m
         self._ready = [_UNKNOWN] * (3 * self._back)
         self._ready[: self._m] = [0.0] * self._m
-        self._compute, self._shard_link = [0.0] * ranks, [0.0] * ranks
+        self._compute = [0.0] * ranks
+        self._shard_link, self._replica_link = [0.0] * ranks, [0.0] * ranks
         self._link_f, self._link_b = [0.0] * ranks, [0.0] * ranks
         self._busy = [0.0] * ranks
         self._stall_gather, self._stall_wait = [0.0] * ranks, [0.0] * ranks
         self._unsharded = [0.0] * stages
+        self._reduced = [0.0] * stages  # over the shards
         self._copy_out = [0.0] * stages  # still to be done before the stage's next use
         self._start: list[float] = []
         self._end: list[float] = []
@@ -192,7 +203,8 @@ class _Loop:
     def result(self) -> EventResult:
         """Run what has not been run, and sum up."""
         self._run(len(self._sequence.actions))
-        lanes = (self._compute, self._shard_link, self._link_f, self._link_b)
+        updated = tuple(map(max, self._compute, self._replica_link))
+        lanes = (updated, self._shard_link, self._link_f, self._link_b)
         return EventResult(
             programs=self._programs,
             stage_rank=tuple(self._stage_rank),
@@ -202,6 +214,7 @@ class _Loop:
             busy=tuple(self._busy),
             exposed_gather=tuple(self._stall_gather),
             exposed_wait=tuple(self._stall_wait),
+            updated=updated,
             step_s=max(max(lane, default=0.0) for lane in lanes),
         )
 
@@ -239,8 +252,10 @@ class _Loop:
             elif kind == _RECEIVE:  # if its message is not sent yet, it is only posted
                 arrived = ready[place + stage * m + (microbatch or 0)]
                 start = end = start if arrived < 0.0 else arrived
-            else:
+            elif kind == _OTHER:
                 start, end = self._collective(stage, op, rank)
+            else:
+                start, end = self._end_of_step(stage, op, rank)
             add_start(start)
             add_end(end)
 
@@ -257,7 +272,22 @@ class _Loop:
         self._compute[rank] += cost.copy_in
         self._busy[rank] += cost.copy_in
         start = max(link[rank], self._compute[rank])
-        end = link[rank] = start + cost.reduce_grad
+        end = link[rank] = self._reduced[stage] = start + cost.reduce_grad
+        return start, end
+
+    def _end_of_step(self, stage: int, op: Op, rank: int) -> tuple[float, float]:
+        """The times of an action that follows the passes of a stage, or of all of them."""
+        cost, link, compute = self._costs[stage], self._replica_link, self._compute
+        start = max(link[rank], compute[rank])
+        if op is Op.REDUCE_REPLICAS:
+            start = max(start, self._reduced[stage])
+            end = link[rank] = start + cost.reduce_replicas
+        elif op is Op.GATHER_UPDATED:
+            end = link[rank] = start + cost.gather_updated
+        else:
+            start = max(start, self._shard_link[rank])
+            seconds = cost.update if op is Op.UPDATE else cost.reduce_tied
+            end = compute[rank] = start + seconds
         return start, end
 
     def _how_to_time(self) -> dict[Op, _How]:
@@ -273,7 +303,7 @@ class _Loop:
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
         backward = (back, up, [0.0, *later])
-        return {op: _How(_OTHER) for op in Op} | {
+        return {op: _How(_END if op in STEP_END else _OTHER) for op in Op} | {
             Op.FORWARD: _How(_USE, [c.forward for c in costs], 0, down, [*later, 0.0]),
             Op.BACKWARD_INPUT: _How(_USE, input_, *backward),
             Op.FULL_BACKWARD: _How(_USE, full, *backward),

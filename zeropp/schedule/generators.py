@@ -6,10 +6,10 @@ added later, by ``zeropp.schedule.passes``.
 
 from __future__ import annotations
 
-from zeropp.schedule.program import Action, Op, Program
+from zeropp.schedule.program import Action, Op, RankProgram
 
 
-def looped_bfs(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
+def looped_bfs(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """Breadth first: all microbatches run through chunk 0, then all through chunk 1, and so on;
     the backward takes the chunks in reverse (arXiv 2211.05953, figure 4). With one chunk per rank
     this is GPipe (arXiv 1811.06965)."""
@@ -23,7 +23,7 @@ def looped_bfs(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Prog
     return tuple(programs)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """1F1B, PipeDream-flush (arXiv 2006.09503).
 
     Rank r begins with P - r forwards and then alternates between one backward and one forward.
@@ -39,7 +39,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
 
 def interleaved_1f1b(
     num_ranks: int, chunks: int, num_microbatches: int, group: int
-) -> tuple[Program, ...]:
+) -> tuple[RankProgram, ...]:
     """Megatron's interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
     Microbatches go through the chunks in groups of ``group``, P in the paper; the last group may be
@@ -75,7 +75,7 @@ def interleaved_orders(
     return forward, backward
 
 
-def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> Program:
+def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> RankProgram:
     """``warmup`` forwards; then a backward and a forward in turn; then the remaining backwards."""
     warmup = min(warmup, len(forward))
     steady = [action for pair in zip(backward, forward[warmup:], strict=False) for action in pair]
@@ -89,7 +89,7 @@ def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> Pr
 # function returns one list of compute actions per rank.
 
 
-def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """ZB-H1: as many activations as 1F1B's first rank, and a third of 1F1B's bubble where forward,
     input gradient and weight gradient take equally long."""
     programs = []
@@ -101,7 +101,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
 
 def interleaved_zb(
     num_ranks: int, chunks: int, num_microbatches: int, group: int
-) -> tuple[Program, ...]:
+) -> tuple[RankProgram, ...]:
     """ZB-H1 with several chunks per rank: the order of torch's ``ScheduleInterleavedZeroBubble``,
     in groups as those of ``interleaved_1f1b``."""
     programs = []
@@ -116,7 +116,7 @@ def interleaved_zb(
 
 def _delayed(
     forward: list[tuple[int, int]], backward: list[tuple[int, int]], warmup: int, delay: int
-) -> Program:
+) -> RankProgram:
     """``warmup`` forwards, then F, I and W in turn; W is ``delay`` input gradients behind I."""
     total = len(forward)
     warmup = min(warmup, total)
@@ -133,7 +133,7 @@ def _delayed(
     return tuple(actions)
 
 
-def zbv(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+def zbv(num_ranks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """ZBV: chunk 0 goes down the ranks and chunk 1 up again, so rank 0 has the first and the last
     stage.
 

@@ -6,18 +6,23 @@ from collections import Counter
 from itertools import product
 
 from zeropp.schedule.program import (
+    COLLECTIVE,
     COMPUTE,
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
+    STEP_END,
+    Action,
     DeadlockError,
     Op,
     Schedule,
+    StepEnd,
     collector_paused,
     sequence_of,
 )
 
 _COLUMNS = 12  # shown on each side of the bad cell
 
+_OF_RANK = (Op.UPDATE, Op.GATHER_UPDATED)
 _PARTS = {op: (op,) for op in COMPUTE} | {Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 
 
@@ -27,14 +32,18 @@ class ScheduleError(ValueError):
 
 
 @collector_paused()
-def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
+def validate(
+    schedule: Schedule, *, activation_cap: int | None = None, end: StepEnd | None = None
+) -> None:
     """Check a schedule, with compute actions alone or lowered. Raises ScheduleError.
 
     Checked are: every action is on the rank of its stage; every forward, input gradient and weight
     gradient is there exactly once; dependencies are kept and there is no deadlock; no rank has more
     than ``activation_cap`` live chunk-activations. In a lowered program also: parameters are
     gathered wherever they are used, at most once per chunk, unit and phase, and never while they
-    are gathered already; and all gradients are reduced once they are complete.
+    are gathered already; and all gradients are reduced once they are complete. In the programs of
+    a whole step also: every rank updates once, after all reductions; and where the plan's ``end``
+    is given, every rank has what it asks for, and no more.
     """
     _check_each_action_once(schedule)
     try:
@@ -48,6 +57,10 @@ def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
         _check_gathers(schedule)
     if any(a.op is Op.REDUCE_GRAD for program in schedule.programs for a in program):
         _check_reductions(schedule)
+    if any(a.op in STEP_END for program in schedule.programs for a in program):
+        _check_step_end(schedule)
+    if end is not None:
+        _check_asked_end(schedule, end)
 
 
 def live_activations(schedule: Schedule, rank: int) -> list[int]:
@@ -140,6 +153,72 @@ def _check_reductions(schedule: Schedule) -> None:
         if left:
             why = f"gradients of stages {left} are never reduced"
             raise _error(schedule, rank, len(program) - 1, why)
+
+
+def _check_step_end(schedule: Schedule) -> None:
+    """Check what follows the passes: sums over replicas and of tied gradients, once each and of
+    complete gradients; then one update; then ZeRO-1's gather, on all ranks or on none."""
+    everywhere = {action.op for program in schedule.programs for action in program}
+    tied = [a for program in schedule.programs for a in program if a.op is Op.REDUCE_TIED]
+    for rank, program in enumerate(schedule.programs):
+        stages = schedule.stages_of(rank)
+        done: set[Action] = set()
+        for index, action in enumerate(program):
+            if why := _step_end_error(action, stages, done, shards=Op.UNSHARD in everywhere):
+                raise _error(schedule, rank, index, why)
+            if action.op in STEP_END and action in done:
+                raise _error(schedule, rank, index, f"{action} is repeated")
+            if tied == [action] and len(stages) == 1:
+                raise _error(schedule, rank, index, f"{action} has no other stage to add")
+            done.add(action)
+        crossed = [Action(stage, Op.REDUCE_REPLICAS) for stage in stages]
+        left = [a.stage for a in crossed if Op.REDUCE_REPLICAS in everywhere and a not in done]
+        if left:
+            why = f"gradients of stages {left} are not reduced over the replicas"
+            raise _error(schedule, rank, len(program) - 1, why)
+        for op in (Op.UPDATE, *({Op.GATHER_UPDATED} & everywhere)):
+            if (action := Action(stages[0], op)) not in done:
+                raise _error(schedule, rank, len(program) - 1, f"there is no {action}")
+
+
+def _step_end_error(
+    action: Action, stages: tuple[int, ...], done: set[Action], *, shards: bool
+) -> str:
+    """Why a rank with these stages cannot have this action next, after all that is ``done``; empty
+    if it can. A tied sum waits for all gradients of its rank, which may have both of its stages,
+    and, where parameters are ``shards``, for their reductions, as it adds reduced gradients."""
+    stage, op, _ = action
+    updated = Action(stages[0], Op.UPDATE) in done
+    if op in _OF_RANK and stage != stages[0]:
+        return f"{action} must name stage {stages[0]}"
+    if (op is Op.GATHER_UPDATED) != updated:
+        return f"{action} {'after the update' if updated else 'before the update'}"
+    sums: list[Action] = []
+    if op in MAKES_GRADIENTS | {Op.REDUCE_GRAD}:
+        sums.append(Action(stage, Op.REDUCE_REPLICAS))
+    if op in MAKES_GRADIENTS or (shards and op in COLLECTIVE - {Op.UNSHARD}):
+        sums += [Action(held, Op.REDUCE_TIED) for held in stages]
+    if early := [str(each) for each in sums if each in done]:
+        return f"{action} after {early[0]}"
+    return ""
+
+
+def _check_asked_end(schedule: Schedule, end: StepEnd) -> None:
+    """Check that every rank has the actions after the passes that its plan asks for, and no
+    others. Of two tied stages on one rank the first stands for both."""
+    for rank, program in enumerate(schedule.programs):
+        stages = schedule.stages_of(rank)
+        asked = {Action(stages[0], Op.UPDATE)}
+        asked |= {Action(s, Op.REDUCE_TIED) for s in [s for s in stages if s in end.tied][:1]}
+        if end.over_replicas:
+            asked |= {Action(stage, Op.REDUCE_REPLICAS) for stage in stages}
+        if end.gathers_updated:
+            asked.add(Action(stages[0], Op.GATHER_UPDATED))
+        here = {action for action in program if action.op in STEP_END}
+        for action in sorted(asked ^ here):
+            why = f"the plan asks for {action}" if action in asked else f"the plan has no {action}"
+            place = program.index(action) if action in here else len(program) - 1
+            raise _error(schedule, rank, place, why)
 
 
 def _error(schedule: Schedule, rank: int, index: int, why: str) -> ScheduleError:

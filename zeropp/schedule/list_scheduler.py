@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from zeropp.schedule.program import Action, Op, Program, StageCost
+from zeropp.schedule.program import Action, Op, RankProgram, StageCost
 
 Slot = tuple[int, int]  # stage, microbatch
 
@@ -81,7 +81,7 @@ class Planned:
     kinds: tuple[Sequence[Op], ...]
     step_s: float
 
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self) -> tuple[RankProgram, ...]:
         """One program per rank."""
         return tuple(
             tuple(_merge(forward, backward, kinds))

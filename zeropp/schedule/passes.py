@@ -1,8 +1,9 @@
-"""Lowering: add gradient reductions, parameter gathers and releases, and transfers.
+"""Lowering: add gradient reductions, parameter gathers and releases, transfers, and a step's end.
 
-The input is a schedule with compute actions alone. Reductions and gathers are added to one rank's
-program at a time. Transfers need all programs at once, because a receive must be posted before its
-message is sent, and in the order of the sends.
+The input of ``lower`` is a schedule with compute actions alone. Reductions and gathers are added to
+one rank's program at a time. Transfers need all programs at once, because a receive must be posted
+before its message is sent, and in the order of the sends. ``with_step_end`` then adds what depends
+on a plan's replicas and tied parameters; all contenders' plans go through it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from zeropp.schedule.program import (
     NEEDS_PARAMETERS,
     Action,
     Op,
-    Program,
+    RankProgram,
     Schedule,
     StageCost,
+    StepEnd,
     collector_paused,
 )
 
@@ -34,7 +36,7 @@ from zeropp.schedule.program import (
 def lower(
     schedule: Schedule, *, gather: bool, prefetch: int = 1, reduce_every: ReduceEvery = "unit"
 ) -> Schedule:
-    """The whole program of a schedule, ready to be run.
+    """The programs of a schedule up to the end of its passes.
 
     ``gather``: parameters are sharded, so they are gathered ``prefetch`` windows ahead of their
     use and released as soon as their window ends (see ``parameter_windows``).
@@ -51,7 +53,7 @@ def lower(
 
 def with_collectives(
     schedule: Schedule, rank: int, *, gather: bool, prefetch: int, reduce_every: ReduceEvery
-) -> Program:
+) -> RankProgram:
     """One rank's program of compute actions with gathers, releases and reductions, as in ``lower``.
     The program may be the beginning of a step; then gradients that are not complete in it are not
     reduced."""
@@ -70,7 +72,7 @@ class Window:
     last: int
 
 
-def parameter_windows(program: Program, unit: int) -> list[Window]:
+def parameter_windows(program: RankProgram, unit: int) -> list[Window]:
     """The windows in which a rank needs each stage's parameters, ordered by their beginnings.
 
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
@@ -101,7 +103,7 @@ def parameter_windows(program: Program, unit: int) -> list[Window]:
     return windows
 
 
-def _add_gathers(program: Program, unit: int, prefetch: int) -> Program:
+def _add_gathers(program: RankProgram, unit: int, prefetch: int) -> RankProgram:
     windows = parameter_windows(program, unit)
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
@@ -115,7 +117,7 @@ def _add_gathers(program: Program, unit: int, prefetch: int) -> Program:
     return _insert(program, before, after)
 
 
-def _add_reductions(program: Program, span: int, num_microbatches: int) -> Program:
+def _add_reductions(program: RankProgram, span: int, num_microbatches: int) -> RankProgram:
     made: dict[tuple[int, int], list[int]] = defaultdict(list)  # the places of weight gradients
     for index, (stage, op, microbatch) in enumerate(program):
         if op in MAKES_GRADIENTS and microbatch is not None:
@@ -127,7 +129,7 @@ def _add_reductions(program: Program, span: int, num_microbatches: int) -> Progr
     return _insert(program, {}, after)
 
 
-def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Program, ...]:
+def _add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[RankProgram, ...]:
     """Add sends right after the action that produces the message, and receives before its use.
 
     On each channel (an ordered pair of ranks) receives are posted in the order of the sends. To
@@ -157,6 +159,45 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
         for target, channel in channels.items():
             receives[target] += _in_order(channel)
     return tuple(map(_insert_transfers, programs, sends, receives))
+
+
+def with_step_end(schedule: Schedule, end: StepEnd) -> Schedule:
+    """The whole step of a lowered schedule: reductions over the replicas, the sum of tied
+    gradients, the update, and ZeRO-1's gather. They are added once for each ``end``."""
+    if end not in schedule.ended:
+        programs = tuple(
+            _ended(program, schedule.stages_of(rank), end)
+            for rank, program in enumerate(schedule.programs)
+        )
+        schedule.ended[end] = replace(schedule, programs=programs)
+    return schedule.ended[end]
+
+
+def _ended(program: RankProgram, stages: tuple[int, ...], end: StepEnd) -> RankProgram:
+    """One rank's program, in which a stage's gradients are reduced over the replicas as soon as
+    they are complete, so that all but the last of these reductions have compute beside them."""
+    after: dict[int, list[Action]] = {}
+    if end.over_replicas:
+        for stage, index in _last_gradients(program, stages):
+            after[index] = [Action(stage, Op.REDUCE_REPLICAS)]
+    tied = [Action(stage, Op.REDUCE_TIED) for stage in stages if stage in end.tied][:1]
+    if tied and tied[0] in program:  # where the program's own order has put it
+        tied = []
+    update = [Action(stages[0], Op.UPDATE)]
+    gather = [Action(stages[0], Op.GATHER_UPDATED)] * end.gathers_updated
+    return (*_insert(program, {}, after), *tied, *update, *gather)
+
+
+def _last_gradients(program: RankProgram, stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(stage, index of the action with which its gradients are complete on this shard)."""
+    left = set(stages)
+    for index in range(len(program) - 1, -1, -1):
+        stage, op, _ = program[index]
+        if stage in left and (op is Op.REDUCE_GRAD or op in MAKES_GRADIENTS):
+            yield stage, index
+            left.remove(stage)
+            if not left:
+                return
 
 
 class _Route(NamedTuple):
@@ -199,8 +240,8 @@ def _in_order(receives: list[tuple[int, Action]]) -> Iterator[tuple[int, Action]
 
 
 def _insert(
-    program: Program, before: dict[int, list[Action]], after: dict[int, list[Action]]
-) -> Program:
+    program: RankProgram, before: dict[int, list[Action]], after: dict[int, list[Action]]
+) -> RankProgram:
     out: list[Action] = []
     begin = 0
     for index in sorted({*before, *after}):
@@ -213,8 +254,8 @@ def _insert(
 
 
 def _insert_transfers(
-    program: Program, sends: Sequence[Action | None], receives: list[tuple[int, Action]]
-) -> Program:
+    program: RankProgram, sends: Sequence[Action | None], receives: list[tuple[int, Action]]
+) -> RankProgram:
     """Insert receives before, and sends after, the compute action at their place. Places count
     compute actions alone."""
     receives.sort(key=itemgetter(0))

@@ -18,7 +18,8 @@ from typing import NamedTuple
 #
 # The names and the text form are those of ``torch.distributed.pipelining`` (``0F3``, ``0I3``,
 # ``0W3``, ``0B3``, ``0UNSHARD``, ``0SEND_F3`` ...), so that a program written here can be run by
-# torch's own runtime and compared.
+# torch's own runtime and compared. For the end of a step (``0REDUCE_REPLICAS``, ``0UPDATE`` ...)
+# torch has no actions; DeepSpeed has instructions.
 
 
 class Op(StrEnum):
@@ -31,6 +32,10 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"  # gather the stage's parameters over its shard group
     RESHARD = "RESHARD"  # release the gathered parameters
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce-scatter the stage's accumulated gradients
+    REDUCE_REPLICAS = "REDUCE_REPLICAS"  # then sum them over the replicas of the shard group
+    REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of a parameter that two stages share
+    UPDATE = "UPDATE"  # clip by the global norm and step the optimizer, for all stages of the rank
+    GATHER_UPDATED = "GATHER_UPDATED"  # ZeRO-1: gather what the other replicas have updated
     SEND_F = "SEND_F"  # activation to the next stage
     RECV_F = "RECV_F"  # activation from the previous stage
     SEND_B = "SEND_B"  # gradient to the previous stage
@@ -52,16 +57,14 @@ class Op(StrEnum):
         return self in COMPUTE or self in TRANSFER
 
 
+# Forwards and backwards. Tied sums and updates stand in line with them, but are no passes.
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})  # those that take time on the link
+COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD, Op.REDUCE_REPLICAS})  # run beside compute
+STEP_END = frozenset({Op.REDUCE_REPLICAS, Op.REDUCE_TIED, Op.UPDATE, Op.GATHER_UPDATED})
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
-# After a stage's last of these its gradients are complete on this shard, and are reduced over the
-# replicas, stage after stage in this order: by ``_reduce`` of the interpreter, and for the price by
-# ``_done`` and ``_crossings_beside_s`` of the simulator. The search's bounds hold in any order.
-COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}
 
 _PATTERN = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
 
@@ -69,9 +72,10 @@ _PATTERN = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
 class Action(NamedTuple):
     """One step of one rank's program.
 
-    ``stage`` is the global index of the stage, from 0 to P*V-1. ``microbatch`` is None for the
-    actions that concern a stage's parameters as a whole, and a number for all others. This is a
-    tuple and not a dataclass because a training step of 64 ranks has a million actions.
+    ``stage`` is the global index of the stage, from 0 to P*V-1; an action that concerns all stages
+    of its rank (``UPDATE``, ``GATHER_UPDATED``) names the first of them. ``microbatch`` is None for
+    the actions that concern parameters as a whole, and a number for all others. This is a tuple
+    and not a dataclass because a training step of 64 ranks has a million actions.
     """
 
     stage: int
@@ -228,7 +232,7 @@ class _OrderSearch:
             self._runnable.append(self._waiting.pop(key))
 
 
-Program = tuple[Action, ...]
+RankProgram = tuple[Action, ...]  # what one rank does in a step, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +245,11 @@ class StageCost:
     boundary tensor between this stage and the next, in either direction. ``copy_out`` and
     ``copy_in`` are the time that a gather and a reduction take away from compute, to move
     parameters out of the collective's buffer and gradients into it.
+
+    ``reduce_replicas`` is the reduction of the stage's gradients over the replicas (an all-reduce,
+    or a reduce-scatter with ZeRO-1), and ``reduce_tied`` the sum of those that it shares with
+    another stage. ``update`` and ``gather_updated`` are those of a whole rank: they stand in its
+    first stage, and are 0 in its others.
     """
 
     forward: float = 1.0
@@ -251,11 +260,26 @@ class StageCost:
     transfer: float = 0.0
     copy_out: float = 0.0
     copy_in: float = 0.0
+    reduce_replicas: float = 0.0
+    reduce_tied: float = 0.0
+    update: float = 0.0
+    gather_updated: float = 0.0
 
     @property
     def compute(self) -> float:
         """Forward and backward of one microbatch, copies aside."""
         return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What follows a step's passes. ``over_replicas``: gradients are reduced over replicas;
+    ``tied``: the two stages that share a parameter, or none; ``gathers_updated``: each replica
+    updates a part of the parameters, and gathers the others' (ZeRO-1)."""
+
+    over_replicas: bool = False
+    tied: tuple[int, ...] = ()
+    gathers_updated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +320,7 @@ class Schedule(ScheduleSizes):
     reduction or a transfer starts once the compute actions listed before it have ended.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[RankProgram, ...]
 
     @cached_property
     def sequence(self) -> ActionSequence:
@@ -305,30 +329,31 @@ class Schedule(ScheduleSizes):
         return sequence_of(self.programs, self.stage_rank)
 
     @cached_property
-    def collectives(self) -> tuple[Program, ...]:
-        """The gathers and reductions of every rank, in the order of its program."""
+    def collectives(self) -> tuple[RankProgram, ...]:
+        """What every rank gathers and reduces beside its compute, in the order of its program."""
         return tuple(
             tuple(action for action in program if action[1] in COLLECTIVE)
             for program in self.programs
         )
 
     @cached_property
-    def gradient_stages(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """By rank: its stages in the order in which their first gradients are made or reduced, and
-        the stage whose gradients are the last."""
-        ranks = []
-        for program in self.programs:
-            stages = [stage for stage, op, _ in program if op in COMPLETES]
-            ranks.append((tuple(dict.fromkeys(stages)), stages[-1]))
-        return tuple(ranks)
+    def ended(self) -> dict[StepEnd, Schedule]:
+        """The same programs with the ends that were asked for (``passes.with_step_end``). Many
+        plans that differ in other degrees share them."""
+        return {}
 
     def to_csv(self) -> str:
         """The CSV form that torch reads and writes: one line per rank, one action per cell."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         for program in self.programs:
-            writer.writerow([str(action) for action in program])
+            writer.writerow([str(action) for action in for_torch(program)])
         return out.getvalue()
+
+
+def for_torch(program: RankProgram) -> RankProgram:
+    """The actions that torch's runtime knows, which leaves the end of a step to its caller."""
+    return tuple(action for action in program if action.op not in STEP_END)
 
 
 @lru_cache(maxsize=1024)

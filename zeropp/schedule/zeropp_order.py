@@ -6,19 +6,29 @@ the forward phase and once for the backward phase. Input gradients run as early 
 gradients fill what would be bubbles, also across units. With equal durations F = B = W, U >= P
 and the default cap of U*V live chunk-activations the step is at most 1 + (P-1)/(3*m*V) times its
 ideal, whether U divides m or not (a test holds it).
+
+``step_drafts`` gives the orders to choose from, each with a function that adds gathers, reductions
+and transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 from itertools import product
 from operator import itemgetter
 
-from zeropp.literals import Auto, if_auto
+from zeropp.literals import Auto, ReduceEvery, if_auto
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
-from zeropp.schedule.program import Program, Schedule, StageCost, collector_paused, loop_placement
+from zeropp.schedule.passes import lower
+from zeropp.schedule.program import (
+    RankProgram,
+    Schedule,
+    StageCost,
+    collector_paused,
+    loop_placement,
+)
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More policies would gain almost nothing, and take time.
@@ -61,13 +71,12 @@ class OrderSizes:
 
 
 def unit_size(
-    asked: int | Auto, num_ranks: int, num_microbatches: int, *, hides_collectives: bool = True
+    unit: int | Auto, num_ranks: int, num_microbatches: int, *, hides_collectives: bool = True
 ) -> int:
-    """The microbatches per unit: as many as ``asked`` for, at most all, and by default P; all of
-    them by default where compute hides no collectives (on CPUs), because one unit has the fewest
-    of them."""
+    """The microbatches per unit: ``unit``, but at most all; for ``auto`` P, or all where compute
+    hides no collectives (on CPUs), because a single unit has the fewest of them."""
     return min(
-        if_auto(asked, num_ranks if hides_collectives else num_microbatches), num_microbatches
+        if_auto(unit, num_ranks if hides_collectives else num_microbatches), num_microbatches
     )
 
 
@@ -138,7 +147,7 @@ def _beginning(
     return _scheduled(sizes, begun.programs())
 
 
-def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:
+def _scheduled(sizes: OrderSizes, programs: tuple[RankProgram, ...]) -> Schedule:
     return Schedule(
         name="zeropp",
         num_microbatches=sizes.num_microbatches,
@@ -187,8 +196,8 @@ def _orders_of(sizes: OrderSizes, units: Sequence[range]) -> Orders:
     held = [range(rank, stages, ranks) for rank in range(ranks)]
     return Orders(
         loop_placement(ranks, sizes.chunks),
-        tuple(_breadth_first(mine, units) for mine in held),
-        tuple(_breadth_first(mine[::-1], units) for mine in held),
+        tuple(_breadth_first(stages_of_rank, units) for stages_of_rank in held),
+        tuple(_breadth_first(stages_of_rank[::-1], units) for stages_of_rank in held),
         sizes.split_backward,
     )
 
@@ -208,3 +217,70 @@ def _equal_cost_plan(orders: Sequence[Orders], cap: int) -> Planned:
 
 def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
     return tuple((stage, j) for unit in units for stage in stages for j in unit)
+
+
+StepDraft = tuple[Schedule, Callable[[], Schedule]]  # compute actions, complete programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes(OrderSizes):
+    """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
+    the order, and the arguments of ``lower``."""
+
+    gather: bool
+    prefetch: int = 1
+    reduce_every: ReduceEvery = "unit"
+
+    @property
+    def order(self) -> OrderSizes:
+        """The sizes of the order alone."""
+        return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
+
+
+def step_drafts(
+    sizes: StepSizes,
+    costs: tuple[StageCost, ...] | None = None,
+    too_large: Callable[[Schedule], bool] | None = None,
+) -> Iterator[StepDraft]:
+    """The orders to choose from, one by one: that for equal durations and, with ``costs`` (one per
+    stage), one that is planned with these, if it differs. Each comes as compute actions alone, with
+    a function that completes it.
+
+    If all orders that are planned with ``costs`` are ``too_large`` by their beginnings already,
+    they are not planned to the end, and one of the beginnings stands for them. Orders are cached,
+    because many plans that differ in other degrees share them. Raises ValueError if the activation
+    cap is too small.
+    """
+    yield equal_order(sizes.order), partial(_equal_step, sizes)
+    if costs:
+        refused = _refused(planned_beginnings(sizes.order, costs), too_large) if too_large else None
+        if refused:
+            yield refused, partial(_planned_step, sizes, costs)
+            return
+        for planned in candidates(sizes.order, costs)[1:]:
+            yield planned, partial(_planned_step, sizes, costs)
+
+
+def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -> Schedule | None:
+    """One of the beginnings if all of them are too large."""
+    beginning = None
+    for beginning in begun:
+        if not too_large(beginning):
+            return None
+    return beginning
+
+
+@lru_cache(maxsize=96)
+def _equal_step(sizes: StepSizes) -> Schedule:
+    return _lowered(equal_order(sizes.order), sizes)
+
+
+@lru_cache(maxsize=32)
+def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule:
+    return _lowered(planned_order(sizes.order, costs), sizes)
+
+
+def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
+    return lower(
+        order, gather=sizes.gather, prefetch=sizes.prefetch, reduce_every=sizes.reduce_every
+    )

@@ -105,13 +105,13 @@ class EndedJob:
 
 def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
     """The ``SBATCH_*`` variables for flags that neither the suite nor the script sets."""
-    found = {}
+    defaults = {}
     for name, value in environment.items():
         flag = name.removeprefix("SBATCH_").lower().replace("_", "-")
         is_decided = {flag, _ALIASES.get(flag, flag)} & (OWNED | set(owned))
         if name.startswith("SBATCH_") and not is_decided:
-            found[name] = value
-    return found
+            defaults[name] = value
+    return defaults
 
 
 def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | None = None) -> str:
@@ -135,10 +135,10 @@ def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | 
         raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
     if done.returncode:
         lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
-        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
+        message = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
         # These concern the answer only: the controller may have acted.
-        lost = re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I)
-        raise (NoAnswerError if lost else SlurmError)(said)
+        lost = re.search(r"timed out|timeout|receive|connection (reset|refused)", message, re.I)
+        raise (NoAnswerError if lost else SlurmError)(message)
     return done.stdout
 
 
@@ -150,25 +150,37 @@ def _end_with_the_launcher() -> None:
 
 
 def submit(script: Path, owned: Collection[str], *flags: str) -> str:
-    """Submit a script and return the job's id, which is found by its form among what the site
-    prints beside it. ``owned`` are flags that the script sets and that no environment variable may
-    change. Raises SlurmError; NoAnswerError if it may be submitted."""
+    """Submit a script and return the job's id. Where sbatch fails, which it also does after it has
+    submitted, or prints no number or several, the job is looked for by its name: the script's.
+
+    ``owned`` are flags that the script sets and that no environment variable may change. Raises
+    SlurmError; NoAnswerError if it may be submitted.
+    """
     kept = site_defaults(os.environ, owned)
-    answer = call("sbatch", "--parsable", *flags, str(script), more=kept)
-    ids = _JOB_ID.findall(answer)
-    if not ids:
+    try:
+        answer = call("sbatch", "--parsable", *flags, str(script), more=kept)
+        numbers = {number for number, _ in _JOB_ID.findall(answer)}
+        if len(numbers) == 1:
+            return str(numbers.pop())
         raise NoAnswerError(f"sbatch: no job id in its answer {answer.strip()[:80]!r}")
-    return str(ids[-1][0])
+    except SlurmError as error:
+        try:
+            job = find_job(script.stem)
+        except SlurmError:  # nobody knows whether there is a job
+            raise NoAnswerError(str(error)) from None
+        if not job:
+            raise
+        return job
 
 
 def cluster_facts(timeout_s: float = TIMEOUT_S) -> ClusterFacts:
     """The cluster's identity and its largest array; raises SlurmError."""
     config = call("scontrol", "show", "config", timeout_s=timeout_s)
     pairs = (line.partition("=") for line in config.splitlines())
-    found = {name.strip(): value.strip() for name, _, value in pairs}
-    host = found.get("SlurmctldHost[0]", found.get("SlurmctldHost", ""))
-    size = found.get("MaxArraySize", "")
-    identity = f"{found.get('ClusterName', '')}@{host}"
+    settings = {name.strip(): value.strip() for name, _, value in pairs}
+    host = settings.get("SlurmctldHost[0]", settings.get("SlurmctldHost", ""))
+    size = settings.get("MaxArraySize", "")
+    identity = f"{settings.get('ClusterName', '')}@{host}"
     return ClusterFacts(identity, int(size) if size.isdigit() else ClusterFacts.max_array_size)
 
 
@@ -239,11 +251,11 @@ def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
 def endings(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
     """The endings of jobs, oldest first, and the present state of jobs that have not ended; by
     accounting, or else by what slurmctld remembers. Jobs that nobody knows are left out."""
-    found = accounted(jobs, timeout_s) if jobs else {}
+    by_job = accounted(jobs, timeout_s) if jobs else {}
     for job in jobs:
-        if job not in found and (last := last_state(job, timeout_s)):
-            found[job] = [last]
-    return found
+        if job not in by_job and (last := last_state(job, timeout_s)):
+            by_job[job] = [last]
+    return by_job
 
 
 def last_state(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
@@ -273,15 +285,15 @@ def accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, 
     columns = "--format=JobID,State,ExitCode,NodeList"
     flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
     asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
-    found: dict[str, list[EndedJob]] = {}
+    by_job: dict[str, list[EndedJob]] = {}
     try:
         listed = call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
     except SlurmError:
         return {}
     for row in (line.split("|") for line in listed.splitlines()):
         for task in _tasks_of(row[0]) if len(row) == 4 else ():
-            found.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))
-    return found
+            by_job.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))
+    return by_job
 
 
 def _tasks_of(job: str) -> list[str]:

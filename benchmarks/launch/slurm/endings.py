@@ -3,8 +3,8 @@
 The event files of the ranks say what was measured, and usually why it stopped. Otherwise the reason
 is, in this order: the memory limit, by the line of Slurm's step daemon; Slurm's state of the job;
 the signal that the script caught; the rank that failed first, by srun, with the last line of its
-log; the last line of srun's or the job's log. An array's script calls ``main`` at its end; if it
-could not, ``submissions.close_ended`` asks ``reason`` later.
+log or its exit code; the last line of srun's or the job's log. An array's script calls ``main`` at
+its end; if it could not, ``submissions.close_ended`` asks ``reason`` later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.launch.attempt import (
     DamagedError,
     Ending,
     ending_by_events,
+    exited,
     failed,
     finish_attempt,
     frozen,
@@ -45,6 +46,7 @@ _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted jo
 _LATE_S = 120.0  # USR1 may come a minute early, and ranks need some time to exit
 _TIMED_OUT = (124, 137)  # exit codes of timeout(1), the second if it had to kill
 _MEMORY = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
+_FORGOTTEN = re.compile(r"(expired or )?invalid job\b", re.I)  # srun's, of a controller begun anew
 _TASK = re.compile(r"error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
     "OUT_OF_MEMORY": ("oom", False),
@@ -80,16 +82,16 @@ def slurm_of(attempt: Path) -> dict[str, Any]:
 def reason(
     attempt: Path, ended: EndedJob | None, log: Path, end: ScriptEnd | None = None
 ) -> Ending | None:
-    """Why an attempt ended; None if the events of its ranks say it, or if nothing does.
+    """How an attempt ended, and why; None if nothing says it.
 
     ``ended`` is what Slurm says of its job, ``log`` the job's; ``end`` is None if the script could
     not write the record itself. Raises DamagedError.
     """
     number, ranks = int(frozen(attempt)[0]["num_gpus"]), read_ranks(attempt)
     if is_complete(number, ranks):
-        return None
-    if found := _MEMORY.search(_text(attempt / "srun.log")):
-        return Ending("oom", f"Slurm: {found[1]}")
+        return ending_by_events(number, ranks)
+    if match := _MEMORY.search(_text(attempt / "srun.log")):
+        return Ending("oom", f"Slurm: {match[1]}")
     where = f", in {end.stage}" if end and end.stage != "ranks" else ""
     if by_state := ended and ending_by_state(ended):
         if by_state.status == "timeout" and not ranks and not where and (line := last_words(log)):
@@ -99,7 +101,7 @@ def reason(
         return by_clock
     by_script = killed_script(ended) if ended and end is None else None
     first = None if by_script or (end and end.caught) else _first_failure(attempt)
-    if first and first.interrupted:  # a kill, of which errors of the other ranks are consequences
+    if first:  # errors of the other ranks are its consequences
         return first
     by_events = ending_by_events(number, ranks)
     if by_events and not by_events.interrupted:
@@ -110,7 +112,9 @@ def reason(
         return by_script
     if by_events and " left on SIG" in by_events.reason:
         return _by_hand(by_events.reason, ended)
-    return by_events or first or _before_the_ranks(attempt, log, end)
+    if any(ranks.values()):
+        return by_events
+    return _before_the_ranks(attempt, log, ended, end)
 
 
 def ending_by_state(ended: EndedJob) -> Ending | None:
@@ -135,10 +139,10 @@ def killed_script(ended: EndedJob) -> Ending | None:
     return Ending("failed", words, interrupted=True) if ended.signal else None
 
 
-def _by_hand(what: str, ended: EndedJob | None) -> Ending:
+def _by_hand(cause: str, ended: EndedJob | None) -> Ending:
     """A signal for which Slurm has no reason: scancel with a signal, or the site's tools."""
     state = f"Slurm: {ended.state}" if ended else "Slurm does not know the job"
-    return Ending("failed", f"{what}, sent by hand or by a tool of the site ({state})", True)
+    return Ending("failed", f"{cause}, sent by hand or by a tool of the site ({state})", True)
 
 
 def _time_limit(attempt: Path, end: ScriptEnd, where: str) -> Ending | None:
@@ -161,36 +165,51 @@ def _time_limit(attempt: Path, end: ScriptEnd, where: str) -> Ending | None:
 
 
 def _first_failure(attempt: Path) -> Ending | None:
-    """The ending by the rank that srun says failed first: how it ended, or, if it ended by itself,
-    the last line of its log. Its own event says it better, if there is one."""
-    found = _TASK.search(_text(attempt / "srun.log"))
-    if found is None:
+    """The ending by the rank that srun says failed first: how it ended, or, if it ended by itself
+    without a word, the last line of its log or its exit code. None if its own event says it."""
+    match = _TASK.search(_text(attempt / "srun.log"))
+    if match is None:
         return None
-    rank, how = int(found[1]), found[2]
-    if how.startswith("Exited with exit code"):
-        wrote = any(read_ranks(attempt).get(rank, []))
-        line = "" if wrote else last_words(attempt / f"rank_{rank:03d}.log")
-        return failed(f"rank {rank}: {line}") if line else None
+    rank, how = int(match[1]), match[2]
+    if code := re.match(r"Exited with exit code (\d+)", how):
+        events = read_ranks(attempt).get(rank)
+        line = "" if events else last_words(attempt / f"rank_{rank:03d}.log")
+        return failed(f"rank {rank}: {line}") if line else exited(rank, int(code[1]), events)
     return Ending("failed", f"rank {rank}: {how} (srun)", interrupted=True)
 
 
-def _before_the_ranks(attempt: Path, log: Path, end: ScriptEnd | None) -> Ending | None:
+def _before_the_ranks(
+    attempt: Path, log: Path, ended: EndedJob | None, end: ScriptEnd | None
+) -> Ending | None:
     """The ending of an attempt in which no rank wrote anything: the last line of srun's or the
-    job's log that may be a cause. Slurm's step daemon writes to the job's log at any time, so its
-    lines count only if there are no others, or if they name a fault of the node."""
-    if any(read_ranks(attempt).values()):
-        return None
+    job's log that may be a cause, but not after a success; otherwise the exit code. Slurm's step
+    daemon writes to the job's log at any time, so its lines count only if there are no others, or
+    if they name a fault of the node."""
+    code = end.exit_code if end else _script_code(ended)
     in_setup = end is not None and end.stage == "setup"
     where = "in setup" if in_setup else "before the ranks started"
-    for path in (attempt / "srun.log", log):
+    for path in (attempt / "srun.log", log) if code != 0 else ():
         if line := last_words(path, _is_no_noise) or last_words(path):
             ending = failed(f"{where}: {line}")
+            if _FORGOTTEN.search(line):
+                return replace(ending, status="lost", interrupted=True)
             # 128 + a signal: a command that was killed, as when the controller forgot the job
             was_killed = end is not None and end.exit_code > 128 and end.stage != "ranks"
             return replace(ending, interrupted=ending.interrupted or was_killed)
     if end and in_setup:
         return failed(f"in setup: a line of launcher.setup failed (exit {end.exit_code})")
+    if end and code == 0:
+        return failed("the ranks wrote nothing, and ended with exit code 0")
+    # The script itself ends with 1 where it cannot write the record, as on a full disk.
+    if end is None and code not in (None, 1):  # another program, by an exec in launcher.setup
+        return failed(f"the script ended with exit code {code}, before its ranks")
     return None
+
+
+def _script_code(ended: EndedJob | None) -> int | None:
+    """The exit code of a script that ended by itself; None if it did not, or nobody knows."""
+    code = ended.exit_code.partition(":")[0] if ended else ""
+    return int(code) if ended and ended.word in ("COMPLETED", "FAILED") and code.isdigit() else None
 
 
 def _is_no_noise(line: str) -> bool:
@@ -199,16 +218,13 @@ def _is_no_noise(line: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace", encoding="utf-8")
     except OSError:
         return ""
 
 
-# Inside the job.
-
-
 def close(attempt: Path, end: ScriptEnd) -> RunRecord:
-    """Write the record of an attempt whose script ends."""
+    """Write, inside the job, the record of an attempt whose script ends."""
     slurm = slurm_of(attempt)
     ended = _state_now(slurm)
     ending = reason(attempt, ended, Path(str(slurm.get("log", "/nonexistent"))), end)

@@ -19,7 +19,8 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.options import Flag, Flags, SlurmOptions, normal, sbatch_words, words
 from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.submissions import attempt_name, report_name
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import RunSpec
 
 _START_S = 300.0  # for imports, process groups, the gate and the model, on a slow file system
 _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array

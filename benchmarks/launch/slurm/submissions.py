@@ -4,10 +4,11 @@ A submission is a folder ``RUNS_DIR/slurm/<sweep>/`` with scripts, logs, frozen 
 ``submission.json``, which is written before the first sbatch: a job whose id never arrived is found
 by its name, every other one by its id. It has at most one job per point.
 
-**Alive.** A point is under way while its job is in the queue, or while the script of its attempt
-beats (``attempt.is_alive``), as it does where a controller has forgotten it. The queue's silence
-counts only where the submission's cluster is asked by its user (or root); elsewhere a point that
-has no record is under way, because nobody can tell.
+**Under way.** All launchers that measure ask ``View.under_way``, so that none measures what another
+does. A point is under way while its job is in the queue, or while an attempt of it is alive
+(``alive.is_alive``), whoever started it: also a script that its controller has forgotten. The
+queue's silence counts only where the submission's cluster is asked by its user (or root) and
+answers; elsewhere a point that has no record is under way, because nobody can tell.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from benchmarks.launch.alive import is_alive
 from benchmarks.launch.attempt import (
+    PROVENANCE,
     DamagedError,
     Ending,
     close_attempt,
     frozen,
-    is_alive,
     make_record,
 )
 from benchmarks.launch.slurm.client import (
@@ -44,6 +46,7 @@ from benchmarks.records.record import RecordError, RunRecord, read_record, write
 from benchmarks.specification.reading import adapter
 
 _LOST = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
+_ORPHANED = Ending("lost", "its script is gone, and no submission tells of it", interrupted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +85,8 @@ class SubmittedPoint:
     def attempts(self) -> list[Path]:
         """Its attempts on disk, oldest first, without emptied ones."""
         name = attempt_name(self.directory)
-        found = [p for p in self.point.glob(f"{name}-*") if p.is_dir() and any(p.iterdir())]
-        numbered = {p: p.name.rpartition("-")[2] for p in found}
+        folders = [p for p in self.point.glob(f"{name}-*") if p.is_dir() and any(p.iterdir())]
+        numbered = {p: p.name.rpartition("-")[2] for p in folders}
         restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
         return sorted(restarts, key=restarts.__getitem__)
 
@@ -106,22 +109,22 @@ def write_submission(directory: Path, submission: Submission) -> None:
 
 def read_submissions(runs_dir: Path) -> tuple[dict[Path, Submission | None], list[str]]:
     """(every submission by its folder, oldest first, None if it is damaged; a line per damage)."""
-    found: dict[Path, Submission | None] = {}
+    submissions: dict[Path, Submission | None] = {}
     problems = []
     for directory in sorted((runs_dir / "slurm").glob("*")):
         if not directory.is_dir() or directory.name.startswith("."):
             continue
         path = directory / "submission.json"
         try:
-            found[directory] = adapter(Submission).validate_json(path.read_bytes())
+            submissions[directory] = adapter(Submission).validate_json(path.read_bytes())
         except FileNotFoundError:  # killed before the first sbatch
             continue
         except (OSError, ValidationError) as error:
-            found[directory] = None
+            submissions[directory] = None
             why = getattr(error, "strerror", None) or "no submission"
             way = f"remove {directory} if its jobs are gone"
             problems.append(f"{path}: not readable ({why}); its points are left alone: {way}")
-    return found, problems
+    return submissions, problems
 
 
 def points_of(
@@ -153,18 +156,19 @@ class View:
     runs_dir: Path
     submissions: dict[Path, Submission | None]
     queued: dict[str, QueuedJob] = field(default_factory=dict)
+    is_answered: bool = True  # whether Slurm said what is in the queue, or need not be asked
     facts: ClusterFacts = field(default_factory=ClusterFacts)
     problems: list[str] = field(default_factory=list)  # one line per damaged or unwritable file
 
     @cached_property
     def points(self) -> list[SubmittedPoint]:
         """The points that sbatch did not refuse, the oldest submission first."""
-        found = [
+        points = [
             point
             for directory, submission in self.submissions.items()
             for point in points_of(directory, submission, self.runs_dir)
         ]
-        return [point for point in found if not point.refused]
+        return [point for point in points if not point.refused]
 
     @cached_property
     def latest(self) -> dict[str, SubmittedPoint]:
@@ -175,16 +179,26 @@ class View:
         """Whether this cluster shows this user all jobs of the point's submission. On another
         cluster its job ids belong to other jobs."""
         submission = point.submission
-        if submission is None or os.getuid() not in (0, submission.user):
+        if submission is None or not self.is_answered:
+            return False
+        if os.getuid() not in (0, submission.user):
             return False
         known = submission.cluster and self.facts.identity
         return not known or submission.cluster == self.facts.identity
 
     def under_way(self) -> dict[str, str]:
-        """The points that wait or run, with a line on each, without those whose job has only to
-        leave the queue."""
-        lines = {point.spec_id: self._under_way(point) for point in self.points}
-        return {spec_id: line for spec_id, line in lines.items() if line}
+        """The points that wait or are measured, by whichever launcher, with a line on each, without
+        those whose job has only to leave the queue."""
+        lines = {
+            attempt.parent.name: f"{attempt.name} is alive, and has no record yet"
+            for launcher, provenance in PROVENANCE.items()
+            for attempt in self.runs_dir.glob(f"*/{launcher}-*")
+            if provenance == "measured" and not _is_recorded(attempt) and is_alive(attempt)
+        }
+        for point in self.points:
+            if line := self._under_way(point):
+                lines[point.spec_id] = line
+        return lines
 
     def _under_way(self, point: SubmittedPoint) -> str:
         attempts, job = point.attempts(), self.queued.get(point.job)
@@ -193,32 +207,33 @@ class View:
         if job is not None:
             is_over = record is not None and not comes_again
             return "" if is_over else f"job {job.job} is {job.state.lower()}"
-        recorded = bool(attempts) and _is_recorded(attempts[-1])
         if self.sees(point):
-            beats = bool(attempts) and not recorded and is_alive(attempts[-1])
-            return f"job {point.job} has left the queue, and its script still beats" * beats
+            return ""
+        if point.submission is None:  # its attempts have records, and its job may begin another
+            return self._unseen(point) if record is None or comes_again else ""
+        recorded = bool(attempts) and _is_recorded(attempts[-1])
         preempted = record is not None and record.status == "preempted"
         return self._unseen(point) if not recorded or preempted else ""
 
     @staticmethod
     def _unseen(point: SubmittedPoint) -> str:
-        way = f"ask there, or remove {point.directory} if its jobs are gone"
+        way = f"remove {point.directory} if its jobs are gone"
         if point.submission is None:
             return f"{point.directory / 'submission.json'} is damaged: {way}"
         name = point.submission.cluster.partition("@")[0] or "another cluster"
-        who = f"user {point.submission.user} from {point.submission.host or 'elsewhere'}"
-        return f"submitted to {name} by {who}, unseen from here: {way}"
+        submitter = f"user {point.submission.user} from {point.submission.host or 'elsewhere'}"
+        return f"submitted to {name} by {submitter}, unseen from here: ask there, or {way}"
 
     def unreported(self) -> list[Path]:
         """Submissions whose points are still under way and whose report job is not in the queue."""
-        found = []
+        directories = []
         waiting = {p.directory: p for p in self.points if p.job in self.queued and self.sees(p)}
         for directory, point in waiting.items():
             job = point.submission.report_job if point.submission else ""
             under_way = self._under_way(point)
             if under_way and job not in self.queued:
-                found.append(directory)
-        return found
+                directories.append(directory)
+        return directories
 
 
 def read_view(runs_dir: Path) -> View:
@@ -235,9 +250,9 @@ def query_slurm(runs_dir: Path) -> View:
     if not unsettled:
         return view
     facts = cluster_facts()
-    found = {d: _with_lost_jobs(d, s) for d, s in view.submissions.items()}
-    users = [s.user for d, s in found.items() if s is not None and d in unsettled]
-    return replace(view, submissions=found, facts=facts, queued=queued_jobs(users))
+    submissions = {d: _with_lost_jobs(d, s) for d, s in view.submissions.items()}
+    users = [s.user for d, s in submissions.items() if s is not None and d in unsettled]
+    return replace(view, submissions=submissions, facts=facts, queued=queued_jobs(users))
 
 
 def _is_settled(point: SubmittedPoint) -> bool:
@@ -255,17 +270,18 @@ def _with_lost_jobs(directory: Path, submission: Submission | None) -> Submissio
         array if array.job or array.error else replace(array, job=find_job(array.name))
         for array in submission.arrays
     ]
-    found = replace(submission, arrays=arrays)
-    if found != submission:
+    updated = replace(submission, arrays=arrays)
+    if updated != submission:
         with suppress(OSError):  # found again next time
-            write_submission(directory, found)
-    return found
+            write_submission(directory, updated)
+    return updated
 
 
 def close_ended(view: View) -> list[RunRecord]:
     """Write the record, with Slurm's reason, of every attempt whose own script can no longer do it,
-    and of points whose job ended before it began. What cannot be recorded becomes a line of
-    ``view.problems``."""
+    and of points whose job ended before it began; without Slurm's reason also of attempts whose
+    submission is damaged or removed. What cannot be recorded becomes a line of ``view.problems``.
+    """
     open_points = [point for point in view.points if _may_be_over(point, view)]
     known = endings([p.job for p in open_points if p.job and view.sees(p)])
     closed = []
@@ -274,7 +290,29 @@ def close_ended(view: View) -> list[RunRecord]:
             closed += list(_close(point, view, known.get(point.job, [])))
         except (DamagedError, OSError) as error:
             view.problems.append(str(error))
+    for attempt in _orphans(view):
+        try:
+            ending = reason(attempt, None, Path("/nonexistent")) or _ORPHANED
+            record = close_attempt(attempt, ending, slurm_of(attempt))
+            closed += [record] if record else []
+        except (DamagedError, OSError) as error:
+            view.problems.append(str(error))
     return closed
+
+
+def _orphans(view: View) -> list[Path]:
+    """The attempts without a record that are in no submission that can be read, and whose script
+    beats no more. What their ranks wrote says what was measured."""
+    sweeps = {attempt_name(path) for path, submission in view.submissions.items() if submission}
+    return [
+        attempt
+        for attempt in sorted(view.runs_dir.glob("*/slurm-*"))
+        if attempt.name.rpartition("-")[0] not in sweeps
+        and attempt.is_dir()
+        and any(attempt.iterdir())
+        and not _is_recorded(attempt)
+        and not is_alive(attempt)
+    ]
 
 
 def _may_be_over(point: SubmittedPoint, view: View) -> bool:

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,13 +21,13 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.attempt import Ending, freeze, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import Flags, SlurmOptions, words
 from benchmarks.launch.points import Point
+from benchmarks.launch.running import LaunchError, SweepProgress, refuse
 from benchmarks.launch.slurm.client import (
     ClusterFacts,
     NoAnswerError,
     SlurmError,
     absence,
     cluster_facts,
-    find_job,
     site_defaults,
     submit,
 )
@@ -50,10 +49,9 @@ from benchmarks.launch.slurm.submissions import (
     report_name,
     write_submission,
 )
-from benchmarks.launch.sweep import LaunchError, SweepProgress, refuse
 from benchmarks.records.record import RunRecord
-from benchmarks.specification.run_spec import SpecError
-from zeropp.sim.simulator import simulate
+from benchmarks.specification import SpecError
+from zeropp.price.simulator import simulate
 
 _GIB = 2**30
 _FLAG = re.compile(r"^#SBATCH --([\w-]+)", re.M)
@@ -216,7 +214,7 @@ def _prepare(arrays: list[Array], sweep: SlurmSweep) -> list[Array]:
             frozen.mkdir(parents=True)
             freeze(point.spec, new_header("slurm", point.plan), frozen)
         for path, script in scripts.items():
-            path.write_text(script)
+            path.write_text(script, encoding="utf-8")
         if sweep.options.snapshot:
             copy_checkout(checkout_of(sweep.directory, sweep.options))
     except BaseException:
@@ -249,8 +247,8 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        raise SpecError(f"launcher.snapshot=true: git cannot copy {CHECKOUT}: {said}")
+        reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        raise SpecError(f"launcher.snapshot=true: git cannot copy {CHECKOUT}: {reason}")
     return done.stdout
 
 
@@ -264,17 +262,14 @@ def _submit_array(array: Array, options: SlurmOptions, before: str) -> Submitted
             submitted, job=submit(array.script, array_flags(array, options), *flags)
         )
     except NoAnswerError as error:
-        with suppress(SlurmError):
-            submitted = replace(submitted, job=find_job(array.name))
-        if not submitted.job:
-            say(f"  unanswered  {array.name}: {error}; the same command looks for it again")
+        say(f"  unanswered  {array.name}: {error}; the same command looks for it again")
     except SlurmError as error:
         submitted = replace(submitted, error=str(error))
     if submitted.job:
         size, count = array.resources, len(array.points)
         unit = "GPUs" if size.has_gpus else "ranks"
-        each = f"{size.nodes} x {size.ranks_per_node} {unit} each"
-        say(f"  submitted   job {submitted.job}: {count} point{'s' * (count > 1)}, {each}")
+        machines = f"{size.nodes} x {size.ranks_per_node} {unit} each"
+        say(f"  submitted   job {submitted.job}: {count} point{'s' * (count > 1)}, {machines}")
     return submitted
 
 
@@ -287,7 +282,7 @@ def _submit_report(directory: Path, submission: Submission) -> None:
     jobs = ":".join(array.job for array in submission.arrays if array.job)
     script = _report_script(directory)
     try:
-        owned = _FLAG.findall(script.read_text(errors="replace"))
+        owned = _FLAG.findall(script.read_text(errors="replace", encoding="utf-8"))
         job = submit(script, owned, f"--dependency=afterany:{jobs}")
         write_submission(directory, replace(submission, report_job=job))
     except (SlurmError, OSError) as error:

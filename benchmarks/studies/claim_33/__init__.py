@@ -1,8 +1,9 @@
 """The verdict on the claim of 33 %: ``python -m benchmarks.run experiment=claim_33``.
 
 In: the ``verdict`` mapping of the experiment. Out: plans.csv and everything derived from it. Read
-``grid`` (which cells), ``cells`` and ``given_settings`` (what is simulated in a cell), ``study``
-(runs it), ``judge`` (the verdict), ``maps`` and ``page_tables``; ``measure`` runs the best plans.
+``cells`` (which cells, and what is simulated in each), ``given_settings`` (plans that no search
+chooses), ``study`` (simulates all cells, or runs the best plans for real), ``judge`` (the verdict)
+and ``pages`` (its tables and pictures).
 """
 
 from benchmarks.studies.claim_33.study import run

@@ -17,11 +17,11 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report import style
+from baselines.zeropp.contender import ZEROPP
+from benchmarks.report import display
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import COMPARED
-from zeropp.contender.contender import ZEROPP
-from zeropp.sim.lost_time import TimeBreakdown
+from zeropp.price.lost_time import TimeBreakdown
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
@@ -97,25 +97,26 @@ def summary(verdicts: pd.DataFrame) -> str:
     own = verdicts[verdicts.bandwidth == 1.0]
     lines = ["# Verdict on the 33 % (simulated)", "", ZEROPP.caveat, ""]
     for mode, setting in MODES.items():
-        mine = own[own["mode"] == mode]
-        if mine.empty:
+        cells = own[own["mode"] == mode]
+        if cells.empty:
             continue
         lines += [f"## Every contender at {setting}"]
         for name in BASELINES if mode == "best" else EQUAL:
-            lines += ["", _counts(mine, name) + unfit(mine, name)]
-        lines += ["", _table(mine, JUDGED if mode == "best" else EQUAL), ""]
+            lines += ["", _counts(cells, name) + unfit(cells, name)]
+        lines += ["", _table(cells, JUDGED if mode == "best" else EQUAL), ""]
     return "\n".join(lines)
 
 
 def unfit(cells: pd.DataFrame, name: str) -> str:
     """A sentence on the cells that have no ratio because only one of the two, ZeroPP or the other
     contender, has a plan that fits; empty if there are none."""
-    ours, theirs = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
-    told = []
-    for who, where in (("ZeroPP", theirs & ~ours), (BASELINES[name], ours & ~theirs)):
-        if count := int(where.sum()):
-            told.append(f" In {count} more no plan of {who} fits.")
-    return "".join(told)
+    zeropp, other = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
+    sentences = []
+    only_other, only_zeropp = int((other & ~zeropp).sum()), int((zeropp & ~other).sum())
+    for label, count in (("ZeroPP", only_other), (BASELINES[name], only_zeropp)):
+        if count:
+            sentences.append(f" In {count} more no plan of {label} fits.")
+    return "".join(sentences)
 
 
 def _counts(cells: pd.DataFrame, name: str) -> str:
@@ -197,15 +198,15 @@ class _Slower:
     """A cell in which ZeroPP is behind the bound, with the rows of both. ``more`` is what ZeroPP
     loses beyond the bound by cause, in per cent of the step at the compute limit."""
 
-    ours: pd.Series
-    theirs: pd.Series
+    zeropp: pd.Series
+    bound: pd.Series
     speedup: float
 
     @property
     def more(self) -> dict[str, float]:
-        ours, theirs = self.ours, self.theirs
-        limit = float(ours["limit_s"])
-        return {k: 100 * float(ours[f"{k}_s"] - theirs[f"{k}_s"]) / limit for k in _KINDS}
+        zeropp, bound = self.zeropp, self.bound
+        limit = float(zeropp["limit_s"])
+        return {k: 100 * float(zeropp[f"{k}_s"] - bound[f"{k}_s"]) / limit for k in _KINDS}
 
     @property
     def ranked(self) -> list[str]:
@@ -215,11 +216,12 @@ class _Slower:
 
     def cells(self) -> list[str]:
         """The cells of this row of the table."""
-        row, more, ranked = self.ours, self.more, self.ranked
-        place = [style.model_label(row["model"]), style.cluster_label(row["cluster"])]
-        place += [str(row["num_gpus"]), str(row["global_batch"]), style.ratio(self.speedup)]
+        row, more, ranked = self.zeropp, self.more, self.ranked
+        place = [display.model_label(row["model"]), display.cluster_label(row["cluster"])]
+        place += [str(row["num_gpus"]), str(row["global_batch"]), display.ratio(self.speedup)]
         sides = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
-        return [*place, *(_told(side, more) for side in sides), _plan(row), _plan(self.theirs)]
+        losses = [_name_losses(side, more) for side in sides]
+        return [*place, *losses, _plan(row), _plan(self.bound)]
 
 
 def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
@@ -229,14 +231,14 @@ def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
     rows = rows.set_index([*CELL, "contender"], drop=False)
     slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
     keys = slower[CELL].itertuples(index=False, name=None)
-    found = [
+    cells = [
         _Slower(rows.loc[(*key, "zeropp")], rows.loc[(*key, BOUND)], speedup)
         for key, speedup in zip(keys, slower["speedup_over_best_3d"], strict=True)
     ]
-    if not found:
+    if not cells:
         return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
     heads = [*_HEADS, "ZeroPP's plan", "the bound's plan"]
-    return markdown_table(heads, [cell.cells() for cell in found]) + "\n\n" + _in_common(found)
+    return markdown_table(heads, [cell.cells() for cell in cells]) + "\n\n" + _in_common(cells)
 
 
 def bound_note(plans: pd.DataFrame) -> str:
@@ -252,14 +254,15 @@ def bound_note(plans: pd.DataFrame) -> str:
     )
 
 
-def _in_common(found: list[_Slower]) -> str:
-    """Which loss is the largest in how many cells, and who has the smaller microbatch."""
-    first = Counter(cell.ranked[0] for cell in found)
-    told = ", ".join(f"{kind.replace('_', ' ')} in {n}" for kind, n in first.most_common())
-    smaller = sum(_number(c.ours, "b") < _number(c.theirs, "b") for c in found)
-    longer = sum(_number(c.ours, "pp") > _number(c.theirs, "pp") for c in found)
+def _in_common(cells: list[_Slower]) -> str:
+    """In how many cells each loss is the largest, and in how many ZeroPP has the smaller microbatch
+    or the longer pipeline."""
+    first = Counter(cell.ranked[0] for cell in cells)
+    losses = ", ".join(f"{kind.replace('_', ' ')} in {n}" for kind, n in first.most_common())
+    smaller = sum(_number(c.zeropp, "b") < _number(c.bound, "b") for c in cells)
+    longer = sum(_number(c.zeropp, "pp") > _number(c.bound, "pp") for c in cells)
     return (
-        f"Of these {len(found)} cells, ZeroPP's largest loss beyond the bound's is {told}. Its "
+        f"Of these {len(cells)} cells, ZeroPP's largest loss beyond the bound's is {losses}. Its "
         f"microbatch is smaller than the bound's in {smaller}, and its pipeline is longer in "
         f"{longer}."
     )
@@ -273,9 +276,10 @@ def _plan(row: pd.Series) -> str:
 
 def _number(row: pd.Series, name: str) -> int:
     """The number after ``name=`` in a plan; degrees of 1 are not written."""
-    found = re.search(rf"(?<!\S){name}=(\d+)", str(row["plan"]))
-    return int(found[1]) if found else 1
+    match = re.search(rf"(?<!\S){name}=(\d+)", str(row["plan"]))
+    return int(match[1]) if match else 1
 
 
-def _told(kinds: Iterable[str], more: Mapping[str, float]) -> str:
+def _name_losses(kinds: Iterable[str], more: Mapping[str, float]) -> str:
+    """The losses of some ``kinds`` with what ZeroPP loses ``more`` to each, in per cent."""
     return ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in kinds)

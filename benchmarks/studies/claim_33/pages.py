@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from benchmarks.report import style
+from benchmarks.report import display
 from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
@@ -33,7 +33,7 @@ from benchmarks.studies.claim_33.judge import (
     unfit,
     with_bound,
 )
-from zeropp.sim.lost_time import TimeBreakdown
+from zeropp.price.lost_time import TimeBreakdown
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
 
@@ -67,8 +67,8 @@ def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, s
         "reproduced": _reproduced(best),
         "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
-        "equal": _given(equal),
-        "paper": _given(paper),
+        "equal": _describe_setting(equal),
+        "paper": _describe_setting(paper),
     }
 
 
@@ -78,19 +78,21 @@ def _short(best: pd.DataFrame) -> str:
     strongest = min(names, key=lambda name: float(best[f"speedup_over_{name}"].median()))
     gain = float(best[f"speedup_over_{strongest}"].median())
     word = "No gain" if abs(gain - 1) <= TIE else "A gain" if gain > 1 else "A loss"
-    told = []
+    sentences = []
     for name in (strongest, "deepspeed_3d"):
         speedups = best[f"speedup_over_{name}"].dropna()
-        low, middle, high = (style.ratio(float(speedups.quantile(q))) for q in (0, 0.5, 1))
+        low, middle, high = (display.ratio(float(speedups.quantile(q))) for q in (0, 0.5, 1))
         claim = f"the claimed {CLAIM} times in {reached(best, name)[0]} of {len(speedups)} cells"
-        told.append(f"**{middle} times** its speed ({low} to {high}), and {claim}")
-    return f"{word} over a tuned {BASELINES[strongest]}: {told[0]}. Over DeepSpeed 3D: {told[1]}."
+        sentences.append(f"**{middle} times** its speed ({low} to {high}), and {claim}")
+    first, second = sentences
+    return f"{word} over a tuned {BASELINES[strongest]}: {first}. Over DeepSpeed 3D: {second}."
 
 
 def _answer(best: pd.DataFrame) -> str:
     """What the cells say of the claim, with a few sentences per judged contender."""
-    told = (f"Over {BASELINES[n]}, ZeroPP at its best plan {_reached(best, n)}" for n in JUDGED)
-    return " ".join(told)
+    return " ".join(
+        f"Over {BASELINES[name]}, ZeroPP at its best plan {_reached(best, name)}" for name in JUDGED
+    )
 
 
 def _reached(cells: pd.DataFrame, name: str) -> str:
@@ -103,26 +105,26 @@ def _reached(cells: pd.DataFrame, name: str) -> str:
     are = "1 cell is" if edge == 1 else f"{edge} cells are"
     return (
         f"reaches {CLAIM} times the speed in {fast} of {len(speedups)} cells{memory} (median "
-        f"{style.ratio(speedups.median())}, from {style.ratio(speedups.min())} to "
-        f"{style.ratio(speedups.max())})."
+        f"{display.ratio(speedups.median())}, from {display.ratio(speedups.min())} to "
+        f"{display.ratio(speedups.max())})."
         + (f" {are} at the claim's edge, within {TIE:.0%} of {CLAIM}." if edge else "")
         + unfit(cells, name)
     )
 
 
-def _given(cells: pd.DataFrame) -> str:
+def _describe_setting(cells: pd.DataFrame) -> str:
     """Speed-ups in a given setting, and how often they come at comparable memory."""
     spread = _spread(cells, list(EQUAL), "speedup_over_{}", "ZeroPP over")
     if cells.empty:
         return spread
-    told = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
-    held = (
+    sentences = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
+    peaks = (
         f"Its peak is at most {COMPARABLE} times that of {BASELINES[name]} in "
         f"{int((cells.zeropp_peak_gib <= COMPARABLE * cells[f'{name}_peak_gib']).sum())} of "
         f"{len(cells)} cells."
         for name in EQUAL
     )
-    return "\n\n".join([spread, " ".join([*told, *held])])
+    return "\n\n".join([spread, " ".join([*sentences, *peaks])])
 
 
 def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
@@ -130,12 +132,12 @@ def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
     missing = sorted(set(configured) - set(plans[CELL].itertuples(index=False, name=None)))
     if not missing:
         return "Every cell that the study's configuration asks for is among the rows."
-    told = [
-        f"{style.model_label(model)} on {gpus} {style.cluster_label(cluster)}, "
+    texts = [
+        f"{display.model_label(model)} on {gpus} {display.cluster_label(cluster)}, "
         f"{batch / gpus:g} per GPU" + ("" if factor == 1.0 else f", {factor:g}× the bandwidth")
         for model, cluster, gpus, batch, factor in missing
     ]
-    return "Configured, but not among the rows: " + "; ".join(told) + "."
+    return "Configured, but not among the rows: " + "; ".join(texts) + "."
 
 
 def _cells(best: pd.DataFrame) -> str:
@@ -143,7 +145,7 @@ def _cells(best: pd.DataFrame) -> str:
     rows = []
     for (model, cluster, gpus), group in best.groupby(["model", "cluster", "num_gpus"]):
         batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
-        names = [style.model_label(str(model)), style.cluster_label(str(cluster))]
+        names = [display.model_label(str(model)), display.cluster_label(str(cluster))]
         rows.append([*names, str(gpus), batches])
     return markdown_table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
 
@@ -165,14 +167,14 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
-    found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
+    selected = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
     rows = [
         [
-            *(style.model_label(row[0]), style.cluster_label(row[1]), *map(str, row[2:4])),
-            *(style.ratio(value) for value in row[4:7]),
+            *(display.model_label(row[0]), display.cluster_label(row[1]), *map(str, row[2:4])),
+            *(display.ratio(value) for value in row[4:7]),
             *(f"{value:.0f}" for value in row[7:]),
         ]
-        for row in found[_REPRODUCED].itertuples(index=False, name=None)
+        for row in selected[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
     return markdown_table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
@@ -220,7 +222,7 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
     wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
     wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
-    where = f"{style.model_label(grid.model)} on {style.cluster_label(grid.cluster)}"
+    where = f"{display.model_label(grid.model)} on {display.cluster_label(grid.cluster)}"
     pictures = [
         _speedups(best[best.bandwidth == 1]),
         _map(
@@ -259,7 +261,7 @@ def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]
 
 
 def _place(band: BandwidthSpec) -> str:
-    model, cluster = style.model_label(band.model), style.cluster_label(band.cluster)
+    model, cluster = display.model_label(band.model), display.cluster_label(band.cluster)
     return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
 
 

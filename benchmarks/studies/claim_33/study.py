@@ -21,29 +21,30 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import write_atomically
+from benchmarks.records.record import RunRecord, write_atomically
+from benchmarks.records.simulated import TABLE, commit_of, line_of
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
+from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.studies.claim_33.cells import (
     COMPARED,
-    GIVEN,
     Cell,
     CellPart,
-    PlanRow,
     VerdictSpec,
     cells_of,
     jobs_of,
     verdict_spec,
     winner_of,
 )
+from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.pages import draw, draw_losses
 
-KNOWN = CHECKOUT / "results" / "reference" / "claim_33" / "plans.csv"
+COMMITTED = CHECKOUT / "results" / "reference" / "claim_33" / TABLE
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
@@ -79,10 +80,14 @@ def run(config: dict[str, Any]) -> int:
     cells = cells_of(spec, config["precision"])
     if config["launcher"]["kind"] != "simulate":
         return _measure(config, spec, cells)
+    if config["precision"] != "bf16":  # a line of the table does not say it
+        raise SpecError(
+            f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
+        )
     out = Path(config["report_dir"])
     check_writable("report_dir", out)
-    simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
-    write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
+    simulate_cells(spec, cells, out / TABLE, anew=config["rerun"] == "all")
+    write_verdict(pd.read_csv(out / TABLE), spec, out)
     return 0
 
 
@@ -97,13 +102,13 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     verdicts = judge(plans)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
     text = summary(verdicts)
-    (out / "verdict.md").write_text(text)
+    (out / "verdict.md").write_text(text, encoding="utf-8")
     paths = draw(verdicts, spec, out) + draw_losses(plans, spec, out)
     console = Console()
     console.print(text, markup=False)
-    rows = latest_ok(load_frame([out / "plans.csv"])[0])
+    rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
-    names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    names = [TABLE, "verdict.csv", "verdict.md", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))
 
@@ -114,33 +119,32 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    todo = missing_jobs(rows, cells, spec.tolerance, _known())
-    sha, dirty = git_state()
-    commit = sha[:12] + ("+changes" if dirty else "")
+    todo = missing_jobs(rows, cells, spec.tolerance, _committed_settings())
+    commit = commit_of(*git_state())
     jobs = [job for missing in todo.values() for job in missing]
-    parts: dict[Cell, dict[str, list[PlanRow]]] = defaultdict(dict)
+    parts: dict[Cell, dict[str, list[RunRecord]]] = defaultdict(dict)
     with workers(os.cpu_count() or 1) as pool, progress_line() as bar:
         line = bar.add_task("cells", total=len(todo))
-        running = {pool.submit(job.rows): job for job in jobs}
+        running = {pool.submit(job.records, commit): job for job in jobs}
         for done in as_completed(running):
             job = running[done]
-            mine = parts[job.cell]
-            mine[job.part] = done.result()
-            if len(mine) < len(todo[job.cell]):
+            of_cell = parts[job.cell]
+            of_cell[job.part] = done.result()
+            if len(of_cell) < len(todo[job.cell]):
                 continue
-            rows += [row.columns() | {"commit": commit} for part in mine.values() for row in part]
+            rows += [line_of(record) for records in of_cell.values() for record in records]
             rows.sort(key=_order)
             table = pd.DataFrame(rows)
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
 
 
-def _known() -> dict[object, str]:
+def _committed_settings() -> dict[object, str]:
     """The settings of the committed best plans, by cell and contender. Searches begin with them,
     because whatever has a bound above their time need not be tried."""
-    if not KNOWN.exists():
+    if not COMMITTED.exists():
         return {}
-    plans = pd.read_csv(KNOWN)
+    plans = pd.read_csv(COMMITTED)
     best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
     keys = best[[*CELL, "contender"]].itertuples(index=False, name=None)
     return dict(zip(keys, best["setting"], strict=True))

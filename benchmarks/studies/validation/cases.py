@@ -8,235 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from baselines.fsdp.contender import accumulation
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.compose import preset
-from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
-from zeropp.cluster import Cluster, Device
-from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import balanced_cuts, cut_by_cost, model_flops_per_token, parameter_count
-from zeropp.cost.flops import block_forward_flops
+from benchmarks.studies.validation.plausible import check_plausible
+from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
+from benchmarks.studies.validation.stated import cluster_of, preset_of
+from zeropp.choose.task import Candidate, Task
+from zeropp.cluster import Cluster
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute
-from zeropp.plan import Candidate, Plan, Task
-from zeropp.programs import Program, StateBytes, program_named
-from zeropp.schedule import build, lower
+from zeropp.plan import Plan, SizedPlan
+from zeropp.price import balanced_cuts, cut_by_cost
+from zeropp.price.memory import zero1_ranks
+from zeropp.price.programs import Program, StateBytes, program_named
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
+from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
-
-# The cluster of a row: its device's preset in ``conf/cluster``, with the numbers of the row.
-#
-# ``device=stated`` is an A100 that is scaled to the row's peak, memory and memory bandwidth.
-# ``power_w`` changes the clocks: the rate of products changes with the square root of the power,
-# because power grows with frequency and voltage.
-
-
-# One direction of 16 PCIe lanes: generation 3 and 4 in these devices, 5 in all later ones.
-_PCIE_GB_S = {"v100": 15.5, "a100": 31.0, "a800": 31.0, "stated": 31.0}
-_PCIE_5_GB_S = 63.0
-
-
-def cluster_of(row: PublishedRow) -> Cluster:
-    """The cluster that a row describes."""
-    cluster = _base(row.device)
-    device = cluster.device
-    if row.peak_bf16_tflops:
-        device = with_peak(device, row.peak_bf16_tflops)
-    if row.power_w:
-        device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
-    stated = {"memory_gib": row.memory_gib, "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s}
-    device = replace(device, **_given(stated))
-    intra, inter = cluster.intra, cluster.inter
-    if row.intra_link == "pcie":
-        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S.get(row.device, _PCIE_5_GB_S))
-    if row.intra_gb_s:
-        intra = replace(intra, bandwidth_gb_s=row.intra_gb_s)
-    if row.nic_gbit_s:
-        inter = replace(inter, bandwidth_gb_s=row.nic_gbit_s / 8)
-    gpus = row.gpus_per_node or cluster.gpus_per_node
-    nics = row.nics_per_node or min(cluster.nics_per_node, gpus)
-    return replace(
-        cluster, device=device, intra=intra, inter=inter, gpus_per_node=gpus, nics_per_node=nics
-    )
-
-
-def _given(values: dict[str, float | None]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def at_rate(device: Device, factor: float) -> Device:
-    """The device with products that run ``factor`` times as fast."""
-    newer = device.newer
-    if newer is not None:
-        newer = replace(newer, matmul_bf16_tflops=newer.matmul_bf16_tflops * factor)
-    return replace(
-        device,
-        newer=newer,
-        matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
-        matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
-    )
-
-
-def with_peak(device: Device, tflops: float) -> Device:
-    """The device with another dense 16-bit peak in TFLOP/s, of which it reaches the same share.
-    Raises UnpredictableError where the device's own peak is not known."""
-    if device.peak_bf16_tflops is None:
-        raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
-    scaled = at_rate(device, tflops / device.peak_bf16_tflops)
-    return replace(scaled, peak_bf16_tflops=tflops)
-
-
-@lru_cache(maxsize=16)
-def _base(name: str) -> Cluster:
-    """A device's preset; of a stated device, the A100's."""
-    cluster: Cluster = preset("cluster", "a100" if name == "stated" else name, Cluster)
-    if name == "stated":
-        cluster = replace(cluster, name=name, device=replace(cluster.device, name=name))
-    return cluster
-
-
-# FLOPs as the source of a row counts them, and the peak of which its utilisation is a share.
-#
-# The formulas are those of arXiv 2104.04473 (eq. 3) and 2205.05198 (appendix). Attention counts in
-# full, or half if the row's source counts only the causal half.
-
-
-def flops_per_token(row: PublishedRow) -> float:
-    """FLOPs per token of one step, with those of recomputation if the row's metric has them."""
-    shape = row.shape
-    attention = 4 * shape.seq * shape.hidden  # of one block's forward
-    left_out = attention / 2 if row.attention_flops == "causal" else 0.0
-    again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
-    counted = model_flops_per_token(shape) - 3 * shape.layers * left_out
-    blocks = row.recompute_blocks or shape.layers
-    return counted + (blocks * again[row.recompute] if row.measure.hardware else 0.0)
-
-
-def peak_flops(row: PublishedRow, device: Device) -> float:
-    """The FLOP/s of one GPU of which the row's utilisation is a share: those that the row states,
-    or the dense peak of ``device``. Raises UnpredictableError if neither is known."""
-    known = device.peak_fp32_tflops if row.dtype == "fp32" else device.peak_bf16_tflops
-    peak = row.utilization_peak_tflops or known
-    if peak is None:
-        raise UnpredictableError(
-            f"utilization_peak_tflops='': no peak of device={row.device} is known"
-        )
-    return peak * 1e12
-
-
-# Refuses numbers that the row's own devices cannot have reached: they are in another unit, of all
-# GPUs instead of one, or of one GPU instead of all.
-
-
-# The slowest of the 2,900 committed rows reaches 0.8 % of its devices' peak.
-_LEAST_SHARE = 0.002
-_OVER_PRODUCTS = 1.25  # a peak that is not known, over the rate that products were seen to reach
-_OVER_MEMORY = {"peak": 1.1, "activation": 10.0, "state": 10.0}  # the latter are also of formulas
-# Dense peaks of narrower types over that of 16 bits: 8 bits on H100 and B200, 4 bits on B300.
-_OVER_16_BIT = {"fp8": 2, "mxfp8": 2, "int8": 2, "fp4": 6, "nvfp4": 6, "mxfp4": 6}
-_PASSES = {"layer_forward_time": 1, "layer_backward_time": 2, "layer_time": 3}
-
-
-# A board of a device may differ by these factors from the preset: A100 of 40 GB, H100 on PCIe.
-_OF_PRESET = (0.4, 1.25)
-# Programs that shard parameters and divide nothing else.
-_SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
-
-
-def check_plausible(row: PublishedRow) -> None:
-    """Raise UnpredictableError, in one line, if the row's machine, its program's degrees or its
-    number cannot be right."""
-    impossible = _machine(row)
-    if impossible:
-        raise UnpredictableError(impossible)
-    device, kind = cluster_of(row).device, row.measure.kind
-    if kind == "limit":
-        return
-    wrong = _memory(row, device) if kind == "memory" else _speed(row, device)
-    if wrong:
-        raise UnpredictableError(
-            f"value={row.value}: {row.metric} in {row.unit} would be {wrong} (another unit, or of "
-            "one GPU instead of all?)"
-        )
-
-
-def _machine(row: PublishedRow) -> str:
-    """What is wrong with the devices, the nodes, or the degrees for this program."""
-    cluster = _base(row.device)
-    nominal = {name: getattr(cluster.device, name) for name in _OF_THE_BOARD}
-    nominal |= {"power_w": POWER_W.get(row.device)}
-    for name, whole in nominal.items():
-        stated = getattr(row, name)
-        if stated and whole and row.device != "stated":
-            low, high = (whole * factor for factor in _OF_PRESET)
-            if not low <= stated <= high:
-                return f"{name}={stated:g}: a {row.device} has {whole:g} (from {low:g} to {high:g})"
-    gpus = row.gpus_per_node or cluster.gpus_per_node
-    if gpus % row.tp and row.tp % gpus:
-        return f"gpus_per_node={gpus}: neither divides tp={row.tp} nor is divided by it"
-    if row.program in _SHARD_ALONE and row.tp * row.pp > 1:
-        return f"program={row.program}: shards parameters alone, not tp={row.tp} or pp={row.pp}"
-    return ""
-
-
-_OF_THE_BOARD = ("memory_gib", "memory_bandwidth_gb_s", "peak_bf16_tflops")
-
-
-def _speed(row: PublishedRow, device: Device) -> str:
-    """What is wrong with a speed: the work that it needs at least, over the devices' peak."""
-    peak = max(
-        device.peak_bf16_tflops or _OVER_PRODUCTS * device.matmul_bf16_tflops,
-        device.peak_fp32_tflops or 0.0,
-    )
-    peak *= _OVER_16_BIT.get(row.dtype, 1)
-    share = _least_flops(row) / measured_s(row, device) / (peak * 1e12)
-    if share > 1:
-        return f"{share:.3g} times the peak of {row.device}"
-    return f"{share:.2%} of the peak of {row.device}" if share < _LEAST_SHARE else ""
-
-
-def _least_flops(row: PublishedRow) -> float:
-    """FLOPs of one GPU in a step, or in a block's pass: attention counts its causal half, and
-    nothing is recomputed."""
-    half = 2 * row.seq * row.hidden  # per token, of one block's forward
-    if row.measure.kind == "layer":
-        tokens = row.micro_batch * row.seq / row.tp
-        return tokens * _PASSES[row.metric] * (block_forward_flops(row.shape) - half)
-    each = model_flops_per_token(row.shape) - 3 * row.layers * half
-    return row.global_batch * row.seq * each / row.num_gpus
-
-
-def measured_s(row: PublishedRow, device: Device) -> float:
-    """The time of a step, or of a block's pass, that the row's number says."""
-    kind, number = row.measure.kind, row.measured / row.measure.units[row.unit]
-    if kind in ("time", "layer"):
-        return number
-    each = row.num_gpus if row.measure.per_gpu else 1
-    if kind == "rate":
-        counted = {"steps": 1, "samples": row.global_batch, "tokens": row.global_batch * row.seq}
-        return counted[row.metric.partition("_")[0]] / (number * each)
-    if kind == "utilization":
-        number, each = number * peak_flops(row, device), row.num_gpus
-    return row.global_batch * row.seq * flops_per_token(row) / (number * each)
-
-
-def _memory(row: PublishedRow, device: Device) -> str:
-    """What is wrong with an amount of memory: it is less than 16-bit parameters or one boundary of
-    a stage take, or more than the device has."""
-    stated, least = row.measured / row.measure.units[row.unit], 2.0 * parameter_count(row.shape)
-    least /= row.num_gpus
-    what = "16-bit parameters, spread over all GPUs"
-    if row.metric == "activation_memory":
-        least = 2.0 * row.micro_batch * row.seq * row.hidden / row.tp
-        what = "the input of one block"
-    if stated < least:
-        return f"{stated / 2**30:.3g} GiB, less than the {least / 2**30:.3g} GiB of {what}"
-    most = _OVER_MEMORY[row.metric.partition("_")[0]] * device.memory_gib
-    if stated > most * 2**30:
-        return f"{stated / 2**30:.4g} GiB, and {row.device} has {device.memory_gib:g} GiB"
-    return ""
-
 
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
@@ -259,7 +50,7 @@ class Case:
     recompute: Recompute
     precision: Precision
     recompute_blocks: int | None = None  # of the whole model; None: all
-    cuts: tuple[float, ...] | None = None  # None: by the program's rule
+    cuts: tuple[int, ...] | None = None  # None: by the program's rule
     knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
 
 
@@ -319,7 +110,7 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
 def _precision(row: PublishedRow) -> Precision:
     if row.dtype == "fp32":
         return "fp32"
-    eight_bit = row.dtype in EIGHT_BIT and _base(row.device).device.eight_bit_gain is not None
+    eight_bit = row.dtype in EIGHT_BIT and preset_of(row.device).device.eight_bit_gain is not None
     if row.dtype in ("fp16", "bf16") or eight_bit:
         return "bf16"
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
@@ -363,7 +154,7 @@ def _with_state(program: Program, state: StateBytes, precision: Precision) -> Pr
     return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
 
 
-def _cuts(case: Case, stages: int) -> tuple[float, ...]:
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
     """Where the model is cut into stages: as the row says, or by rules that need no prices."""
     if case.cuts:
         return case.cuts
@@ -377,7 +168,7 @@ def _cuts(case: Case, stages: int) -> tuple[float, ...]:
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
-    cuts: tuple[float, ...]
+    cuts: tuple[int, ...]
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
@@ -388,7 +179,7 @@ def plan_of(case: Case) -> Plan:
             cuts = _cuts(case, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
-    plan = Plan(
+    plan = SizedPlan(
         contender=case.program.name,
         shape=case.shape,
         layout=case.layout,
@@ -401,8 +192,11 @@ def plan_of(case: Case) -> Plan:
         recomputed=_recomputed(case, cuts),
     )
     if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:
-        return replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
-    return plan
+        plan = replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
+    # ZeRO-1 may be over a part of the replicas, which a layout cannot say.
+    gathers = zero1_ranks(case.layout, case.program) > 1
+    end = replace(plan.step_end, gathers_updated=gathers)
+    return plan.with_programs(with_step_end(schedule, end))
 
 
 def _zeropp_plan(case: Case) -> Plan:
@@ -430,7 +224,7 @@ def _zeropp_plan(case: Case) -> Plan:
     return replace(plan, program=case.program.name)
 
 
-def _recomputed(case: Case, cuts: tuple[float, ...]) -> tuple[int, ...]:
+def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
     """The number of blocks that each stage recomputes; empty if all blocks are. Every stage has the
     same number, except where every piece is a stage: then these are the model's first blocks."""
     blocks, stages = case.recompute_blocks, len(cuts) - 1
@@ -471,8 +265,8 @@ def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[
     the remainder.
     """
     first = 1 if blocks or shape.layers % stages == 0 else 0
-    each, more = divmod(shape.num_pieces - 2 * first, stages)
-    inner = (first + each * s + max(0, s - (stages - more)) for s in range(1, stages))
+    per_stage, more = divmod(shape.num_pieces - 2 * first, stages)
+    inner = (first + per_stage * s + max(0, s - (stages - more)) for s in range(1, stages))
     return (0, *inner, shape.num_pieces)
 
 
@@ -482,5 +276,5 @@ def module_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     modules = shape.num_pieces + 1
     if modules < 2 * stages:
         raise ValueError(f"{stages} stages for {modules} modules: the head would be a stage alone")
-    each, more = divmod(modules, stages)
-    return (*(each * s + min(s, more) for s in range(stages)), shape.num_pieces)
+    per_stage, more = divmod(modules, stages)
+    return (*(per_stage * s + min(s, more) for s in range(stages)), shape.num_pieces)

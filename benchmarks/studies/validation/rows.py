@@ -29,19 +29,20 @@ from pydantic import (
     model_validator,
 )
 
+from baselines.zeropp.contender import ZeroppKnobs
 from benchmarks import CHECKOUT
-from benchmarks.specification.run_spec import SpecError, validated
-from zeropp.contender.contender import ZeroppKnobs
-from zeropp.cost import parameter_count
+from benchmarks.specification import SpecError
+from benchmarks.specification.reading import validated
 from zeropp.literals import Recompute
-from zeropp.programs import entry_named
+from zeropp.price import parameter_count
+from zeropp.price.programs import entry_named
 from zeropp.shape import Family, ModelShape
 
 _WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
-    "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_blocks",
-    "split_backward", "placement",
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_backward",
+    "placement",
 )  # fmt: skip
 _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
@@ -70,12 +71,12 @@ def _not_blank(cell: Any) -> str:
     raise ValueError("must not be blank")
 
 
-def _stage_cuts(cell: Any) -> tuple[float, ...]:
+def _stage_cuts(cell: Any) -> tuple[int, ...]:
     """The places at which stages begin, and the end of the last one."""
     words = str(cell).split(" ")
-    if all(re.fullmatch(r"[0-9]{1,6}(\.5)?", word) for word in words):
-        return tuple(map(float, words))
-    raise ValueError("must be numbers of pieces with one space between them, such as 0 13.5 26")
+    if all(re.fullmatch(r"[0-9]{1,6}", word) for word in words):
+        return tuple(map(int, words))
+    raise ValueError("must be numbers of pieces with one space between them, such as 0 13 26")
 
 
 def _own_knobs(cell: Any) -> ZeroppKnobs:
@@ -92,16 +93,8 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
 YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
 Text = Annotated[str, BeforeValidator(_not_blank)]
-StageCuts = Annotated[tuple[float, ...], BeforeValidator(_stage_cuts)]
+StageCuts = Annotated[tuple[int, ...], BeforeValidator(_stage_cuts)]
 OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]
-
-
-# The closed list of metrics that a published row may report, with units and definitions.
-#
-# A metric's name is its definition. ``model_`` and ``mfu`` count the model's FLOPs only;
-# ``hardware_`` and ``hfu`` also count recomputation (arXiv 2205.05198, appendix). ``allocated`` is
-# the memory of tensors, ``reserved`` what torch's allocator holds. The unit says the rest: GB is
-# 10^9 bytes, GiB is 2^30.
 
 
 Kind = Literal["time", "rate", "flops", "utilization", "layer", "memory", "limit"]
@@ -127,6 +120,10 @@ class Metric:
     per_gpu: bool = False
 
 
+# A metric's name is its definition. ``model_`` and ``mfu`` count the model's FLOPs only;
+# ``hardware_`` and ``hfu`` also count recomputation (arXiv 2205.05198, appendix). ``allocated`` is
+# the memory of tensors, ``reserved`` what torch's allocator holds. The unit says the rest: GB is
+# 10^9 bytes, GiB is 2^30.
 METRICS: Mapping[str, Metric] = {
     "step_time": Metric("time", _TIMES),
     "steps_per_s": Metric("rate", {"1/s": 1.0}),
@@ -160,20 +157,17 @@ CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
 
 
-def are_cuts(cuts: tuple[float, ...], stages: int, layers: int) -> bool:
+def are_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> bool:
     """Whether the numbers are where ``stages`` stages begin and the last one ends. The pieces are
-    the embedding, ``layers`` blocks, and the head; a half is inside a block."""
+    the embedding, ``layers`` blocks, and the head."""
     rising = all(begin < end for begin, end in pairwise(cuts))
-    inside = all(1 <= cut < layers + 1 for cut in cuts if cut % 1)
-    return rising and inside and (len(cuts) - 1, cuts[0], cuts[-1]) == (stages, 0, layers + 2)
+    return rising and (len(cuts) - 1, cuts[0], cuts[-1]) == (stages, 0, layers + 2)
 
 
 # "fitted": constants of the cost model were fitted on the row's table. "adjusted": no constant was,
 # but a trait of its program, or a value that its source states, was chosen after the table's error
-# had been seen. "held_out": neither. "computed": the number is of a simulator or a formula of
-# the source, and nobody measured it; such rows are priced, but no total of measurements counts
-# them.
-Role = Literal["fitted", "adjusted", "held_out", "computed"]
+# had been seen. "held_out": neither.
+Role = Literal["fitted", "adjusted", "held_out"]
 # The presets of GPUs; "stated" is a device whose numbers the row itself has.
 DEVICES = (
     *sorted({p.stem for p in (CHECKOUT / "conf/cluster").glob("*.yaml")} - {"cpu_gloo"}),
@@ -446,7 +440,7 @@ def _schedule(row: PublishedRow) -> str:
     stages = 0 if row.schedule == "zeropp" or row.pp == 1 else row.pp * row.chunks
     if row.cuts and not are_cuts(row.cuts, stages, row.layers):
         return (
-            f"cuts={' '.join(f'{cut:g}' for cut in row.cuts)!r}: needs pp > 1, schedule other than "
+            f"cuts={' '.join(map(str, row.cuts))!r}: needs pp > 1, schedule other than "
             f"zeropp, and where pp={row.pp} x chunks={row.chunks} stages begin and end, from 0 to "
             f"layers + 2 = {row.layers + 2}"
         )
@@ -551,11 +545,11 @@ def _one_line(error: ValidationError) -> str:
     if blank:
         return f"blank, but must be given: {', '.join(blank)}"
     first = error.errors()[0]
-    what = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
-        return what  # a check of several columns, which names them
+        return message  # a check of several columns, which names them
     column = first["loc"][0]
     if first["type"] == "literal_error":
-        what = f"must be one of {first['ctx']['expected']}"
+        message = f"must be one of {first['ctx']['expected']}"
     value = first["input"]
-    return what if what.startswith(f"{column}=") else f"{column}={value!r}: {what}"
+    return message if message.startswith(f"{column}=") else f"{column}={value!r}: {message}"

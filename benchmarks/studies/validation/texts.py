@@ -12,18 +12,18 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from baselines.zeropp.contender import ZEROPP
 from benchmarks.report import style
 from benchmarks.studies.validation.errors import (
     HEADER,
     Errors,
-    RowOutcome,
     first_of_runs,
     oom_line,
-    predicted_rows,
+    predictions_of,
     refusals,
 )
+from benchmarks.studies.validation.predict import RowOutcome
 from benchmarks.studies.validation.rows import COLUMNS, Line
-from zeropp.contender.contender import ZEROPP
 
 
 def row_line(outcome: RowOutcome) -> str:
@@ -49,7 +49,7 @@ def _configuration(line: Line) -> str:
 
 def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
-    predicted = predicted_rows(outcomes)
+    predictions = predictions_of(outcomes)
     text = [
         "absolute relative error, simulated against published; ratio, microbatch: of pairs of runs",
         "that differ in schedule or parallelism alone, or in the microbatch alone; bias: + is more",
@@ -58,7 +58,7 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
         HEADER,
         *(error.line() for error in errors),
         "",
-        f"{len(predicted)} of {len(outcomes)} rows predicted",
+        f"{len(predictions)} of {len(outcomes)} rows predicted",
     ]
     refused = []
     for outcome in outcomes:
@@ -68,7 +68,7 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
             refused.append(outcome)
     for (table, reason), count in refusals(refused).most_common():
         text.append(f"refused: {count:4} of {table}: {reason}")
-    return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
+    return "\n".join([*text, oom_line(predictions), ZEROPP.caveat])
 
 
 # What only people read stands in the published table, at the row's place.
@@ -86,7 +86,7 @@ def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -
     ``validation.png`` shows predicted over published.
     """
     out.mkdir(parents=True, exist_ok=True)
-    first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
+    first = set(map(id, first_of_runs(predictions_of(outcomes))))
     with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*SHOWN, *ANSWERS], extrasaction="ignore")
         writer.writeheader()
@@ -113,17 +113,16 @@ def _answer(outcome: RowOutcome, first: set[int]) -> dict[str, str]:
 
 def _scatter(outcomes: Sequence[RowOutcome], path: Path) -> None:
     """Draw predicted / published over published: one panel per kind and unit, one colour and
-    marker per source, one dot per run. Numbers that nobody measured are marked as computed."""
+    marker per source, one dot per run."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for one in first_of_runs(predicted_rows(outcomes)):
-        row, prediction = one.row, one.prediction
+    for prediction in first_of_runs(predictions_of(outcomes)):
+        row = prediction.row
         if prediction.kind != "oom":
             quantity = {"time": "step time", "layer": "time of a block"}.get(
                 row.measure.kind, prediction.kind
             )
             name = f"{quantity}, published [{row.unit}]"
-            source = row.source + (" (computed)" if row.role == "computed" else "")
-            panels[name][source].append((row.measured, 1 + prediction.relative_error))
+            panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
     names = sorted(panels) or ["nothing predicted"]
     sources = sorted({source for of_panel in panels.values() for source in of_panel})
     looks = {  # colour and marker: matplotlib's cycle has ten colours

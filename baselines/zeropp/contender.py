@@ -1,0 +1,178 @@
+"""ZeroPP's entry in the registry of contenders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, ClassVar, Literal
+
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import (
+    check_stages,
+    default_chunks,
+    recomputed_blocks,
+    resolve_degrees,
+)
+from zeropp.choose.space import (
+    SearchPoint,
+    Space,
+    at_degrees,
+    choices,
+    placement_choices,
+    recompute_choices,
+    zero_choices,
+)
+from zeropp.choose.task import Task
+from zeropp.knobs import StepKnobs
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import (
+    AT_LEAST_1,
+    Auto,
+    Recompute,
+    ReduceEvery,
+    if_auto,
+)
+from zeropp.plan import SizedPlan
+from zeropp.price import cut_by_cost
+from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.step_plan import drafts, size_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroppKnobs(StepKnobs):
+    """Settings of ZeroPP in the suite. A knob that is ``auto`` is chosen by the tuner, or by a
+    simple rule where the cluster has no prices (CPUs)."""
+
+    prefix: ClassVar[str] = "contender."
+
+    name: Literal["zeropp"] = "zeropp"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of PP x ZeRO-3 (x replicas), with all sizes but without an order of actions.
+
+    Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, and those of
+    ``size_step``. Raises InfeasibleError, whose message is one line.
+    """
+    _refuse(task, knobs)
+    plan = size_step(
+        knobs,
+        _layout(task, knobs),
+        task.shape,
+        global_batch=task.global_batch,
+        microbatch_size=microbatch_size,
+        precision=task.precision,
+        hides_collectives=task.cluster.device.hides_collectives,
+    )
+    recomputed = recomputed_blocks(knobs.recompute_blocks, plan.schedule.num_stages)
+    return replace(plan, recomputed=recomputed, cuts=cut_by_cost(plan, task.cluster))
+
+
+def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
+    layout = resolve_degrees(task, knobs)
+    layout = replace(
+        layout,
+        chunks=if_auto(knobs.chunks, default_chunks(task, layout)),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    check_stages(task, layout)
+    return layout
+
+
+def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
+    if knobs.compile and task.shape.dropout > 0:
+        raise InfeasibleError(
+            f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "
+            "generator of their own, which would make runs differ (use false, or model.dropout=0)"
+        )
+
+
+_CHUNKS = (1, 2, 3, 4, 6, 8, 12)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
+_UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+# Multiples of U*V, raised to the smallest cap and lowered to the whole step.
+_CAPS = (0.0, 1.0, 1.25, 1.5)
+
+
+def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
+    """All knobs to try at a point, except for unit, cap and when gradients are reduced.
+
+    They are set to what takes the least time: the largest unit, a cap that holds all activations
+    of a step, and gradients that are reduced once per step. So the lower bound on a family's step
+    time holds for all that ``members`` yields.
+    """
+    asked, degrees, m = point.asked, point.degrees, point.num_microbatches
+    # Chunks of one block each have the smallest buffers.
+    most = max(1, point.task.shape.layers // degrees.pp)
+    for zero, placement, chunks in product(
+        zero_choices(asked.replicate_zero, degrees),
+        placement_choices(asked.placement, point),
+        choices(asked.chunks, sorted({*_CHUNKS, most})),
+    ):
+        largest = -(-point.task.shape.layers // (degrees.pp * chunks))
+        for recompute, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
+        ):
+            yield at_degrees(
+                asked,
+                degrees,
+                replicate_zero=zero,
+                placement=placement,
+                chunks=chunks,
+                recompute=recompute,
+                recompute_blocks=blocks,
+                unit=if_auto(asked.unit, m),
+                activation_cap=m * chunks,
+                reduce_every=if_auto(asked.reduce_every, "step"),
+            )
+
+
+def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:
+    """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
+    those with the least memory first."""
+    m = plan.num_microbatches
+    units = {min(m, max(1, int(plan.layout.pp * factor))) for factor in _UNITS} | {m}
+    for unit in choices(asked.unit, sorted(units)):
+        unit = min(unit, m)
+        reductions = choices(asked.reduce_every, _REDUCE if unit < m else ("step",))
+        for cap, reduce_every in product(_caps(asked, unit, plan), reductions):
+            yield replace(family, unit=unit, activation_cap=cap, reduce_every=reduce_every)
+
+
+def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int, ...]:
+    """Activation caps to try, in chunk-activations, ascending."""
+    chunks, m = plan.layout.chunks, plan.num_microbatches
+    smallest = smallest_cap(chunks, m, unit)
+    wanted = {round(unit * chunks * factor) for factor in _CAPS}
+    return choices(
+        asked.activation_cap, sorted({min(max(cap, smallest), m * chunks) for cap in wanted})
+    )
+
+
+# At least two pipeline ranks, as ZeroPP would otherwise be FSDP; and at least two ranks per ZeRO-3
+# group, as it would otherwise be a zero-bubble pipeline without ZeRO-3.
+SPACE = Space(families=families, members=members, pipelines=(2, 0), shards=(2, 0))
+
+
+ZEROPP = Contender(
+    name="zeropp",
+    label="ZeroPP",
+    knobs=ZeroppKnobs,
+    size=size,
+    orders=drafts,
+    space=SPACE,
+    search_effort=4,
+    caveat=(
+        "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "
+        "among published measurements: its simulated step is the sum of parts (kernels, pipeline, "
+        "gathers) that are held against measurements."
+    ),
+    reproduces_dropout=True,
+    trainer="baselines.zeropp.trainer:build",
+)

@@ -1,0 +1,103 @@
+"""What every launcher does with its points: runs them one after another, shows how far they are,
+tells how they ended, and refuses those that cannot run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.launch.attempt import Ending, new_header, or_unwritten, write_unstarted
+from benchmarks.launch.options import LauncherOptions
+from benchmarks.launch.points import Point
+from benchmarks.records.metrics import peak_memory_gib
+from benchmarks.records.record import RunRecord
+from benchmarks.specification import progress as bars
+
+
+class LaunchError(RuntimeError):
+    """Nothing could be started; the message is one line."""
+
+
+def one_by_one(
+    points: Sequence[Point], kind: str, progress: SweepProgress, run: Callable[[Point], RunRecord]
+) -> list[RunRecord]:
+    """Run every point, also after one has failed; returns the records."""
+    records = []
+    for point in points:
+        records.append(or_unwritten(point.spec, kind, partial(run, point)))
+        progress.finished(records[-1])
+    return records
+
+
+def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
+    """Record a point that cannot run."""
+    header = new_header(options.kind, variant=options.variant)
+    ending = Ending("infeasible", reason)
+    write = partial(write_unstarted, point.spec, runs_dir, header, ending)
+    return or_unwritten(point.spec, options.kind, write)
+
+
+def say(line: str) -> None:
+    """Print one line, which only a terminal wraps."""
+    bars.CONSOLE.print(line, markup=False, soft_wrap=True)
+
+
+class SweepProgress:
+    """A progress bar over the points of a sweep, or lines if the output is no terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = bars.progress_line()
+        self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> SweepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, point: Point, state: str) -> None:
+        """Show the state of a running point."""
+        without_hash = point.spec.spec_id.rpartition("-")[0]
+        self._bar.update(self._task, description=f"{without_hash}: {state}")
+
+    def finished(self, record: RunRecord) -> None:
+        """Print the outcome of a point and advance the bar."""
+        detail = record.reason
+        if record.status == "ok":
+            detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
+        say_outcome(record.status, record.spec_id, detail)
+        self._bar.advance(self._task)
+
+
+def say_outcome(status: str, spec_id: str, detail: str) -> None:
+    """Print what became of a point, in one line."""
+    bars.CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
+
+
+def over_device(record: RunRecord) -> str:
+    """A warning if a success needs more memory than its device has, which a trace may; otherwise
+    empty."""
+    peak = peak_memory_gib(record)
+    device = record.spec.get("cluster", {}).get("device", {}).get("memory_gib")
+    if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
+        return ""
+    return f"WARNING: {peak[0]:.1f} GiB are more than the device's {device:g} GiB"
+
+
+def _outcome(record: RunRecord) -> str:
+    """The main results of a success, in a few words."""
+    words = []
+    if record.step_s:
+        words.append(f"{statistics.median(record.step_s):.3f} s/step")
+    if record.losses:
+        words.append(f"loss {record.losses[-1]:.4f}")
+    peak = peak_memory_gib(record)
+    if peak is not None:
+        words.append(f"{peak[0]:.2f} GiB")
+    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
+    if kernels:
+        words.append(f"compute over its kernels {max(kernels):.3f}")
+    return ", ".join(words)

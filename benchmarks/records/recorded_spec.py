@@ -1,0 +1,91 @@
+"""What reports read of a record's spec, which is the plain mapping that was run.
+
+It is not a ``RunSpec``, although it was written from one: a RunSpec is what today's suite can run,
+and refuses a knob, a field or a contender that it does not have, but records outlive all of these,
+and some are of contenders that can only be priced. A key without a default must be there; others
+may come and go without a new schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from benchmarks.records.record import RecordError
+from benchmarks.specification import SpecError
+from benchmarks.specification.reading import validated
+from zeropp.literals import Auto
+from zeropp.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """What is read of a spec's ``model``; ``sizes`` is the whole mapping."""
+
+    name: str
+    seq: int
+    sizes: dict[str, Any]
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model's shape; None if the record lacks a size that ``ModelShape`` needs."""
+        known = {f.name for f in fields(ModelShape)}
+        try:
+            return ModelShape(**{k: v for k, v in self.sizes.items() if k in known})
+        except TypeError:
+            return None
+
+
+@dataclass(frozen=True)
+class RecordedDevice:
+    """What is read of ``cluster.device``."""
+
+    name: str = ""
+    memory_gib: float | None = None
+    peak_bf16_tflops: float | None = None  # dense
+    peak_fp32_tflops: float | None = None  # dense, without TF32
+
+
+@dataclass(frozen=True)
+class RecordedCluster:
+    """What is read of ``cluster``."""
+
+    name: str
+    device: RecordedDevice = RecordedDevice()
+
+
+@dataclass(frozen=True)
+class RecordedContender:
+    """What is read of ``contender``; ``knobs`` is the whole mapping."""
+
+    name: str
+    knobs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSpec:
+    """What is read of a whole spec; ``data`` is the whole mapping of that key."""
+
+    model: RecordedModel
+    cluster: RecordedCluster
+    num_gpus: int
+    contender: RecordedContender
+    global_batch: int
+    precision: str
+    microbatch_size: int | Auto = 1  # "auto" where no size was feasible
+    data: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
+    """What reports read of a spec that is a mapping, as ``RunSpec.to_dict`` gives it. Raises
+    RecordError, in one line, if a key that they need is missing or wrong."""
+    values = dict(spec)
+    for key, whole in (("model", "sizes"), ("contender", "knobs")):
+        if isinstance(values.get(key), dict):
+            values[key] = values[key] | {whole: values[key]}
+    try:
+        return validated(RecordedSpec, values, "spec")
+    except SpecError as error:
+        raise RecordError(str(error)) from None

@@ -1,0 +1,193 @@
+"""Simulated steps that are kept: what a record has of one, and tables with one record per line.
+
+A launcher writes the record of a point into the point's folder, as it does for every attempt. A
+study prices hundreds of plans and keeps their records as one table, ``plans.csv``, which people can
+read and compare. A line names model and cluster by their presets and the plan in words, and has the
+knobs from which the plan is made again; the memory of every rank is left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records.record import SCHEMA_VERSION, RecordError, RunRecord
+from benchmarks.specification.compose import preset
+from zeropp.choose.task import Task
+from zeropp.cluster import Cluster
+from zeropp.price.lost_time import TimeBreakdown
+from zeropp.price.simulator import SimResult
+from zeropp.shape import ModelShape
+
+TABLE = "plans.csv"
+# The bases of comparison (``RunRecord.basis``) by their names in tables.
+BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
+_MODES = {basis: mode for mode, basis in BASES.items()}
+_CHANGED = "+changes"  # after a commit from whose files the checkout differed
+
+
+def prediction(result: SimResult) -> dict[str, Any]:
+    """The part of a simulated step that a record keeps."""
+    known = _predicted(
+        step_s=result.step_s,
+        tokens_per_s_per_gpu=result.tokens_per_s_per_gpu,
+        bubble=result.bubble,
+        share_of_limit=result.limit_share,
+        breakdown_s=result.breakdown.by_kind(),
+        peak_bytes=result.peak_bytes,
+    )
+    return known | {"memory": [asdict(memory) for memory in result.memory]}
+
+
+def _predicted(
+    *,
+    step_s: float,
+    tokens_per_s_per_gpu: float,
+    bubble: float,
+    share_of_limit: float,
+    breakdown_s: Mapping[str, float],
+    peak_bytes: float,
+) -> dict[str, Any]:
+    return {
+        "step_s": step_s,
+        "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
+        "bubble": bubble,
+        "compute_limit_tokens_per_s_per_gpu": tokens_per_s_per_gpu / share_of_limit,
+        "share_of_compute_limit": share_of_limit,
+        "breakdown_s": dict(breakdown_s),
+        "peak_bytes": peak_bytes,
+    }
+
+
+def plan_record(
+    task: Task,
+    contender: str,
+    basis: str,
+    *,
+    bandwidth: float = 1.0,
+    commit: str = "",
+    words: str,
+    setting: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """The record of a contender's plan in a study: of one that was simulated, with its ``setting``
+    (the fields of its ``Candidate``) and what is ``predicted``, or, without both, of none that
+    fits.
+
+    ``bandwidth`` multiplies the inter-node bandwidth of the task's cluster. ``commit`` is as in
+    tables, and ``words`` describe the plan, or say that there is none.
+    """
+    name = f"{task.shape.name}-{contender}-{task.num_gpus}gpu-{task.cluster.name}"
+    name += f"-{_MODES[basis]}-{task.global_batch}"
+    name += f"-{bandwidth:g}x" if bandwidth != 1.0 else ""
+    spec = {
+        "model": asdict(task.shape),
+        "cluster": asdict(task.cluster),
+        "bandwidth": bandwidth,
+        "num_gpus": task.num_gpus,
+        "contender": {"name": contender},
+        "global_batch": task.global_batch,
+        "precision": task.precision,
+    }
+    if setting is not None:
+        spec |= {"contender": setting["knobs"], "microbatch_size": setting["microbatch_size"]}
+    return RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=name,
+        spec_id=name,
+        spec=spec,
+        provenance="simulated",
+        status="ok" if predicted else "oom",
+        reason="" if predicted else words,
+        started_at="",  # a table has no times
+        ended_at="",
+        git_sha=commit.removesuffix(_CHANGED),
+        git_dirty=commit.endswith(_CHANGED),
+        launcher="simulate",
+        basis=basis,
+        plan={"words": words},
+        step_s=[predicted["step_s"]] if predicted else [],
+        predicted=dict(predicted or {}),
+    )
+
+
+def commit_of(sha: str, dirty: bool) -> str:
+    """A commit, and whether the checkout differed from it, as tables have it."""
+    return sha[:12] + (_CHANGED if dirty else "")
+
+
+def line_of(record: RunRecord) -> dict[str, object]:
+    """The columns of a record of ``plan_record``: seconds, GiB and tokens per second and GPU, which
+    are None if no plan fits; ``limit_s``, ``bubble_s`` ... are the losses, which add up to
+    ``step_s``."""
+    spec, predicted = record.spec, record.predicted
+    setting = {"knobs": spec["contender"], "microbatch_size": spec.get("microbatch_size")}
+    lost = predicted.get("breakdown_s", {})
+    return {
+        "model": spec["model"]["name"],
+        "cluster": spec["cluster"]["name"],
+        "num_gpus": spec["num_gpus"],
+        "global_batch": spec["global_batch"],
+        "bandwidth": spec["bandwidth"],
+        "contender": spec["contender"]["name"],
+        "mode": _MODES[record.basis],
+        "provenance": record.provenance,
+        "plan": record.plan["words"],
+        "step_s": predicted.get("step_s"),
+        "tokens_per_s_per_gpu": predicted.get("tokens_per_s_per_gpu"),
+        "peak_gib": predicted["peak_bytes"] / 2**30 if predicted else None,
+        "bubble": predicted.get("bubble"),
+        "share_of_limit": predicted.get("share_of_compute_limit"),
+        "setting": json.dumps(setting) if predicted else "",
+        **{f"{kind}_s": lost.get(kind) for kind in _KINDS},
+        "commit": commit_of(record.git_sha, record.git_dirty),
+    }
+
+
+_KINDS = [kind.name for kind in fields(TimeBreakdown)]
+
+
+def read_table(path: Path) -> list[RunRecord]:
+    """The records of a table, in the order of its lines. Raises RecordError, which names the
+    file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [_record_in(line) for line in csv.DictReader(file)]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError(
+            f"{path}: not a table of plans ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _record_in(line: Mapping[str, str]) -> RunRecord:
+    task = Task(  # of bf16, as conf/experiment/claim_33.yaml has it
+        shape=preset("model", line["model"], ModelShape),
+        cluster=preset("cluster", line["cluster"], Cluster),
+        num_gpus=int(line["num_gpus"]),
+        global_batch=int(line["global_batch"]),
+    )
+    setting = predicted = None
+    if line["step_s"]:
+        setting = json.loads(line["setting"])
+        predicted = _predicted(
+            step_s=float(line["step_s"]),
+            tokens_per_s_per_gpu=float(line["tokens_per_s_per_gpu"]),
+            bubble=float(line["bubble"]),
+            share_of_limit=float(line["share_of_limit"]),
+            breakdown_s={kind: float(line[f"{kind}_s"]) for kind in _KINDS},
+            peak_bytes=float(line["peak_gib"]) * 2**30,
+        )
+    return plan_record(
+        task,
+        line["contender"],
+        BASES[line["mode"]],
+        bandwidth=float(line["bandwidth"]),
+        commit=line["commit"],
+        words=line["plan"],
+        setting=setting,
+        predicted=predicted,
+    )

@@ -1,0 +1,227 @@
+"""A mean over the tokens of a whole batch, with ignored labels anywhere, against one process in
+fp64: losses, gradients, parameters and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.differences import largest
+from tests.gloo.small_layers import error_of
+from tests.gloo.topologies import LAYERS, ROWS, topology
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+WIDTH, LENGTH, VOCABULARY, STEPS = 8, 6, 11, 3
+SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
+TIED = (0, "weight"), (LAYERS - 1, "weight")
+DISTRIBUTIONS = ("any", "first rows", "one label")
+TOPOLOGIES = 50
+
+
+class Balanced(nn.Module):
+    """A block that also gives a loss of its own: a sum over its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = torch.tanh(self.linear(x))
+        return x + mixed, 0.1 * mixed.square().sum()
+
+
+class Block(Balanced):
+    """A block without one."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mixed, _ = super().forward(x)
+        return mixed
+
+
+def made(tied: bool) -> list[nn.Module]:
+    """Layers in fp64, equal on every rank."""
+    torch.manual_seed(3)
+    kinds: list[Callable[[], nn.Module]] = [Balanced, Block, Block, Balanced]
+    first, last = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    if tied:
+        last.weight = first.weight
+    return [layer.double() for layer in (first, *(kind() for kind in kinds), last)]
+
+
+def data(step: int, distribution: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; of these are ignored: any, unequally many in each row; all those of the
+    first half of the rows, which are whole ranks and microbatches; or all but one."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
+    shares = torch.rand(rows, 1, generator=generator)
+    ignored = torch.rand(rows, LENGTH, generator=generator) < shares
+    if distribution == "first rows":
+        ignored[: rows // 2] = True
+        ignored[-1, 0] = False
+    if distribution == "one label":
+        ignored[:] = True
+        ignored[-1, 0] = False
+    return tokens, targets.masked_fill(ignored, -100)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over labels that are not ignored, and their number."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def parallel(tied: bool, microbatch: int, **degrees: Any) -> ParallelModel:
+    return zeropp.parallelize(
+        made(tied), degrees.pop("loss_fn", token_loss), loss_reduction="tokens", optimizer=SGD,
+        sample=data(0, "any")[0][:microbatch], global_batch=ROWS, tied=TIED if tied else None,
+        **degrees,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training in one process, on whole batches: losses and norms of the steps, evaluations
+    before them, the last gradients, after clipping, and the parameters."""
+
+    numbers: list[tuple[float, float, float]]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@cache
+def alone(tied: bool, distribution: str) -> Course:
+    model = nn.ModuleList(made(tied))
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD.lr)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        value, own = tokens, torch.zeros(())
+        for layer in model:
+            given = layer(value)
+            value, own = (given[0], own + given[1]) if isinstance(given, tuple) else (given, own)
+        total, count = token_loss(value, targets)
+        return (total + own) / count
+
+    numbers = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            evaluated = float(loss_of(*data(100 + step, distribution, rows=7)))
+        optimizer.zero_grad()
+        loss = loss_of(*data(step, distribution))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), SGD.clip_norm)
+        assert norm > SGD.clip_norm
+        optimizer.step()
+        numbers.append((float(loss.detach()), float(norm), evaluated))
+    named = dict(model.named_parameters())
+    gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
+    return Course(numbers, gradients, {name: one.detach() for name, one in named.items()})
+
+
+def errors(seed: int, distribution: str, expected: Course) -> tuple[float, float, float]:
+    """How far this rank's numbers, gradients and parameters are from those of one process."""
+    degrees = topology(seed)
+    with parallel(degrees.pop("tied"), degrees.pop("microbatch"), **degrees) as model:
+        apart = []
+        for step, numbers in enumerate(expected.numbers):
+            share = slice(model.data_parallel_rank, None, model.data_parallel_size)
+            loss = model.eval_step(*(part[share] for part in data(100 + step, distribution, 7)))
+            result = model.train_step(*(part[model.rows] for part in data(step, distribution)))
+            ours = float(result.loss), float(result.grad_norm), loss
+            apart += [abs(a / b - 1) for a, b in zip(ours, numbers, strict=True)]
+        gradients, parameters = dict(model.gradients()), dict(model.full_parameters())
+    assert gradients.keys() == parameters.keys()
+    pairs = (gradients, expected.gradients), (parameters, expected.parameters)
+    first, second = (
+        largest(float((value - theirs[name]).abs().max()) for name, value in named.items())
+        for named, theirs in pairs
+    )
+    return largest(apart), first, second
+
+
+def check(world: World, seed: int) -> None:
+    """Hold a random topology to one process. Parameters are given in fp32."""
+    drawn = topology(seed)
+    for distribution in DISTRIBUTIONS:
+        expected = alone(drawn["tied"], distribution)
+        size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
+        for numbers, gradients, parameters in world.run(
+            errors, seed, distribution, expected, size=size
+        ):
+            assert numbers < 1e-9, (numbers, distribution, drawn)
+            assert gradients < 1e-9, (gradients, distribution, drawn)
+            assert parameters < 1e-6, (parameters, distribution, drawn)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_topologies_are_one_process(world: World, seed: int) -> None:
+    check(world, seed)
+
+
+def in_bf16() -> tuple[float, float]:
+    """The first step's loss and norm of a model that computes in bf16."""
+    layers = [layer.float() for layer in made(False)]
+    with zeropp.parallelize(
+        layers, token_loss, sample=data(0, "any")[0][:2], global_batch=ROWS, pp=2, precision="bf16",
+        loss_reduction="tokens", optimizer=SGD,
+    ) as model:  # fmt: skip
+        result = model.train_step(*data(0, "any"))
+        return float(result.loss), float(result.grad_norm)
+
+
+def test_bf16_is_near(world: World) -> None:
+    loss, norm, _ = alone(False, "any").numbers[0]
+    for numbers in world.run(in_bf16, size=2):
+        assert numbers == pytest.approx((loss, norm), rel=0.02)
+
+
+def unusual() -> tuple[dict[str, str], list[float], int]:
+    """What wrong losses say; losses and norms of batches without a label; steps that were
+    skipped."""
+    losses = {
+        "one number": lambda logits, targets: token_loss(logits, targets)[0],
+        "rows": lambda logits, targets: (logits.sum(1), 1),
+    }
+    messages = {}
+    for name, function in losses.items():
+        model = parallel(False, 2, pp=2, loss_fn=function)
+        messages[name] = error_of(lambda m=model: m.train_step(*data(0, "any")))  # type: ignore[misc]
+    numbers = []
+    with parallel(False, 2, pp=2, loss_fn=lambda logits, _: (logits.sum(), 0)) as model:
+        before = dict(model.full_parameters())
+        result = model.train_step(*data(0, "any"))
+        numbers += [float(result.loss), model.eval_step(*data(0, "any"))]
+        assert all(torch.equal(before[name], value) for name, value in model.full_parameters())
+        return messages, numbers, int(model.skipped_steps)
+
+
+def test_what_is_no_sum_and_count_is_an_error_and_no_count_updates_nothing(world: World) -> None:
+    first, second = world.run(unusual, size=2)
+    words = "TypeError: loss_fn: gives (), but (sum, count) of a microbatch is needed with"
+    assert second[0]["one number"].startswith(words)
+    assert second[0]["rows"].startswith("TypeError: loss_fn: gives (2, 11), but a tensor of one")
+    assert first[0] == {
+        name: f"PeerError: rank 1 raised {text}" for name, text in second[0].items()
+    }
+    assert all(torch.tensor([*first[1], *second[1]]).isfinite().logical_not())
+    assert first[2] == second[2] == 1
+
+
+def main() -> None:
+    """Many topologies, which takes some minutes: ``python -m tests.gloo.test_tokens``."""
+    with World() as world:
+        for seed in range(TOPOLOGIES):
+            check(world, seed)
+            print(seed, topology(seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()

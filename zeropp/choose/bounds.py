@@ -1,0 +1,455 @@
+"""Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
+
+They are bounds for every order of actions that the contenders' planners make; tests compare them
+with the simulator for all contenders, over drawn tasks. They need only a plan whose order is not
+chosen yet, and its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from zeropp.plan import SizedPlan
+from zeropp.price import StepBytes, StepTimes
+from zeropp.price.peak_memory import always_held, fits
+from zeropp.price.programs import gathers, program_named
+from zeropp.price.simulator import slowed_cost
+from zeropp.schedule.event_loop import run_within
+from zeropp.schedule.passes import with_collectives
+from zeropp.schedule.program import (
+    NEEDS_PARAMETERS,
+    Action,
+    Op,
+    RankProgram,
+    Schedule,
+    StageCost,
+)
+
+_SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Seconds of a microbatch that waits for nothing. Lists have one entry per stage; ``backward``
+    is a full backward if weight gradients do not wait, and otherwise an input gradient."""
+
+    to: list[float]  # from the step's start to the stage
+    back: list[float]  # from the end of its backward at the stage to that at stage 0
+    turn: float  # from the step's start to the end of its last forward
+    forward: list[float]
+    backward: list[float]
+    weight: list[float]  # weight gradients that wait
+
+    @property
+    def last_weight(self) -> float:
+        """The weight gradient that stage 0 makes after its last input gradient."""
+        return self.weight[0]
+
+    def held(self, stage: int) -> float:
+        """The least time from the start of a forward at a stage to the end of its weight gradient:
+        through the last stage and back."""
+        there_and_back = (
+            self.turn - self.to[stage] + self.backward[-1] + self.back[-1] - self.back[stage]
+        )
+        return there_and_back + self.weight[stage]
+
+    @classmethod
+    def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
+        """The latencies of a priced plan."""
+        ranks, split, costs = plan.schedule.stage_rank, splits(plan), price.stages
+        forward = [cost.forward for cost in costs]
+        backward = [c.backward_input + (0.0 if split else c.backward_weight) for c in costs]
+        weight = [c.backward_weight if split else 0.0 for c in costs]
+        to, back = [first_gather_s(plan, price, 0)], [0.0]
+        for stage, (here, there) in enumerate(pairwise(ranks)):
+            hop = costs[stage].transfer if here != there else 0.0
+            to.append(to[-1] + forward[stage] + hop)
+            back.append(back[-1] + hop + backward[stage])
+        return cls(
+            to=to,
+            back=back,
+            turn=to[-1] + forward[-1],
+            forward=forward,
+            backward=backward,
+            weight=weight,
+        )
+
+
+def splits(plan: SizedPlan) -> bool:
+    """Whether input gradients do not wait for weight gradients."""
+    return plan.schedule.name in _SPLIT and plan.split_backward
+
+
+def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
+    """The least seconds until a stage can be used for the first time."""
+    return price.stages[stage].unshard if plan.layout.shard > 1 else 0.0
+
+
+# How long a step takes at least because its ranks may hold few activations.
+#
+# An activation is held from the start of its forward, through all later stages and back, to the end
+# of its weight gradient. The longer this is, and the fewer may be held at a time, the longer is the
+# step.
+
+
+def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
+    """Seconds until the rank that holds ``stages`` can have its last weight gradient, whatever the
+    order is, by the plan's activation cap. Without a limit the units do not matter, so that the
+    bound of a family, which has none, holds for its members."""
+    held = plan.num_microbatches * sum(map(latency.held, stages)) / plan.activation_cap
+    least = latency.to[stages[0]] + held
+    limited = plan.activation_cap < plan.num_microbatches * len(stages)
+    if limited and len(stages) > 1:
+        return max(least, _unit_by_unit_s(plan, latency, stages))
+    return least
+
+
+def _unit_by_unit_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
+    """The same where units go through the chunks breadth first, and a second unit has no room.
+
+    A unit turns round in the rank's last chunk: all its microbatches are there forwards and
+    backwards while all their other activations are held, so that only ``room`` of them are there at
+    a time. If the others of two units are too many, the next unit turns only when some of those
+    have been freed by their backwards, and when as many of its own forwards have followed.
+    """
+    unit, others, last = plan.schedule.unit, stages[:-1], stages[-1]
+    room = plan.activation_cap - len(others) * unit
+    freed = len(others) * unit - (room - 1)  # between two turns
+    if freed <= 0:
+        return 0.0
+    weight, forward, backward = latency.weight[last], latency.forward[last], latency.backward[last]
+    turn = max(
+        -(-unit // room) * latency.held(last) - weight,
+        latency.held(last) - weight + (unit - 1) * (latency.forward[-1] + latency.backward[-1]),
+        unit * (forward + backward) + max(0, unit - room) * weight,
+    )
+    each = min(latency.forward[s] + latency.backward[s] + latency.weight[s] for s in others)
+    after = weight + unit * sum(latency.backward[s] + latency.weight[s] for s in others)
+    units = plan.num_microbatches // unit  # the whole ones
+    turns = units * turn + (units - 1) * (weight + freed * each)
+    return latency.to[last] + turns + after if units else 0.0
+
+
+# A lower bound of a plan's memory for every order of actions that the contenders' planners make,
+# with which the tuner drops plans that cannot fit. Tests compare it with the simulator.
+
+
+def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
+    """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
+    the optimizer has all gradients."""
+    worst = 0
+    for rank in range(plan.schedule.num_ranks):
+        memory = [held.memory[s] for s in plan.schedule.stages_of(rank)]
+        resident = always_held(plan, held, rank)
+        gradients = sum(m.gradients for m in memory)
+        kept = _kept_bytes(plan, held, rank)
+        unreduced = [m.unsharded_gradients for m in memory]
+        if _unreduced_beside(plan):
+            later = plan.schedule.unit * sum(m.activations for m in memory[:-1])
+            kept = max(kept, later + memory[-1].activations + sum(unreduced))
+        filled = kept + _forward_bytes(plan, held, rank)
+        filled = max(filled, _least_gradients(plan, unreduced))
+        later = 0 if held.resident_gradients else gradients  # those for the optimizer
+        worst = max(worst, resident.total + max(filled, later))
+    return worst
+
+
+def least_of_family(first: SizedPlan, held: StepBytes) -> int:
+    """The least bytes of every member of a family, of which ``first`` has the smallest unit. What
+    may be less in other members is left out: gradients that wait for their reduction, and all but
+    one of the activations of a rank's last chunk, of which a cap that was asked for leaves room for
+    fewer where units are larger."""
+    memory = tuple(replace(of, unsharded_gradients=0) for of in held.memory)
+    return least_bytes(replace(first, activation_cap=0), replace(held, memory=memory))
+
+
+def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
+    """The least bytes of every plan that differs from ``first`` in how data-parallel ranks are used
+    (and, as above, in unit and cap): those of activations, temporaries and messages alone."""
+    none = {"parameters": 0, "optimizer": 0, "gradients": 0, "unsharded": 0}
+    memory = tuple(replace(of, **none) for of in held.memory)
+    return least_of_family(first, replace(held, memory=memory))
+
+
+def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
+    """The least bytes of activations before a rank's first backward. Torch's pipelining has a
+    permanent buffer for every message of a step, in which the inputs of stages are kept."""
+    ranks, stages = plan.schedule.stage_rank, plan.schedule.stages_of(rank)
+    memory = [held.memory[s] for s in stages]
+    if not held.torch_runtime:
+        return _least_activations(plan, rank, [m.activations for m in memory])
+    neighbours = [other for s in stages for other in (s - 1, s + 1) if 0 <= other < len(ranks)]
+    messages = sum(ranks[other] != rank for other in neighbours) * plan.num_microbatches
+    sizes = [m.activations - m.boundary * (s > 0) for s, m in zip(stages, memory, strict=True)]
+    return messages * memory[0].boundary + _least_activations(plan, rank, sizes)
+
+
+def _forward_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
+    """The least bytes in addition to kept activations in the forward that fills a rank's memory:
+    temporaries and gathered parameters. Torch's pipelining keeps its 16-bit copies of all chunks if
+    there is nothing to gather."""
+    stages = plan.schedule.stages_of(rank)
+    memory = [held.memory[s] for s in stages]
+    if not held.torch_runtime or plan.layout.shard > 1:
+        return min(m.unsharded + m.forward - m.activations for m in memory)
+    shared = {0, plan.schedule.num_stages - 1} if held.shared_ends else set()
+    copies = sum(m.unsharded for s, m in zip(stages, memory, strict=True) if s not in shared)
+    copies += held.memory[0].unsharded if shared else 0
+    return copies + min(m.forward - m.activations for m in memory)
+
+
+def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
+    """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
+    chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
+    all chunks before the first reduction; otherwise those of one chunk come while the copy of the
+    chunk before is reduced. A rank with one chunk has freed the copy by then, as it has only one
+    buffer."""
+    if plan.reduce_every == "step" and plan.num_units > 1:
+        return sum(sizes)
+    return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
+
+
+def _unreduced_beside(plan: SizedPlan) -> bool:
+    """Whether the gradients of all chunks exist, unreduced, when a whole unit but the first has its
+    first microbatch in the last chunk of a rank, and all others in the chunks before.
+
+    This is so on a loop where gradients are reduced once per step, if the cap leaves room for less
+    than a unit beside these activations: then the units before have made weight gradients of all
+    chunks."""
+    schedule, unit = plan.schedule, plan.schedule.unit
+    if schedule.name != "zeropp" or plan.reduce_every != "step":
+        return False
+    needed = unit * (plan.layout.chunks - 1) + 1
+    return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
+
+
+def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
+    """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
+    chunk. They are those of the forwards that a rank makes before its first backward."""
+    name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
+    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can arrive
+    if name in ("1f1b", "zb_h1"):
+        return min(m, pp - rank) * sizes[0]
+    if name == "interleaved_1f1b":
+        return _in_groups(min(pp, m), way_round, m, sizes)
+    if name == "interleaved_zb":
+        return _in_groups(min(pp, m), pp - rank, m, sizes)
+    if name == "looped_bfs":
+        return m * sum(sizes)
+    if name in ("zbv", "dualpipev"):
+        return min(m, 2 * pp - rank - 1) * sizes[0] + min(m, rank + 1) * sizes[1]
+    if name == "zeropp":
+        unit, cap = plan.schedule.unit, plan.activation_cap
+        last = min(unit, way_round, cap - (len(sizes) - 1) * unit if cap else 1)
+        return unit * sum(sizes[:-1]) + last * sizes[-1]
+    return sum(sizes) if name == "accumulation" else min(sizes)
+
+
+def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
+    """The least bytes of the forwards of ``group`` or more microbatches in every chunk but the
+    last, and of ``last`` forwards after them, as far as a step of ``m`` microbatches has so many:
+    up to ``group`` are in the last chunk, and the others may be in any."""
+    others = min(last - group, (m - group) * len(sizes)) if last > group else 0
+    return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)
+
+
+def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
+    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes`` at a
+    time if they have their compute actions in the order of ``compute``, which has no other actions
+    and may be the beginning of a step. Messages arrive as late as possible."""
+    for rank in {0, compute.num_ranks - 1}:
+        program = with_collectives(
+            compute,
+            rank,
+            gather=gathers(plan),
+            prefetch=plan.prefetch,
+            reduce_every=plan.reduce_every,
+        )
+        programs: list[RankProgram] = [()] * compute.num_ranks
+        programs[rank] = tuple(_with_receives(program, compute))
+        if not fits(
+            plan.with_programs(replace(compute, programs=tuple(programs))), held, rank, limit_bytes
+        ):
+            return True
+    return False
+
+
+def _with_receives(program: RankProgram, schedule: Schedule) -> Iterator[Action]:
+    """A rank's program with each receive just before the action that needs the message."""
+    ranks, last = schedule.stage_rank, schedule.num_stages - 1
+    for action in program:
+        stage, op, microbatch = action
+        if op is Op.FORWARD:
+            if stage and ranks[stage - 1] != ranks[stage]:
+                yield Action(stage, Op.RECV_F, microbatch)
+        elif op in NEEDS_PARAMETERS and stage < last and ranks[stage + 1] != ranks[stage]:
+            yield Action(stage, Op.RECV_B, microbatch)
+        yield action
+
+
+_ROUNDING = 1e-9  # the share by which sums of the same durations may differ
+
+
+def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]]) -> float:
+    """The cheapest bound: that of ``least_step_s`` for compute alone, from the seconds of every
+    stage's forward, input gradient and weight gradient."""
+    schedule, split = plan.schedule, splits(plan)
+    steps_overlap = program_named(plan.program).post_validation
+    m, arrive, back = schedule.num_microbatches, 0.0, 0.0
+    # For every rank, the seconds of the stages before its first one: of forwards, of backwards.
+    begin: dict[int, tuple[float, float]] = {}
+    work, weights = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    for rank, (forward, input_, weight) in zip(schedule.stage_rank, passes, strict=True):
+        begin.setdefault(rank, (arrive, back))
+        work[rank] += m * (forward + input_ + weight)
+        weights[rank] += m * weight if split else 0.0
+        arrive += forward
+        back += input_ if split else input_ + weight
+    worst = 0.0
+    for rank, (to, fro) in begin.items():
+        rank_s = work[rank] if steps_overlap else to + work[rank]
+        worst = max(worst, rank_s, to + work[rank] - weights[rank] + fro)
+    return worst * (1.0 - _ROUNDING)
+
+
+def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
+    """Seconds that no order can beat: the largest of several bounds of every rank.
+
+    A rank starts no sooner than a microbatch has come through the stages before its first one,
+    unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
+    its microbatches, and its link that of all its gathers and reductions; after its last weight
+    gradient come at least the reductions of one stage. After its last input gradient, the gradient
+    still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
+    activations are capped, a rank fills and drains slowly (``_capped_s``).
+    """
+    latency = Latency.of(plan, price)
+    ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
+    last = ends[plan.schedule.stage_rank[0]]
+    worst = 0.0
+    for rank, end in enumerate(ends):
+        stages = plan.schedule.stages_of(rank)
+        first = stages[0]
+        beside = _link_s(plan, price, stages)
+        work, slowed = _work_s(plan, price, stages, beside)
+        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan)
+        start = max(latency.to[first], first_gather_s(plan, price, first))
+        rank_s = work + copied + (0.0 if price.steps_overlap else start)
+        worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
+        if first:
+            weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
+            at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
+            worst = max(worst, at_0 + latency.last_weight + last.reduced_s + last.updated_s)
+        if plan.activation_cap:
+            worst = max(
+                worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
+            )
+            if not price.steps_overlap:
+                held = least_by_hold_time_s(plan, latency, stages)
+                worst = max(worst, held + end.reduced_s + end.updated_s)
+    return worst
+
+
+def least_of_order_s(
+    compute: Schedule, plan: SizedPlan, price: StepTimes, limit_s: float = float("inf")
+) -> float:
+    """Seconds that the plan's step takes at least if every rank has its compute actions in the
+    order of ``compute``, which has no other actions; infinite once they are certainly ``limit_s``
+    or more. All actions follow the gather of stage 0."""
+    if price.steps_overlap:
+        return 0.0
+    costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
+    for stages in map(plan.schedule.stages_of, ranks):
+        _, slowed = _work_s(plan, price, stages, _link_s(plan, price, stages))
+        for s in stages:
+            costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
+    ends = (_Ends.of(plan, price, rank) for rank in ranks)
+    beside = first_gather_s(plan, price, 0) + min(end.reduced_s + end.updated_s for end in ends)
+    events = run_within(compute, costs, limit_s - beside)
+    return (beside + events.step_s) * (1.0 - _ROUNDING) if events else float("inf")
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The least seconds of a rank after its last weight gradient."""
+
+    reduced_s: float  # over shards and replicas
+    crossed_s: float  # over the replicas alone
+    updated_s: float  # tied sums, optimizer and ZeRO-1's gather
+
+    @classmethod
+    def of(cls, plan: SizedPlan, price: StepTimes, rank: int) -> _Ends:
+        stages = plan.schedule.stages_of(rank)
+        return cls(
+            min(price.stages[s].reduce_grad + price.stages[s].reduce_replicas for s in stages),
+            min(price.stages[s].reduce_replicas for s in stages),
+            sum(_after_reductions_s(price.stages[s]) for s in stages),
+        )
+
+
+def _after_reductions_s(cost: StageCost) -> float:
+    return cost.reduce_tied + cost.update + cost.gather_updated
+
+
+def _capped_s(
+    plan: SizedPlan, price: StepTimes, latency: Latency, rank: int, *, slowed: float
+) -> float:
+    """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
+
+    Before its first backward a rank makes forwards alone, and after its last forward only backwards
+    of what it still holds; both are no more than the cap. The first backward has come through all
+    stages and back, and so has the last forward to go. All work besides is between the two.
+    """
+    schedule, m = plan.schedule, plan.num_microbatches
+    stages, costs = schedule.stages_of(rank), price.stages
+    most = plan.activation_cap
+    if most >= m * len(stages):
+        return 0.0  # all forwards may come before the first backward
+    tail, last = latency.backward[-1], stages[-1]
+    begin = latency.backward[last]
+    first_backward = latency.turn + tail + latency.back[-1] - latency.back[last] - begin
+    after_forward = latency.turn - latency.to[last] - costs[last].forward + tail + latency.back[-1]
+    forwards = max(costs[s].forward for s in stages)
+    backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
+    work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
+    tensor = m * sum(price.extras[s].tensor for s in stages)
+    between = max(0.0, work * slowed - tensor * (slowed - 1.0))
+    return first_backward + between + after_forward + latency.last_weight
+
+
+def _work_s(
+    plan: SizedPlan, price: StepTimes, stages: tuple[int, ...], beside: float
+) -> tuple[float, float]:
+    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives of the
+    shard group and by reductions over the replicas, and the factor by which they slow it. The
+    copies of gathers are part of it; those of reductions are not, as they may come last."""
+    m = plan.num_microbatches
+    crossings = [price.stages[s].reduce_replicas for s in stages]
+    beside += sum(crossings) - max(crossings)  # the last one slows nothing
+    work = sum(price.stages[s].compute for s in stages) * m
+    slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
+    tensor = sum(price.extras[s].tensor for s in stages) * m
+    copied = sum(price.stages[s].copy_out * n for s, n in _gathers(plan, stages))
+    return (work - tensor) * slowed + tensor + copied, slowed
+
+
+def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
+    """The least seconds of a rank's reductions and gathers."""
+    costs = price.stages
+    reduced = sum(costs[s].reduce_grad for s in stages) * _reductions(plan)
+    return reduced + sum(costs[s].unshard * n for s, n in _gathers(plan, stages))
+
+
+def _reductions(plan: SizedPlan) -> int:
+    return plan.num_units if plan.reduce_every == "unit" else 1
+
+
+def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(stage, how often it is gathered at least). Each stage of a rank between its first and its
+    last is gathered once per unit; the first and the last may stay gathered from one phase to the
+    next, and phases of two units may overlap."""
+    if plan.layout.shard > 1:
+        yield from (
+            (s, plan.num_units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages)
+        )

@@ -1,0 +1,203 @@
+"""Contender: everything that the tuner, the launchers and the report need to know of one way to
+train. Each contender's folder makes one; ``benchmarks.specification.contenders`` lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, cast
+
+from zeropp.choose.planner import fastest
+from zeropp.choose.space import Space, points
+from zeropp.choose.task import Candidate, K, Knobs, Task
+from zeropp.cluster import Cluster
+from zeropp.cuda_settings import CUDA_SETTINGS
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Draft, Plan, SizedPlan, TooLarge
+from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
+from zeropp.price.simulator import SimResult
+from zeropp.schedule.program import StageCost
+from zeropp.training import OptimizerConfig, Trainer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def any_auto(knobs: Knobs) -> bool:
+    """Whether any knob is ``auto``, so that the tuner has something to choose.
+
+    The number of recomputed blocks counts only if there is recomputation.
+    """
+    settled = {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
+    return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Where the durations and bytes of plans come from; by default, from the cost model.
+
+    ``passes`` gives the seconds of every stage's forward, input gradient and weight gradient, which
+    are cheaper to find than all ``times``; the search uses them for its first bound alone.
+    """
+
+    passes: Callable[[SizedPlan, Cluster], Sequence[tuple[float, float, float]]] = pass_times
+    times: Callable[[SizedPlan, Cluster], StepTimes] = time_plan
+    memory: Callable[[SizedPlan, Cluster], StepBytes] = plan_bytes
+
+    def of(self, plan: SizedPlan, cluster: Cluster) -> PlanPrice:
+        """The whole price of a plan."""
+        return PlanPrice(**vars(self.times(plan, cluster)), **vars(self.memory(plan, cluster)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender(Generic[K]):
+    """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
+    first use, so that nothing here imports torch.
+
+    ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
+    model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
+    InfeasibleError with one line. ``orders`` yields the orders of actions among which the simulator
+    chooses: the first is made without the durations of the plan's price, and others are made only
+    when they are asked for (``zeropp.choose.planner.one_order``, ``zeropp.step_plan.drafts``).
+    ``check`` raises ScheduleError for a schedule that cannot run. ``search_effort`` tells how long
+    a search takes in comparison with the others, so that the longest can begin first.
+    """
+
+    name: str
+    label: str  # its name in tables and figures
+    knobs: type[K]
+    size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
+    orders: Callable[[SizedPlan, Sequence[StageCost] | None, TooLarge | None], Iterator[Draft]]
+    space: Space[K]
+    check: Callable[[Plan], None] = Plan.check
+    prices: Prices = Prices()
+    search_effort: int = 0
+    caveat: str = ""  # what readers of its simulated numbers must know, as one sentence
+    trainer: str = ""  # empty: it can be priced, but not run
+    # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
+    # has imported them; names that the installed version does not have are ignored.
+    late_imports: tuple[str, ...] = ()
+    # (module, this project's extra that installs it): what the trainer imports beside the suite's.
+    extra: tuple[str, str] | None = None
+    # Variables that its ranks set before CUDA starts, whatever a sweep or its job has set.
+    environment: Mapping[str, str] = field(default_factory=CUDA_SETTINGS.copy)
+    takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
+    unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
+    # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
+    # the same (zeropp/engine/chunk.py).
+    reproduces_dropout: bool = False
+    filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
+
+    def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
+        """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises
+        InfeasibleError if there is none."""
+        plan = self.simulated(task, candidate).plan
+        self.check(plan)
+        return plan
+
+    def simulated(self, task: Task, candidate: Candidate[K]) -> SimResult:
+        """The simulated step of a candidate, in its fastest order that fits the device's memory (in
+        its fastest if none fits)."""
+        sized = self.size(task, candidate.knobs, candidate.microbatch_size)
+        price = self.prices.of(sized, task.cluster)
+        return fastest(self.plans(sized, price), task.cluster, price)
+
+    def plans(self, sized: SizedPlan, price: PlanPrice) -> Iterator[Plan]:
+        """The plan with each of its orders, completed."""
+        return (draft.complete() for draft in self.orders(sized, price.stages, None))
+
+    def candidates(
+        self, task: Task, asked: K | None = None
+    ) -> Iterator[tuple[Candidate[K], SizedPlan]]:
+        """Everything that a search may try within ``asked`` (by default, all knobs are open), with
+        its plan without an order of actions."""
+        asked = asked or self.knobs()
+        for point, size in points(task, self.space, asked, "auto", rejected=Counter()):
+            for family in self.space.families(point):
+                for plan in self._sized(task, family, size):
+                    for knobs in self.space.members(asked, family, plan):
+                        for member in self._sized(task, knobs, size):
+                            yield Candidate(knobs, size), member
+
+    def _sized(self, task: Task, knobs: K, microbatch_size: int) -> Iterator[SizedPlan]:
+        """The plan without an order of actions, if there is one."""
+        with suppress(InfeasibleError):
+            yield self.size(task, knobs, microbatch_size)
+
+    def missing(self) -> str:
+        """One line if what the trainer imports is not installed here, otherwise empty."""
+        if self.extra is None or importlib.util.find_spec(self.extra[0]) is not None:
+            return ""
+        return (
+            f"contender={self.name}: {self.extra[0]} is not installed here "
+            f"(run pip install -e '.[{self.extra[1]}]')"
+        )
+
+    def build(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> Trainer:
+        """Build this rank's trainer. All ranks must call it after torch.distributed is
+        initialised. Raises RuntimeError with one line if something is not installed."""
+        if missing := self.missing():
+            raise RuntimeError(missing)
+        return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
+
+    def fill_integers(self, plan: Plan, message: Tensor) -> None:
+        """Fill a received message of integers as a peer would have. Without a ``filler`` it gets
+        ones, which for torch's pipeline stages mean that the neighbour knows the shapes."""
+        if self.filler:
+            _load(self.filler)(plan, message)
+        else:
+            message.fill_(1)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+
+
+def describe(plan: SizedPlan) -> str:
+    """The degrees and knobs of a plan as short text, such as
+    ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
+    layout, order = plan.layout, plan.schedule
+    degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "shard", "replicate")]
+    words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["one GPU"]
+    words += [f"b={plan.microbatch_size}", f"m={plan.num_microbatches}", order.name]
+    if 1 < layout.chunks < plan.shape.num_pieces:  # FSDP's stages are all pieces
+        words.append(f"V={layout.chunks}")
+    if plan.activation_cap:
+        words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
+    words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
+    if layout.placement == "pp_inner":
+        words.append("pp inside the node")
+    if plan.recompute != "none":
+        words.append(f"{plan.recompute} recompute{_some(plan)}")
+    return " ".join(words)
+
+
+def _some(plan: SizedPlan) -> str:
+    if not plan.recomputed:
+        return ""
+    if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
+        return f" of {sum(plan.recomputed)} blocks"
+    return f" of {max(plan.recomputed)} blocks per stage"
+
+
+def overrides(candidate: Candidate[K]) -> list[str]:
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate; knobs
+    at their defaults are left out."""
+    knobs: dict[str, Any] = asdict(candidate.knobs)  # type: ignore[call-overload]
+    default = vars(type(candidate.knobs)())
+    words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
+    set_knobs = {name: value for name, value in knobs.items() if value != default[name]}
+    return words + [f"contender.{name}={_value(value)}" for name, value in set_knobs.items()]
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

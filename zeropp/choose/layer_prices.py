@@ -1,0 +1,172 @@
+"""Prices of plans for a user's layers.
+
+Durations are those of the operators that the walk over the layers has recorded, and of a loss like
+torch's cross-entropy over the last layer's outputs. Communication has the formulas of the suite's
+plans.
+
+A stage keeps of a microbatch what autograd keeps of its layers, until its weight gradients are
+made; recomputed layers keep their inputs alone. Selective recomputation counts like none, which
+gives an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Cluster
+from zeropp.plan import SizedPlan
+from zeropp.price import StageExtras, StageMemory, StepBytes, StepTimes
+from zeropp.price.kernels import element_bytes
+from zeropp.price.layers import passes_of_layer
+from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s
+from zeropp.price.pieces import PassTimes, loss_s
+from zeropp.price.programs import gathers, program_named
+from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.engine.walk import LayerSizes
+    from zeropp.literals import Precision
+
+_FP32 = 4  # bytes: masters, gradient sums, and the loss
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Bytes of one layer's gradients in fp32 (frozen parameters have none), and of what the
+    optimizer keeps for them."""
+
+    sums: float = 0.0
+    optimizer: float = 0.0
+
+
+def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster) -> list[PassTimes]:
+    """Seconds of every layer's passes for one microbatch; those of the last one include the loss.
+
+    The first and the last layer are not recomputed.
+    """
+    program = program_named(plan.program)
+    device = cluster.device.of_year(program.kernels)
+    passes = []
+    for index, layer in enumerate(sizes):
+        assert layer.operators is not None  # the walk records them where something is priced
+        recompute = plan.recompute if 0 < index < len(sizes) - 1 else "none"
+        passes.append(passes_of_layer(layer.operators, device, program, plan.precision, recompute))
+    outputs = sum(output.size.numel() for output in sizes[-1].outputs)
+    forward, backward = loss_s(device, program, plan.precision, outputs)
+    last = passes[-1]
+    passes[-1] = PassTimes(
+        last.forward + forward, last.backward_input + backward, last.backward_weight
+    )
+    return passes
+
+
+def output_bytes(layer: LayerSizes, precision: Precision) -> float:
+    """Bytes of a layer's outputs for one microbatch."""
+    return float(sum(output.size.numel() * element_bytes(precision) for output in layer.outputs))
+
+
+@dataclass(frozen=True)
+class LayerPrices:
+    """Prices plans whose pieces are these layers, each with its state."""
+
+    sizes: Sequence[LayerSizes]
+    states: Sequence[LayerState]
+
+    def passes(self, plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
+        """Seconds of every stage's forward, input gradient and weight gradient."""
+        layers = layer_passes(self.sizes, plan, cluster)
+        return tuple(
+            (
+                sum(layer.forward for layer in layers[begin:end]),
+                sum(layer.backward_input for layer in layers[begin:end]),
+                sum(layer.backward_weight for layer in layers[begin:end]),
+            )
+            for begin, end in pairwise(plan.cuts)
+        )
+
+    def times(self, plan: SizedPlan, cluster: Cluster) -> StepTimes:
+        """Durations in seconds: of every stage's layers, gather, reduction and messages, and of the
+        reduction over the replicas."""
+        layout, ranks = plan.layout, plan.schedule.stage_rank
+        among, replicas = (group_of(cluster, layout, axis) for axis in ("shard", "replicate"))
+        width, sent = element_bytes(plan.precision), element_bytes(plan.reduce_dtype)
+        stages = []
+        passes = self.passes(plan, cluster)
+        for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
+            forward, input_, weight = passes[stage]
+            parameters = sum(layer.parameters for layer in self.sizes[begin:end])
+            sums = parameters * _FP32 / layout.shard
+            cost = StageCost(
+                forward=forward,
+                backward_input=input_,
+                backward_weight=weight,
+                unshard=gather_s(cluster, among, parameters * width),
+                reduce_grad=gather_s(cluster, among, parameters * sent),
+                reduce_replicas=all_reduce_s(cluster, replicas, sums),
+            )
+            if stage + 1 < len(ranks):
+                moved = output_bytes(self.sizes[end - 1], plan.precision)
+                here, there = ranks[stage], ranks[stage + 1]
+                transfer = transfer_s(cluster, layout, source=here, target=there, size=moved)
+                cost = replace(cost, transfer=transfer)
+            stages.append(cost)
+        return StepTimes(
+            stages=tuple(stages),
+            extras=(StageExtras(),) * len(stages),
+            limit_s=0.0,
+            overlap_slowdown=cluster.device.overlap_slowdown,
+        )
+
+    def memory(self, plan: SizedPlan, cluster: Cluster) -> StepBytes:
+        """Bytes of every stage."""
+        del cluster
+        return StepBytes(
+            memory=tuple(self._of_stage(plan, begin, end) for begin, end in pairwise(plan.cuts)),
+            resident_gradients=program_named(plan.program).resident_gradients,
+            flat_chunks=True,
+        )
+
+    def _of_stage(self, plan: SizedPlan, begin: int, end: int) -> StageMemory:
+        layout, sizes, width = plan.layout, self.sizes, element_bytes(plan.precision)
+        parameters = sum(layer.parameters for layer in sizes[begin:end])
+        sums = sum(state.sums for state in self.states[begin:end])
+        ends = sum(self.states[i].sums for i in {0, len(sizes) - 1} & set(range(begin, end)))
+        rows = layout.replicate if layout.replicate_zero else 1  # that divide the optimizer's work
+        masters = float(parameters * _FP32)
+        if plan.precision == "bf16" and rows > 1:
+            masters = masters / rows + parameters * width
+        kept, again = self._kept(plan, begin, end)
+        out = output_bytes(sizes[end - 1], plan.precision)
+        loss = 2 * _FP32 / width * out if end == len(sizes) else 0.0
+        boundary = output_bytes(sizes[begin - 1], plan.precision) if begin else 0.0
+        reduced = sums if layout.shard > 1 else 0.0
+        sizes_by_kind = {
+            "parameters": masters / layout.shard,
+            "optimizer": sum(s.optimizer for s in self.states[begin:end]) / layout.shard / rows,
+            "gradients": sums / layout.shard,
+            "unsharded": parameters * width if gathers(plan) else 0.0,
+            "unsharded_gradients": reduced,
+            "early_gradients": ends if layout.shard > 1 else 0.0,
+            "activations": kept,
+            "deferred": kept,
+            "boundary": boundary,
+            "forward": kept + out + loss,
+            "backward_input": kept + again + out + loss,
+            "full_backward": kept + again + out + loss,
+        }
+        of_none = dict.fromkeys(StageMemory.__dataclass_fields__, 0)
+        return StageMemory(**of_none | {name: int(size) for name, size in sizes_by_kind.items()})
+
+    def _kept(self, plan: SizedPlan, begin: int, end: int) -> tuple[float, float]:
+        """What a stage keeps of one microbatch, and what it recomputes at a time."""
+        share = element_bytes(plan.precision) / _FP32
+        saved = [share * layer.saved_bytes for layer in self.sizes]
+        if plan.recompute != "full":
+            return sum(saved[begin:end]), 0.0
+        inner = range(max(begin, 1), min(end, len(saved) - 1))
+        kept = sum(saved[i] for i in range(begin, end) if i not in inner)
+        kept += sum(output_bytes(self.sizes[i - 1], plan.precision) for i in inner)
+        return kept, max((saved[i] for i in inner), default=0.0)

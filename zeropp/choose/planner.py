@@ -1,0 +1,168 @@
+"""What the planners of all contenders share. Imports no torch.
+
+In: a Task and a contender's knobs. Out: degrees, the fastest of several orders, and refusals of
+what no contender could run. Degrees that are ``auto`` follow simple rules, which need no prices; a
+search (``zeropp.choose.search``) calls planners with degrees of its own, none of them ``auto``. A
+contender's planner is its ``size`` and its ``orders`` (``zeropp.choose.contender.Contender``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from operator import attrgetter
+
+from zeropp.choose.task import Knobs, Task
+from zeropp.cluster import Cluster
+from zeropp.layout import InfeasibleError, Layout, divisors
+from zeropp.literals import Auto, Axis, if_auto
+from zeropp.plan import Draft, Plan, SizedPlan, TooLarge
+from zeropp.price import PlanPrice
+from zeropp.price.simulator import SimResult, simulate
+from zeropp.schedule.program import Schedule, StageCost
+
+_AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
+
+
+def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
+    """A layout whose degrees multiply to the task's ranks; its other fields have their defaults.
+
+    Degrees that are given are taken first. Then ``pp: auto`` is one pipeline rank per node (two on
+    a single node, if the ranks allow it), ``shard: auto`` is the largest group that fits into what
+    is left of a node, and ``replicate: auto`` is what is left of the ranks. Raises InfeasibleError
+    with one line that names the field, its value and what would work.
+    """
+    requests = asked_degrees(knobs)
+    _check_ranks(task, requests)
+    degrees = _fill(task, requests)
+    return Layout(
+        pp=degrees.get("pp", 1),
+        tp=degrees.get("tp", 1),
+        shard=degrees.get("shard", 1),
+        replicate=degrees.get("replicate", 1),
+    )
+
+
+def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
+    """The degrees that were asked for, of the axes for which a contender has a knob."""
+    return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
+
+
+def _check_ranks(task: Task, requests: Mapping[Axis, int | Auto]) -> None:
+    """Raise InfeasibleError if no choice of the degrees that are ``auto`` can use all GPUs."""
+    if "auto" not in requests.values():
+        return
+    limits: dict[Axis, int] = {"tp": task.cluster.gpus_per_node, "pp": task.shape.layers}
+    degrees = {a: if_auto(requests[a], limits[a]) for a in limits if a in requests}
+    most = prod([task.global_batch, *degrees.values()])
+    if task.num_gpus > most:
+        factors = [f" x {axis}={degree}" for axis, degree in degrees.items() if degree > 1]
+        raise InfeasibleError(
+            f"num_gpus={task.num_gpus}: {task.shape.name} has work for at most {most}: "
+            f"global_batch={task.global_batch}{''.join(factors)} (try num_gpus={most}, or a "
+            "larger global_batch)",
+            "more GPUs than the batch and the layers have work for",
+        )
+
+
+def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
+    degrees: dict[Axis, int] = {}
+    rest = task.num_gpus
+    for axis, degree in requests.items():
+        if degree == "auto":
+            continue
+        if rest % degree:
+            raise InfeasibleError(
+                f"contender.{axis}={degree}: the degrees {_product(requests)} must multiply to "
+                f"num_gpus={task.num_gpus} (try contender.{axis} in {divisors(rest)})",
+                "degrees do not multiply to the GPUs",
+            )
+        degrees[axis], rest = degree, rest // degree
+    for axis, limit in _limits(task, degrees).items():
+        if requests.get(axis) == "auto":
+            degrees[axis] = max(d for d in divisors(rest) if d <= limit)
+            rest //= degrees[axis]
+    if rest != 1:
+        filled = {axis: degrees[axis] for axis in requests}
+        raise InfeasibleError(
+            f"num_gpus={task.num_gpus}: the degrees {_product(filled)} multiply to "
+            f"{task.num_gpus // rest} (set one of them to auto)",
+            "degrees do not multiply to the GPUs",
+        )
+    return degrees
+
+
+def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
+    """The largest degree that the rules allow each axis, in the order in which they are filled."""
+    node = task.cluster.gpus_per_node
+    return {
+        "pp": min(max(2, task.num_gpus // node), task.shape.layers),
+        "shard": max(1, node // degrees.get("tp", 1)),
+        "replicate": task.num_gpus,
+    }
+
+
+def check_stages(task: Task, layout: Layout) -> None:
+    """Raise InfeasibleError if there are more stages than the model has blocks."""
+    stages, layers = layout.pp * layout.chunks, task.shape.layers
+    if stages <= layers:
+        return
+    if layout.pp <= layers:
+        message = (
+            f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
+            f"but {task.shape.name} has model.layers={layers} "
+            f"(try contender.chunks <= {layers // layout.pp})"
+        )
+    else:
+        message = (
+            f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
+            f"{task.shape.name} (try contender.pp <= {layers})"
+        )
+    raise InfeasibleError(message, "more stages than layers")
+
+
+def default_chunks(task: Task, layout: Layout) -> int:
+    """The simple rule for chunks per rank: two, if the model has enough blocks for the stages."""
+    return 2 if layout.pp > 1 and 2 * layout.pp <= task.shape.layers else 1
+
+
+def _product(degrees: Mapping[Axis, object]) -> str:
+    return " x ".join(f"{name}={value}" for name, value in degrees.items())
+
+
+def recomputed_blocks(blocks: int | Auto, num_stages: int) -> tuple[int, ...]:
+    """``Plan.recomputed`` for the same number of blocks in every stage; ``auto`` means all
+    blocks."""
+    return () if blocks == "auto" else (blocks,) * num_stages
+
+
+_step_s = attrgetter("step_s")
+
+
+def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimResult:
+    """The simulated step of the fastest plan that fits the device's memory, or of the fastest one
+    if none fits; the first of several. All have one ``price``."""
+    results = sorted((simulate(plan, cluster, price=price) for plan in plans), key=_step_s)
+    if len(results) == 1:
+        return results[0]
+    limit = cluster.device.usable_bytes
+    fitting = (result for result in results if result.peak_bytes <= limit)
+    return next(fitting, results[0])
+
+
+def one_order(
+    programs: Callable[[SizedPlan], Schedule],
+) -> Callable[[SizedPlan, Sequence[StageCost] | None, TooLarge | None], Iterator[Draft]]:
+    """The ``orders`` of a contender that has a single order for every plan: ``programs``."""
+    return partial(_only_order, programs)  # no closure, because traced ranks get contenders pickled
+
+
+def _only_order(
+    programs: Callable[[SizedPlan], Schedule],
+    plan: SizedPlan,
+    costs: Sequence[StageCost] | None,
+    too_large: TooLarge | None,
+) -> Iterator[Draft]:
+    del costs, too_large
+    yield Draft(lambda: plan.ordered(programs(plan)))

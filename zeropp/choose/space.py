@@ -1,0 +1,202 @@
+"""Search spaces: the settings of a contender that are possible for a task.
+
+A contender's ``Space`` says which degrees it may have and yields its knobs; the search is the same
+for every contender. What a user has fixed is not searched: a space gets the knobs that were asked
+for, in which ``auto`` means that the search may choose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from zeropp.choose.planner import asked_degrees
+from zeropp.choose.task import K, Knobs, Task
+from zeropp.layout import Layout, divisors
+from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
+from zeropp.plan import SizedPlan
+
+T = TypeVar("T")
+
+MICROBATCH_SIZES = (1, 2, 4, 8, 16)
+DIVIDES_NOT = "global batch does not divide"
+
+
+@dataclass(frozen=True)
+class SearchPoint(Generic[K]):
+    """One combination of degrees and microbatch size, for which a contender yields its knobs.
+
+    ``asked`` are the knobs as the user gave them, ``degrees`` is a layout with degrees only, and
+    ``num_microbatches`` is the number per step and pipeline.
+    """
+
+    task: Task
+    asked: K
+    degrees: Layout
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space(Generic[K]):
+    """The settings that are tried for a contender.
+
+    ``families`` yields knobs in which everything is set on which the price depends. ``members``
+    yields, for one family and its plan, all other settings (units, activation caps, when gradients
+    are reduced) in ascending order of the memory that they need. The price of a member differs from
+    that of its family only if reduced gradients are added to those of earlier units.
+    """
+
+    families: Callable[[SearchPoint[K]], Iterable[K]]
+    members: Callable[[K, K, SizedPlan], Iterable[K]]  # asked, family, the family's plan
+    tensor: bool = False  # tensor parallelism may be searched
+    pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
+    shards: tuple[int, int] = (1, 1)  # fewest and most ranks of a ZeRO-3 group; 0: all that remain
+
+
+def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
+    """The members of a family in which everything is set: the family itself."""
+    return (family,)
+
+
+def at_degrees(asked: K, degrees: Layout, **chosen: object) -> K:
+    """The knobs that were asked for, with the degrees of a point and what was ``chosen``."""
+    sizes = {name: getattr(degrees, name) for name in asked_degrees(asked)}
+    return replace(cast("Any", asked), **sizes, **chosen)  # type: ignore[no-any-return]
+
+
+def choices(value: T | Auto, known: Iterable[T]) -> tuple[T, ...]:
+    """The values that a search tries for one knob: the one that was asked for, or all that are
+    known if it is ``auto``."""
+    return tuple(known) if value == "auto" else (value,)
+
+
+def zero_choices(zero: ReplicateZero | Auto, degrees: Layout) -> tuple[ReplicateZero, ...]:
+    """The ZeRO stages to try: 0 and, if there are replicas over which to shard, 1."""
+    return choices(zero, (0, 1) if degrees.replicate > 1 else (0,))
+
+
+def sequence_choices(sequence_parallel: bool | Auto, degrees: Layout) -> tuple[bool, ...]:
+    """Whether to try sequence parallelism: both with tensor parallelism, otherwise only without."""
+    return choices(sequence_parallel, (False, True) if degrees.tp > 1 else (False,))
+
+
+def recompute_choices(
+    recompute: Recompute | Auto, blocks: int | Auto, kinds: Iterable[Recompute], per_stage: int
+) -> Iterator[tuple[Recompute, int | Auto]]:
+    """(kind of recomputation, number of blocks per stage) to try: all blocks, or half of the
+    ``per_stage`` blocks of the largest stage. For its winner, the search then tries all numbers."""
+    halves = sorted({-(-per_stage // 2), per_stage})
+    for kind in choices(recompute, kinds):
+        if kind == "none":
+            yield kind, "auto"
+            continue
+        for count in choices(blocks, halves):
+            yield kind, count
+
+
+class ChunkKnobs(Knobs, Protocol):
+    """Knobs of a contender whose ranks may have several chunks, and recompute some blocks."""
+
+    @property
+    def chunks(self) -> int | Auto:
+        """Virtual stages per rank."""
+        ...
+
+    @property
+    def recompute(self) -> Recompute | Auto:
+        """The kind of recomputation."""
+        ...
+
+    @property
+    def recompute_blocks(self) -> int | Auto:
+        """The number of blocks of every stage that are recomputed."""
+        ...
+
+
+C = TypeVar("C", bound=ChunkKnobs)
+
+
+def chunk_choices(
+    point: SearchPoint[C], known: Iterable[int], kinds: Iterable[Recompute]
+) -> Iterator[tuple[int, Recompute, int | Auto]]:
+    """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
+    are the numbers of chunks and ``kinds`` the recomputation that the contender may have. Where
+    more than one number is known, the one that leaves one block per chunk is tried, too."""
+    asked, layers, pp = point.asked, point.task.shape.layers, point.degrees.pp
+    numbers = set(known)
+    if len(numbers) > 1:
+        numbers.add(max(min(numbers), layers // pp))
+    for chunks in choices(asked.chunks, sorted(numbers)):
+        largest = -(-layers // (pp * chunks))
+        for kind, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, kinds, largest
+        ):
+            yield chunks, kind, blocks
+
+
+def placement_choices(placement: Placement | Auto, point: SearchPoint[K]) -> tuple[Placement, ...]:
+    """The numberings of ranks to try: both, if they put different ranks into a node."""
+    degrees, node = point.degrees, point.task.cluster.gpus_per_node
+    moves = degrees.pp > 1 and degrees.dp > 1 and degrees.world > node
+    return choices(placement, ("dp_inner", "pp_inner") if moves else ("dp_inner",))
+
+
+def points(
+    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, rejected: Counter[str]
+) -> Iterator[tuple[SearchPoint[K], int]]:
+    """(point, microbatch size) of all points of a space; those that do not divide are counted in
+    ``rejected`` by their cause."""
+    for degrees in _degrees(task, space, asked, rejected):
+        for size in choices(microbatch_size, MICROBATCH_SIZES):
+            slots = degrees.dp * size
+            if task.global_batch % slots:
+                rejected[DIVIDES_NOT] += 1
+                continue
+            yield SearchPoint(task, asked, degrees, task.global_batch // slots), size
+
+
+def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> Iterator[Layout]:
+    """All layouts whose degrees multiply to the ranks and agree with those that were asked for."""
+    shape, requests = task.shape, asked_degrees(asked)
+    for tp in _open(requests.get("tp", 1), divisors(task.num_gpus) if space.tensor else [1]):
+        if any(size % tp for size in (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)):
+            rejected["tp does not divide the model"] += 1
+            continue
+        if tp > task.cluster.gpus_per_node:
+            rejected["tp larger than a node"] += 1
+            continue
+        ranks = task.num_gpus // tp
+        for pp in _open(requests.get("pp", 1), _within(space.pipelines, ranks)):
+            if pp > shape.layers:
+                rejected["more stages than layers"] += 1
+                continue
+            for shard in _open(requests.get("shard", 1), _within(space.shards, ranks // pp)):
+                replicate = ranks // pp // shard
+                if tp * pp * shard * replicate != task.num_gpus:
+                    continue  # a degree that was asked for does not divide
+                if requests.get("replicate", "auto") in ("auto", replicate):
+                    yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
+
+
+def _open(degree: int | Auto, known: list[int]) -> list[int]:
+    return known if degree == "auto" else [degree]
+
+
+def _within(limits: tuple[int, int], ranks: int) -> list[int]:
+    """The divisors of ``ranks`` within the limits; 1 if there are fewer ranks than the least."""
+    fewest, most = limits
+    return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
+
+
+# Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
+# them, nor do the cuts.
+_OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
+
+
+def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
+    """A function that gives the values of all other knobs."""
+    names = (field.name for field in fields(cast("Any", knobs)))
+    return attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))

@@ -1,0 +1,301 @@
+"""What stands in for streams, events, messages and asynchronous collectives of torch, so that a
+step on a CPU tells a ``VirtualDevice`` in which order it would give its work to a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from zeropp.emulate.rendezvous import Issued, Message, hanging_waits, mismatches, stuck
+from zeropp.emulate.streams import Clock, Extent, Observer, VirtualDevice, extent
+
+_ASYNCHRONOUS = (  # those that take ``async_op``
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+_READ_BY_HOST = ("tolist", "cpu", "numpy")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
+    ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
+    without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
+    for its device (the allocator's retry, a kernel's first use), and at how many it may."""
+
+    faults: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    hangs: dict[int, str]
+    hanging_waits: dict[int, tuple[int, int]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing races and everything ends, also where one host waits for its device."""
+        waits = any(bad for bad, _ in self.hanging_waits.values())
+        return not (self.faults or self.unmatched or self.hangs or waits)
+
+    def __str__(self) -> str:
+        lines = [*self.faults, *(f"does not match: {mismatch}" for mismatch in self.unmatched)]
+        lines += [f"hang: rank {rank}: {what}" for rank, what in self.hangs.items()]
+        lines += [
+            f"rank {rank}: a wait for the device would hang at {bad} of {bad + good} places"
+            for rank, (bad, good) in self.hanging_waits.items()
+            if bad
+        ]
+        return "\n".join(lines) or "no race, no hang"
+
+
+def watch(work: Callable[[], object], *, times: int = 1) -> Report:
+    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
+    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
+
+    Streams that ``work`` uses must be made in it. All ranks must call this together.
+    """
+    with emulated() as device:
+        for _ in range(times):
+            work()
+    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], device.log.issued)
+    seen_by_rank: list[tuple[list[str], list[Issued]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(seen_by_rank, seen)
+    logs = {rank: log for rank, (_, log) in enumerate(seen_by_rank)}
+    hangs = stuck(logs)
+    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
+    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
+    faults = tuple(text for texts, _ in seen_by_rank for text in texts)
+    return Report(faults, tuple(mismatches(logs)), hangs, waits)
+
+
+class _Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._clock: Clock = {}
+        self._number, self._stream = 0, ""
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self._stream = self._device.current if stream is None else stream.name
+        self._clock = self._device.snapshot(self._stream)
+        self._number = self._device.log.record(self._stream)
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self._number:
+            name = self._device.current if stream is None else stream.name
+            self._device.follow(name, self._clock, self._number)
+
+    def synchronize(self) -> None:
+        if self._number:
+            self._device.wait_on_host(self._clock, self._stream, "Event.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """Stands for ``torch.cuda.Stream``; two of one name are the same stream."""
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        self._device, self.name = device, name
+
+    def wait_stream(self, other: _Stream) -> None:
+        other.record_event().wait(self)
+
+    def wait_event(self, event: _Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event(self._device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        clock = self._device.snapshot(self.name)
+        self._device.wait_on_host(clock, self.name, "Stream.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class _VirtualWork:
+    """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
+    current stream waits. It keeps the tensors until then."""
+
+    def __init__(
+        self, device: VirtualDevice, inner: Sequence[Any], event: _Event, kept: object
+    ) -> None:
+        self._device, self._inner, self._event, self._kept = device, inner, event, kept
+
+    def wait(self, *_: object) -> bool:
+        self._event.wait()
+        for work in self._inner:
+            work.wait()
+        self._kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._inner)
+
+
+@contextmanager
+def emulated() -> Iterator[VirtualDevice]:
+    """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
+    do nothing otherwise) are virtual, and messages and collectives run as on NCCL, in groups that
+    are connected when they are made (``init_process_group(device_id=...)``), so that all messages
+    of a group share one stream."""
+    device = VirtualDevice()
+    observer = Observer(device)
+    resized = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        device.resize(storage, resized, size)
+        return storage
+
+    def record_stream(tensor: Tensor, stream: _Stream) -> None:
+        device.record_stream(tensor.untyped_storage(), stream.name)
+
+    of_tensors = {name: _read(device, name, getattr(Tensor, name)) for name in _READ_BY_HOST}
+    functions = _messages(device)
+    for name in _ASYNCHRONOUS:
+        if hasattr(dist, name):
+            functions[name] = _collective(device, observer, getattr(dist, name))
+    stand_ins: dict[Any, dict[str, Any]] = {
+        **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
+        torch.UntypedStorage: {"resize_": resize},
+        Tensor: {**of_tensors, "record_stream": record_stream},
+        **dict.fromkeys((dist, distributed_c10d), functions),  # batches compare them by identity
+    }
+    with ExitStack() as undo:
+        for owner, by_name in stand_ins.items():
+            for name, stand_in in by_name.items():
+                if hasattr(owner, name):
+                    undo.enter_context(mock.patch.object(owner, name, stand_in))
+        undo.enter_context(observer)
+        yield device
+
+
+def _streams(device: VirtualDevice) -> dict[str, Any]:
+    """The stand-ins for what ``torch.cuda`` has."""
+    made = iter(range(1, 1 << 30))
+
+    @contextmanager
+    def stream(entered: _Stream | None) -> Iterator[None]:
+        before, device.current = device.current, device.current if entered is None else entered.name
+        try:
+            yield
+        finally:
+            device.current = before
+
+    def synchronize(*_: object) -> None:
+        device.wait_on_host(device.everything(), None, "synchronize")
+
+    return {
+        "Stream": lambda *_, **__: _Stream(device, f"stream {next(made)}"),
+        "Event": lambda *_, **__: _Event(device),
+        "current_stream": lambda *_: _Stream(device, device.current),
+        "stream": stream,
+        "synchronize": synchronize,
+    }
+
+
+def _read(device: VirtualDevice, name: str, original: Any) -> Any:
+    def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        device.wait_on_host(None, device.current, f"Tensor.{name}")
+        return original(tensor, *arguments, **keywords)
+
+    return read
+
+
+def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not signature.bind(*arguments, **keywords).arguments.get("async_op"):
+            return original(*arguments, **keywords)
+        observer.asynchronous = True
+        try:
+            inner = original(*arguments, **keywords)
+        finally:
+            observer.asynchronous = False
+        event = _Stream(device, observer.stream).record_event()
+        return None if inner is None else _VirtualWork(device, [inner], event, arguments)
+
+    return call
+
+
+def _messages(device: VirtualDevice) -> dict[str, Any]:
+    """The stand-ins for functions of ``torch.distributed`` that send and receive, by name."""
+    originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
+
+    def single(kind: str) -> Any:
+        signature, end = inspect.signature(originals[kind]), "dst" if kind == "isend" else "src"
+
+        def issue(*arguments: Any, **keywords: Any) -> _VirtualWork:
+            bound = signature.bind(*arguments, **keywords).arguments
+            group: Any = bound.get("group") or dist.group.WORLD
+            peer = bound.get(end)
+            if peer is None:
+                peer = dist.get_global_rank(group, bound[f"group_{end}"])
+            call = partial(originals[kind], bound["tensor"], peer, group, bound.get("tag", 0))
+            return _issue(device, [(kind, bound["tensor"], peer, group, call)])
+
+        return issue
+
+    singles = {kind: single(kind) for kind in originals}
+    names = {function: kind for kind, function in singles.items()}
+
+    def batch(operations: Sequence[Any]) -> list[_VirtualWork]:
+        calls = []
+        for operation in operations:
+            kind, group = names[operation.op], operation.group or dist.group.WORLD
+            call = partial(originals[kind], operation.tensor, operation.peer, group, operation.tag)
+            calls.append((kind, operation.tensor, operation.peer, group, call))
+        return [_issue(device, calls)]
+
+    return {
+        **singles,
+        "send": lambda *arguments, **keywords: singles["isend"](*arguments, **keywords).wait(),
+        "recv": lambda *arguments, **keywords: singles["irecv"](*arguments, **keywords).wait(),
+        "batch_isend_irecv": batch,
+    }
+
+
+def _issue(
+    device: VirtualDevice, calls: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]]
+) -> _VirtualWork:
+    """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on its group's own
+    stream, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
+    as in ``ProcessGroupNCCL::pointToPoint``."""
+    group = calls[0][3]
+    name, rank = f"{group.group_desc} {group.group_name}", dist.get_rank()
+    stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
+    _Stream(device, stream).wait_stream(_Stream(device, device.current))
+    messages = []
+    extents: dict[str, list[Extent]] = {"isend": [], "irecv": []}
+    for kind, tensor, peer, *_ in calls:
+        device.record_stream(tensor.untyped_storage(), stream)
+        extents[kind].append(extent(tensor))
+        pair = (rank, peer) if kind == "isend" else (peer, rank)
+        messages.append(Message(key, *pair, f"{tuple(tensor.shape)} {tensor.dtype}"))
+    inner = [call() for *_, call in calls]
+    what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in calls)
+    device.run(stream, what, extents["isend"], extents["irecv"])
+    device.log.messages(stream, messages, what)
+    event = _Stream(device, stream).record_event()
+    return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in calls])

@@ -1,0 +1,170 @@
+"""Bytes of one microbatch's tensors in a block, in the head and between stages, on one rank.
+
+Saved tensors are listed one by one, as in arXiv 2205.05198 (eq. 1 to 4), also for fused attention
+and for Llama. What programs on plain torch operators keep and allocate in addition was read from
+traces (``zeropp.emulate.memory``); a test compares these formulas with the traces.
+"""
+
+from __future__ import annotations
+
+from zeropp.price.kernels import element_bytes
+from zeropp.price.pieces import Work
+
+FP32 = 4
+
+
+def boundary_bytes(work: Work) -> float:
+    """Bytes of the hidden states between two blocks, which are also a stage's input and output."""
+    size = work.tokens * work.shape.hidden * element_bytes(work.precision)
+    return size / sequence_split(work)
+
+
+def _input_bytes(work: Work) -> int:
+    """Bytes per element of the input that a product of a block keeps for its weight gradient."""
+    return 1 if work.program.eight_bit else element_bytes(work.precision)
+
+
+def _mlp_saved(work: Work) -> int:
+    """How many tensors [tokens, ffn] the MLP saves: input and output of its non-linearity; with a
+    gate its input, the gate's non-linearity (unless that is computed again), up, and the product
+    of the last two."""
+    if work.shape.gates == 1:
+        return 2
+    return 3 if work.program.fused_gate else 4
+
+
+def _mlp_saved_bytes(work: Work) -> float:
+    """Their bytes per token; the last is the input of a product."""
+    others = (_mlp_saved(work) - 1) * element_bytes(work.precision)
+    return work.shape.ffn * (others + _input_bytes(work))
+
+
+def block_saved(work: Work) -> float:
+    """Bytes that a block's backward needs from its forward.
+
+    Only sequence parallelism splits over the TP ranks the inputs of both norms, the masks of both
+    dropouts before residual additions and, in programs that gather them again for the backward
+    (DTensor does not), the inputs of the products. Everything between is split by TP in any case.
+    """
+    shape, program = work.shape, work.program
+    e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
+    split = sequence_split(work)
+    norms = (2 * h * e + 2 * h * program.dropout_masks) / split
+    products = 2 * h * _input_bytes(work) / (1 if program.keeps_gathered_inputs else split)
+    inner = (2 * h + 2 * kv) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
+    if program.flash:
+        inner += FP32 * shape.heads
+    elif work.recompute != "selective":
+        inner += shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
+    rotations = 0
+    if not program.fused_rotary and shape.family == "llama":
+        inner += h * e  # rotated heads are contiguous, so attention's output is copied into rows
+        rotations = 4 * FP32 * shape.seq * shape.head_dim // 2  # sines, cosines; queries and keys
+    return work.tokens * (norms + products + inner / work.tp) + rotations
+
+
+def block_kept(work: Work) -> float:
+    """Bytes that a block keeps from its forward to its backward.
+
+    With selective recomputation they depend on the program (``Program.selective``).
+    """
+    if work.recompute == "full":
+        return boundary_bytes(work)
+    if work.recompute == "none" or work.program.selective == "scores":
+        return block_saved(work)
+    if work.program.selective == "half":
+        return (boundary_bytes(work) + block_saved(work)) / 2
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads
+    sums = 2 * h * e  # outputs of the row-parallel products, whole on every TP rank
+    return boundary_bytes(work) + work.tokens * (split / work.tp + sums)
+
+
+def block_deferred(work: Work) -> float:
+    """Bytes that wait for a block's weight gradients: x and dY of every linear layer.
+
+    Torch's pipeline stages split the backward in the autograd graph: then no saved tensor is freed,
+    and a gradient is held for every parameter (``torch.distributed.pipelining._backward``).
+    """
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    outputs = (h + 2 * kv + shape.gates * shape.ffn) / work.tp
+    if work.program.torch_stages:
+        return block_saved(work) + work.tokens * e * (outputs + 4 * h)
+    inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
+    return work.tokens * e * (inputs + outputs + 2 * h)
+
+
+def block_forward(work: Work) -> float:
+    """Bytes of a block at the fullest moment of its forward: what it keeps, the output of its last
+    product and its own output; if it is recomputed, temporarily also the MLP's tensors."""
+    e, h = element_bytes(work.precision), work.shape.hidden
+    inside = _mlp_saved(work) * work.shape.ffn / work.tp
+    if work.recompute == "none":
+        inside = 0.0
+    return block_kept(work) + work.tokens * e * (2 * h / sequence_split(work) + inside)
+
+
+def block_backward(work: Work, *, split: bool) -> float:
+    """Bytes of a block at the fullest moment of its backward: what its forward has saved (or saves
+    again), the gradient of its output, and the gradients in the MLP's non-linearity. ``split``: the
+    input of the last product also waits for the weight gradient, or nothing is freed at all."""
+    e, inside = element_bytes(work.precision), work.shape.ffn / work.tp
+    if split and work.program.torch_stages:
+        return block_deferred(work) + work.tokens * e * inside
+    inside *= work.shape.gates + split
+    # The output is joined again from the slices of the TP ranks.
+    outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
+    product = work.program.separate_weight_gradient * work.shape.hidden * work.shape.ffn / work.tp
+    return block_saved(work) + outputs * boundary_bytes(work) + e * (work.tokens * inside + product)
+
+
+def logits_bytes(work: Work, size: int) -> float:
+    """Bytes of the logits with ``size`` bytes per element."""
+    split = work.tp if work.program.vocab_parallel else 1
+    return work.tokens * work.shape.vocab / split * size
+
+
+def head_kept(work: Work) -> float:
+    """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
+    loss, or the logits if the loss is fused. Torch's pipeline stages keep their outputs, so that
+    the logits are always kept."""
+    size = element_bytes(work.precision) if work.program.fused_loss else FP32
+    kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
+    if work.program.torch_stages and not work.program.fused_loss:
+        kept += logits_bytes(work, element_bytes(work.precision))
+    return kept
+
+
+def head_deferred(work: Work) -> float:
+    """Bytes that wait for the head's weight gradient, which only torch's pipeline stages delay."""
+    if not work.program.torch_stages:
+        return 0.0
+    return 2 * boundary_bytes(work) + logits_bytes(work, element_bytes(work.precision))
+
+
+def head_forward(work: Work) -> float:
+    """Bytes of temporaries in the head's forward: the logits and, unless fused, their fp32 copy.
+    Megatron's loss turns that copy into the softmax, which the head keeps."""
+    e = element_bytes(work.precision)
+    if work.program.fused_loss:
+        return 0.0
+    if work.program.loss_gradient == "in_place":
+        return logits_bytes(work, e) if e < FP32 else 0.0
+    return logits_bytes(work, e + (FP32 if e < FP32 else 0))
+
+
+def head_backward(work: Work) -> float:
+    """Bytes of temporaries in the head's backward. Torch's loss makes fp32 gradients of its
+    logarithms and of its input and, if cut by the vocabulary, a third tensor
+    (``distributed/tensor/parallel/loss.py``). A fused loss works in place and makes only the
+    gradient of the logits."""
+    if work.program.fused_loss or work.program.loss_in_place(work.tp):
+        return logits_bytes(work, element_bytes(work.precision))
+    return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
+
+
+def sequence_split(work: Work) -> int:
+    """The number of ranks over which sequence parallelism splits what TP leaves whole."""
+    return work.tp if work.sequence_parallel else 1

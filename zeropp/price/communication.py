@@ -1,0 +1,286 @@
+"""Seconds of what tensor and data parallelism add to a stage: exposed collectives of TP, gathers,
+reductions, ZeRO-1, the optimizer.
+
+A program sends parameters and gradients piece by piece (FSDP2), or a whole chunk's flat buffers at
+a time (ZeroPP's engine); ``collectives_of`` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout
+from zeropp.price.flops import linear_weights, piece_parameters
+from zeropp.price.kernels import element_bytes, stream_s
+from zeropp.price.memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.price.network import (
+    Group,
+    all_reduce_s,
+    axis_stride,
+    gather_s,
+    group,
+    group_of,
+    start_s,
+)
+from zeropp.price.pieces import TENSORS, Work, attention_backward_s, attention_s
+from zeropp.price.programs import Program, gathers
+from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.plan import SizedPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTimes:
+    """Seconds of tensor-parallel collectives per microbatch: of a ``collective`` of hidden
+    states, of a block's forward, backward and recomputation (``again``), and of the gathering of
+    the ``logits``, where the loss is not split."""
+
+    collective: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+    logits: float = 0.0
+
+
+def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
+    """The exposed seconds of tensor-parallel collectives.
+
+    A block has two all-reduces of its hidden states in the forward and two in the backward (arXiv
+    1909.08053, section 3). With sequence parallelism a reduce-scatter and an all-gather replace
+    each of them (arXiv 2205.05198, section 4.2.2), and the backward gathers the inputs of both
+    column-parallel products again; a product hides that gather, but is slowed by it. Gathered
+    logits are copied twice: into one tensor, and to make it contiguous.
+    """
+    tensor = TensorTimes()
+    if plan.layout.tp > 1:
+        tensor = _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
+    if work.program.slices == 1:
+        return tensor
+    forward, backward = _ring_s(cluster, plan.layout, work)
+    again = forward if work.recompute == "full" else 0.0
+    return replace(
+        tensor,
+        forward=tensor.forward + forward,
+        backward=tensor.backward + backward,
+        again=tensor.again + again,
+    )
+
+
+def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]:
+    """Seconds of a block's forward and backward in which attention waits for the keys and values of
+    the other slices of its sequences (ring attention, arXiv 2310.01889), which neighbours pass on
+    while attention computes with those before; their gradients go round with them."""
+    slices, shape = work.program.slices, work.shape
+    among = group(cluster, slices, layout.tp, layout.world)
+    held = 2 * work.tokens * shape.kv_heads * shape.head_dim / work.tp
+    size = held * element_bytes(work.precision)
+
+    def waits(sent: float, attention: float) -> float:
+        message, beside = start_s(cluster, among) + sent / among.rate, attention / slices
+        hidden = min(message, beside) * cluster.device.overlap_slowdown
+        return (slices - 1) * (max(0.0, message - beside) + hidden)
+
+    return waits(size, attention_s(work)), waits(2 * size, attention_backward_s(work))
+
+
+@lru_cache(maxsize=4096)
+def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
+    size = work.tokens * work.shape.hidden * element_bytes(work.precision)
+    collective, more = all_reduce_s(cluster, among, size), 0.0
+    if work.sequence_parallel:
+        half = gather_s(cluster, among, size)
+        collective, more = 2 * half, 2 * half * cluster.device.overlap_slowdown
+    if (
+        work.program.overlap_tensor and work.sequence_parallel
+    ):  # the first slice is exposed, the others slow products
+        collective *= 1 / work.tp + cluster.device.overlap_slowdown
+    again = 2 * collective if work.recompute == "full" else 0.0
+    if work.program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
+        more += collective
+    logits = _logits_s(cluster, among, work)
+    return TensorTimes(
+        collective=collective,
+        forward=2 * collective,
+        backward=2 * collective + more,
+        again=again,
+        logits=logits,
+    )
+
+
+def _logits_s(cluster: Cluster, among: Group, work: Work) -> float:
+    """Seconds in which the logits of a microbatch are gathered and copied."""
+    if work.program.vocab_parallel:
+        return 0.0
+    size = work.tokens * work.shape.vocab * element_bytes(work.precision)
+    return gather_s(cluster, among, size) + stream_s(cluster.device, 4.0 * size, kernels=2)
+
+
+_FP32 = 4
+_ADD = 3 * _FP32  # bytes to add one fp32 number to another: read both, write the sum
+_CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
+
+
+def stage_parameters(plan: SizedPlan, stage: int) -> float:
+    """Parameters of a stage on one rank, without ZeRO."""
+    return sum(_pieces(plan, stage))
+
+
+def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]:
+    """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
+    collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
+    whose gradients may be delayed, one for other parameters, and one for a parameter that two
+    pipeline ranks share (``zeropp/engine/sharding.py``)."""
+    pieces = _pieces(plan, stage)
+    if not program.flat_chunks:
+        return pieces
+    shape, weights = plan.shape, float(plan.blocks_of(stage) * linear_weights(plan.shape))
+    ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
+    shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
+    rest = sum(pieces) - weights - shared * len(ends)
+    return [size for size in (weights, rest, *[float(shared)] * len(ends)) if size]
+
+
+def _pieces(plan: SizedPlan, stage: int) -> list[float]:
+    """Parameters of a stage's pieces on one rank."""
+    sizes = (piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage))
+    return [size / plan.layout.tp for size in sizes]
+
+
+def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+    """Seconds of a stage's gather and reduction, by the fields of StageCost.
+
+    They include what runs on the streams of these collectives: shards are cast before their gather,
+    gradients are cast before their reduction or added to those of earlier units. FSDP2's copies and
+    the clearing of a flat buffer take time on the compute stream. With a single shard (bf16 copies
+    of fp32 masters) there are only casts and copies.
+    """
+    if not gathers(plan):
+        return {}
+    program, shards = work.program, plan.layout.shard
+    among = group_of(cluster, plan.layout, "shard")
+    sizes = collectives_of(plan, program, stage)
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, program)}
+    seconds = {
+        name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
+        for name, bytes_ in wire.items()
+    }
+    casts = program.state(plan.precision).casts_parameters
+    if casts and not sends_compute_type(plan, program):
+        seconds["unshard"] += stream_s(work.device, _CAST * sum(sizes) / shards, len(sizes))
+    if program.shard_copies:  # every byte is read once and written once
+        for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
+            seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+    if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
+        seconds["copy_in"] = stream_s(work.device, _FP32 * sum(sizes), len(sizes))
+        if shards > 1:
+            several = plan.reduce_every == "unit" and plan.num_units > 1
+            seconds["reduce_grad"] += _summing_s(plan, work, sizes, 1 / shards, several=several)
+    return seconds
+
+
+def _summing_s(
+    plan: SizedPlan, work: Work, sizes: list[float], part: float, *, several: bool
+) -> float:
+    """Seconds that a reduction of ``sizes`` gradients, of which ``part`` stays on a rank, takes in
+    addition: to cast them if they are sent in 16 bits, and to add the part to that of earlier
+    reductions if there are ``several``."""
+    moved = sum(sizes) * _CAST * (1 + part) if plan.reduce_dtype == "bf16" else 0.0
+    if several:
+        moved += sum(sizes) * part * _ADD
+    return stream_s(work.device, moved, len(sizes)) if moved else 0.0
+
+
+def sent_bytes(plan: SizedPlan, program: Program) -> int:
+    """Bytes per gradient that a reduction sends, by the program or by the plan's
+    ``reduce_dtype``."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
+
+
+def replica_s(
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
+) -> float:
+    """Exposed seconds of the reduction of a stage's gradients over the replicas."""
+    replicas = group_of(cluster, plan.layout, "replicate")
+    if replicas.size == 1:
+        return 0.0
+    program, layout = work.program, plan.layout
+    sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
+    if not program.flat_chunks:
+        sizes = [sum(sizes)]
+    scatters = layout.replicate_zero and not program.state(plan.precision).zero1_all_reduces
+    reduce = gather_s if scatters else all_reduce_s
+    sent = sent_bytes(plan, program)
+    seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
+    if program.flat_chunks:
+        part = 1 / layout.replicate if scatters else 1.0
+        seconds += _summing_s(plan, work, sizes, part, several=False)
+    if program.overlap_reduction:
+        hidden = cost.backward_input + cost.backward_weight
+        exposed = max(seconds - hidden, seconds / len(_pieces(plan, stage)))
+        seconds = _slowed(cluster, seconds, exposed)
+    return seconds
+
+
+def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
+    """The cost of a collective of which ``exposed`` seconds are exposed: these, and the time by
+    which the hidden part slows compute."""
+    return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
+
+
+def gather_updated_s(
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: Sequence[int], parameters: float
+) -> float:
+    """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
+    program = work.program
+    ranks = zero1_ranks(plan.layout, program)
+    if ranks == 1:
+        return 0.0
+    among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
+    masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
+    cast = sends_compute_type(plan, program)  # once per step, where it has been updated
+    part = parameters / plan.layout.shard
+    seconds = gather_s(
+        cluster, among, part * (_FP32 if masters and not cast else element_bytes(plan.precision))
+    )
+    if cast:
+        seconds += stream_s(work.device, _CAST * part / ranks, len(stages))
+    pieces = sum(len(_pieces(plan, stage)) for stage in stages)
+    if program.flat_chunks:
+        more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
+        seconds += more * gather_s(cluster, among, 0.0)
+    if program.updated == "broadcasts":  # each takes all steps of a ring
+        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    elif program.updated == "slices":
+        copies = TENSORS[plan.shape.family] * pieces * ranks
+        seconds += copies * cluster.device.launch_us * program.launch_factor * 1e-6
+    if program.overlap_updated:  # the next forward hides all but the first piece's
+        seconds = _slowed(cluster, seconds, seconds / pieces)
+    return seconds
+
+
+def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float) -> float:
+    """Seconds of a rank's optimizer step. Adam reads the gradient, the master weight and two
+    moments, and writes all but the gradient; unscaling reads and writes gradients, the norm reads
+    them, and the next step clears them."""
+    updated = parameters / optimizer_shards(plan.layout, work.program)
+    moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + 16)
+    return stream_s(cluster.device, moved, kernels=4)
+
+
+def tied_s(plan: SizedPlan, cluster: Cluster) -> float:
+    """Seconds of the all-reduce of a tied embedding's gradients between two pipeline ranks."""
+    if plan.layout.pp == 1:
+        return 0.0
+    size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * _FP32
+    return all_reduce_s(cluster, _ends(plan, cluster), size)
+
+
+def _ends(plan: SizedPlan, cluster: Cluster) -> Group:
+    """The group of the first and the last pipeline rank."""
+    whole = group_of(cluster, plan.layout, "pp")
+    return Group(2, min(2, whole.nodes), whole.rate)

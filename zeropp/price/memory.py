@@ -1,0 +1,317 @@
+"""Bytes of one stage on one rank: parameters, gradients, optimizer, activations, temporaries.
+
+Parameters, gradients and optimizer state follow arXiv 1910.02054 (section 3.1), with the bytes per
+parameter that the program keeps. What FSDP2 gathers, sums and copies follows
+``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (torch
+2.13). A test compares the sums with traces (``zeropp.emulate.memory``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeropp.layout import Layout
+from zeropp.price.activations import (
+    FP32,
+    block_backward,
+    block_deferred,
+    block_forward,
+    block_kept,
+    boundary_bytes,
+    head_backward,
+    head_deferred,
+    head_forward,
+    head_kept,
+    logits_bytes,
+)
+from zeropp.price.flops import piece_parameters
+from zeropp.price.kernels import element_bytes
+from zeropp.price.pieces import Work
+from zeropp.price.plan_price import StageMemory
+from zeropp.price.programs import Program, gathers
+
+if TYPE_CHECKING:
+    from zeropp.plan import SizedPlan
+
+
+def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
+    """The fields of ``StageMemory`` for parameters, gradients and optimizer state, and for what
+    gathers and reductions copy."""
+    layout, program = plan.layout, work.program
+    state = program.state(plan.precision)
+    pieces = plan.pieces_of(stage)
+    sizes = [_parameters(plan, program, piece) for piece in pieces]
+    last = plan.shape.num_pieces - 1
+    ends = sum(size for piece, size in zip(pieces, sizes, strict=True) if piece in (0, last))
+    whole, more = sum(sizes), _more_gradients(plan, program, pieces)
+    separate = gathers(plan) or program.fsdp_hooks
+    # With a single shard, the optimizer reads the flat buffer itself.
+    summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
+    unsummed = _unsummed_bytes(plan, summed) * separate
+    state_bytes = {
+        "parameters": whole * _parameter_bytes(plan, program) / layout.shard
+        + _kept_buffers(plan, program, whole),
+        "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
+        "gradients": whole * state.gradients / layout.shard + whole * state.half_gradients,
+        "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
+        "unsharded_gradients": (whole + more) * summed,
+        "early_gradients": (ends + more) * summed,
+        "fresh_gradients": unsummed * (sizes[0] + more) * (not program.flat_chunks),
+        "embedding_gradient": _embedding_gradient(plan, program, pieces),
+        "made_gradients": unsummed * whole * program.torch_stages,
+        "reduction_step": _reduction_step(plan, program, sizes) * separate,
+        "reduction_copy": _copied(plan, work, stage, sizes) * separate,
+        "flat_gradients": _flattened(plan, program, whole),
+    }
+    return {kind: int(size) for kind, size in state_bytes.items()}
+
+
+def sends_compute_type(plan: SizedPlan, program: Program) -> bool:
+    """Whether replicas send each other updated parameters in the type of compute. This is so with
+    ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in that type, and fp32 masters
+    only of the rows that it updates."""
+    mixed = program.state(plan.precision).casts_parameters
+    return program.flat_chunks and mixed and zero1_ranks(plan.layout, program) > 1
+
+
+def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
+    """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
+    each = program.state(plan.precision).parameters
+    if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
+        return each * (1 + 1 / plan.layout.replicate)  # DeepSpeed has masters of its own rows
+    if sends_compute_type(plan, program):
+        return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
+    return each
+
+
+def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float:
+    """Bytes of the two buffers into which DeepSpeed's ZeRO-1 copies gradients in fp32, each of at
+    most 5e8 elements (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``, ``reduce_gradients``;
+    baselines/deepspeed_3d makes them no larger than the rank's parameters)."""
+    if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
+        return 2 * FP32 * min(parameters, 5e8)
+    return 0.0
+
+
+def shares_ends(plan: SizedPlan, program: Program) -> bool:
+    """Whether embedding and head are one parameter on one rank, in FSDP2's root group."""
+    return program.fsdp_root and plan.shape.tied_embeddings
+
+
+def _parameters(plan: SizedPlan, program: Program, piece: int) -> float:
+    """Parameters of a piece on one rank, without ZeRO; shared embeddings count in the first."""
+    size = piece_parameters(plan.shape, piece)
+    one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
+    if (shares_ends(plan, program) or one_chunk) and piece == plan.shape.num_pieces - 1:
+        size -= plan.shape.vocab * plan.shape.hidden
+    whole = 0  # only sequence parallelism cuts learned positions
+    if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
+        whole = plan.shape.seq * plan.shape.hidden
+    return (size - whole) / plan.layout.tp + whole
+
+
+def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
+    """Gradient elements in addition to those of the stage's parameters. Parameters that the first
+    and the last stage share belong to the first, but their gradient begins in the last. DTensor's
+    embedding makes the gradient of the whole vocabulary on every TP rank
+    (``embedding_dense_backward``)."""
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    if shares_ends(plan, program):
+        return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
+    if program.whole_embedding_gradient and 0 in pieces:
+        return vocabulary * (1 - 1 / plan.layout.tp)
+    return 0.0
+
+
+def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
+    """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
+    buffer of its gather or of the next one."""
+    if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
+        return 0  # what is resident is what compute reads
+    ends = (0, plan.schedule.num_stages - 1)
+    buffers = 2 if work.program.fsdp_root and stage not in ends else 1
+    return buffers * element_bytes(plan.precision)
+
+
+def _summed_bytes(plan: SizedPlan, work: Work) -> int:
+    """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
+    each = work.program.fsdp_root and plan.reduce_every == "unit"
+    return element_bytes(plan.precision) if each else FP32
+
+
+def _unsummed_bytes(plan: SizedPlan, summed: int) -> int:
+    """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
+    sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
+    element = element_bytes(plan.precision)
+    return element if summed > element else 0
+
+
+def _embedding_gradient(plan: SizedPlan, program: Program, pieces: range) -> float:
+    """Bytes of a microbatch's embedding gradient. In a flat chunk only this gradient is a tensor of
+    its own before it is added to the sum, since products add theirs directly."""
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
+
+
+def _reduction_step(plan: SizedPlan, program: Program, sizes: list[float]) -> float:
+    """Bytes that a reduction allocates: FSDP2 copies the gradients of one piece at a time; those of
+    a flat chunk are sent directly, or cast first if they are sent in 16 bits."""
+    if program.flat_chunks:
+        return _cast_bytes(plan) * sum(sizes)
+    return FP32 * max(sizes)
+
+
+def _copied(plan: SizedPlan, work: Work, stage: int, sizes: list[float]) -> float:
+    """Bytes of gradients that are still held after a reduction: the whole buffer of a flat chunk;
+    with FSDP2's hooks those of one piece and, after the first stage's reduction, none."""
+    if work.program.flat_chunks:
+        return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
+    return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
+
+
+def _cast_bytes(plan: SizedPlan) -> int:
+    return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
+
+
+def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
+    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: in bf16 all of them, cast
+    to 16 bits; in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
+    ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    if not program.flattens_gradients or plan.layout.replicate == 1:
+        return 0.0
+    return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
+
+
+def optimizer_shards(layout: Layout, program: Program) -> int:
+    """The number of ranks over which the optimizer state is sharded."""
+    return layout.shard * zero1_ranks(layout, program)
+
+
+def zero1_ranks(layout: Layout, program: Program) -> int:
+    """The number of replicas over which ZeRO-1 shards the optimizer state; 1 without ZeRO-1."""
+    if program.zero1_group:
+        return min(program.zero1_group, layout.replicate)
+    return layout.replicate if layout.replicate_zero else 1
+
+
+def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
+    """Bytes of one stage on one of its ranks."""
+    head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
+    message, buffers = _messages(plan, work, stage)
+    repeated = plan.recomputed_blocks(stage)
+    plain = plan.blocks_of(stage) - repeated
+    return StageMemory(
+        buffers=int(buffers),
+        **_of_microbatch(work, plain=plain, repeated=repeated, head=head, message=message),
+        **state_memory(plan, work, stage),
+    )
+
+
+@lru_cache(maxsize=16384)
+def _of_microbatch(
+    work: Work, *, plain: int, repeated: int, head: bool, message: float
+) -> dict[str, int]:
+    """The bytes of one microbatch in a stage of ``plain`` blocks and ``repeated`` blocks that are
+    recomputed, by the fields of StageMemory; ``message`` is what it holds for messages. Many plans
+    have such stages."""
+    blocks = _blocks(work, plain, repeated)
+    activations, later = _kept(work, blocks, head=head)
+    activations += message
+    return {
+        "activations": int(activations),
+        "deferred": int(later),
+        "boundary": int(boundary_bytes(work)),
+        **_moments(
+            work, blocks, repeated=repeated, head=head, activations=activations, later=later
+        ),
+    }
+
+
+class _Bytes(NamedTuple):
+    """Bytes of one block for one microbatch."""
+
+    kept: float  # from its forward to its backward
+    deferred: float  # from its input gradient to its weight gradient
+    split: float  # at the fullest moment of its input gradient
+    full: float  # at the fullest moment of its full backward
+
+
+def _blocks(work: Work, plain: int, repeated: int) -> list[_Bytes]:
+    """The blocks of a stage, in their order; the first ones are recomputed, and ``plain`` ones
+    follow that are not."""
+    held = repeated * [_block(work)] if repeated else []
+    return held + plain * [_block(replace(work, recompute="none"))]
+
+
+def _block(work: Work) -> _Bytes:
+    return _Bytes(
+        block_kept(work),
+        block_deferred(work),
+        block_backward(work, split=True),
+        block_backward(work, split=False),
+    )
+
+
+def _kept(work: Work, blocks: list[_Bytes], *, head: bool) -> tuple[float, float]:
+    """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
+    gradient). Torch's pipeline stages also keep their outputs and, with delayed weight gradients,
+    the gradient of their input."""
+    runtime = work.program.torch_stages
+    output = 0.0 if head or not runtime else boundary_bytes(work)
+    activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
+    later = sum(block.deferred for block in blocks) + head * head_deferred(work)
+    return activations, later + (boundary_bytes(work) if runtime else 0.0)
+
+
+def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
+    """(bytes per microbatch from its forward to its backward, bytes that are always held) for
+    messages, in addition to a message itself.
+
+    DeepSpeed's pipeline engine receives into two permanent buffers, copies inputs out of them
+    twice, and keeps outputs, of which each TP rank has a part; the last stage keeps the logits of
+    two microbatches (``runtime/pipe/engine.py``: ``pipe_buffers``).
+    """
+    if not work.program.pipe_buffers:
+        return 0.0, 0.0
+    part = boundary_bytes(work) / work.tp
+    held = buffers = 0.0
+    if stage > 0:
+        buffers += part
+        held += part * (work.tp == 1)
+    if stage < plan.schedule.num_stages - 1:
+        held, buffers = held + part, buffers + part
+    else:
+        outputs = min(2, plan.num_microbatches)
+        buffers += outputs * logits_bytes(work, element_bytes(work.precision))
+    return held, buffers
+
+
+def _moments(
+    work: Work, blocks: list[_Bytes], *, repeated: int, head: bool, activations: float, later: float
+) -> dict[str, int]:
+    """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
+
+    ``repeated`` is the number of blocks that are recomputed. A backward goes through the blocks
+    from the last one to the first: blocks that it has not reached still keep their tensors, and
+    those that it has passed keep what their weight gradients need.
+    """
+    plain = work if repeated == len(blocks) else replace(work, recompute="none")
+    last = block_forward(plain) - block_kept(plain) if blocks else 0.0
+    again = block_forward(work) - block_kept(work) if repeated else 0.0
+    in_head = head_forward(work) if head else 0.0
+    split = full = activations + head * head_backward(work)
+    before, behind = sum(block.kept for block in blocks), 0.0
+    for block in reversed(blocks):
+        before -= block.kept
+        split = max(split, behind + before + block.split)
+        full = max(full, before + block.full)
+        behind += block.deferred
+    if blocks:  # when the first block is reached, the head waits for its weight gradient, too
+        split = max(split, later - blocks[0].deferred + blocks[0].split)
+    return {
+        "forward": int(activations + max(last, again, in_head)),
+        "backward_input": int(max(split, later)),
+        "full_backward": int(full),
+    }

@@ -1,0 +1,119 @@
+"""Seconds of collectives and messages between the ranks of a layout.
+
+The model is that of rings with a latency and a bandwidth (Thakur, Rabenseifner, Gropp 2005,
+section 4): an all-gather or reduce-scatter of S bytes over n ranks moves (n-1)/n S through every
+rank's link, an all-reduce twice that, and every step of the ring costs a hop. An all-reduce may
+also use trees, as NCCL does (Sanders, Speck, Traeff 2009), with a logarithmic number of hops. So
+larger messages reach a higher bandwidth. Between nodes the bottleneck is the node's NICs, which
+all groups across nodes share, because they communicate at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout
+from zeropp.literals import Axis
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: their number, the number of their nodes, and their bus bandwidth."""
+
+    size: int
+    nodes: int
+    rate: float  # bytes per second through one rank's link (NCCL's bus bandwidth)
+
+
+def axis_stride(layout: Layout, axis: Axis) -> int:
+    """The difference of the global ranks of neighbours on an axis; raises KeyError for an axis that
+    the layout does not have."""
+    stride = 1
+    for name, size in reversed(layout.axes):
+        if name == axis:
+            return stride
+        stride *= size
+    raise KeyError(axis)
+
+
+@lru_cache(maxsize=4096)
+def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
+    """The group of one axis, or of several neighbouring axes together."""
+    sizes = dict(layout.axes)
+    size = 1
+    for axis in axes:
+        size *= sizes[axis]
+    stride = min(axis_stride(layout, axis) for axis in axes)
+    return group(cluster, size, stride, layout.world)
+
+
+def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
+    """The group of ``size`` ranks that are ``stride`` apart, in a job of ``world`` ranks."""
+    per_node = min(cluster.gpus_per_node, world)
+    local = max(1, min(size, per_node // stride))
+    nodes = -(-size // local)
+    inside = cluster.intra.rate
+    if cluster.group_shares:
+        inside *= cluster.group_shares[min(local, len(cluster.group_shares)) - 1]
+    if nodes == 1:
+        return Group(size, 1, inside)
+    share = cluster.nics_per_node * cluster.inter.rate * local / per_node
+    return Group(size, nodes, share if local == 1 else min(inside, share))
+
+
+def gather_s(cluster: Cluster, group: Group, total: float) -> float:
+    """Seconds of an all-gather to, or a reduce-scatter of, ``total`` bytes per rank."""
+    if group.size == 1:
+        return 0.0
+    return start_s(cluster, group) + _ring_hops(cluster, group) + _moved(group, total)
+
+
+def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
+    """Seconds of an all-reduce of ``total`` bytes per rank; inside a node the switch may reduce."""
+    if group.size == 1:
+        return 0.0
+    gain = cluster.reduction_gain if group.nodes == 1 else 1.0
+    ring = 2 * _ring_hops(cluster, group)
+    local = group.size // group.nodes
+    tree = 2 * (local - 1) * cluster.intra.hop_us * 1e-6
+    tree += 2 * log2(group.nodes) * cluster.inter.hop_us * 1e-6
+    return start_s(cluster, group) + min(ring, tree) + 2 * _moved(group, total) / gain
+
+
+def transfer_s(cluster: Cluster, layout: Layout, *, source: int, target: int, size: float) -> float:
+    """Seconds of a message of ``size`` bytes between two pipeline ranks, while all ranks of a node
+    send theirs."""
+    if source == target:
+        return 0.0
+    stride = axis_stride(layout, "pp")
+    if not crosses_nodes(cluster, layout, source, target):
+        rate = group(cluster, 2, stride, layout.world).rate
+        return cluster.intra.latency_us * 1e-6 + size / rate
+    sharing = min(cluster.gpus_per_node, stride, layout.world)
+    rate = min(cluster.inter.rate, cluster.nics_per_node * cluster.inter.rate / sharing)
+    return cluster.inter.latency_us * 1e-6 + size / rate
+
+
+def crosses_nodes(cluster: Cluster, layout: Layout, source: int, target: int) -> bool:
+    """Whether two pipeline ranks are on different nodes."""
+    stride, node = axis_stride(layout, "pp"), cluster.gpus_per_node
+    return (source * stride) // node != (target * stride) // node
+
+
+def start_s(cluster: Cluster, group: Group) -> float:
+    """Seconds until a collective, or a message inside a group, begins to move bytes."""
+    return (cluster.intra if group.nodes == 1 else cluster.inter).latency_us * 1e-6
+
+
+def _ring_hops(cluster: Cluster, group: Group) -> float:
+    if group.nodes == 1:
+        return (group.size - 1) * cluster.intra.hop_us * 1e-6
+    inside = (group.size - group.nodes) * cluster.intra.hop_us
+    return (inside + group.nodes * cluster.inter.hop_us) * 1e-6
+
+
+def _moved(group: Group, total: float) -> float:
+    return (group.size - 1) / group.size * total / group.rate

@@ -1,0 +1,334 @@
+"""Seconds of one piece's forward, input gradient and weight gradient on one rank.
+
+In: a ``Work``, which is a shape, a microbatch, the tensor-parallel degree, a device and a program's
+traits. Matrix products are those of arXiv 2104.04473 (section 2.3, appendix). Of element-wise
+kernels and the loss every read and write counts as if nothing was fused, from the list of saved
+tensors in arXiv 2205.05198 (section 4.1), unless a function names another source. The host starts
+kernels ahead of the device, so a forward or backward takes the longer of device and host time, and
+their sum where the host waits for each kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Device
+from zeropp.operators import Attention
+from zeropp.price.flops import piece_parameters
+from zeropp.price.kernels import (
+    element_bytes,
+    fused_attention_backward_s,
+    fused_attention_s,
+    matmul_s,
+    stream_s,
+)
+from zeropp.price.programs import Program
+from zeropp.shape import ModelShape
+
+if TYPE_CHECKING:
+    from zeropp.literals import Precision, Recompute
+
+
+KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
+TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
+TENSOR_KERNELS = 8  # additional launches with tensor parallelism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Everything on which the price of a piece depends."""
+
+    shape: ModelShape
+    device: Device
+    program: Program
+    precision: Precision
+    recompute: Recompute
+    microbatch: int
+    tp: int
+    sequence_parallel: bool
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a microbatch, in whole sequences."""
+        return self.microbatch * self.shape.seq
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one microbatch, with tensor-parallel collectives."""
+
+    forward: float
+    backward_input: float  # with recomputation
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def linears(work: Work) -> tuple[tuple[int, int], ...]:
+    """(k, n) of the matrix products of a block on one rank; Llama's parallel ones are fused."""
+    shape, tp = work.shape, work.tp
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    return (
+        (h, (h + 2 * kv) // tp),
+        (h // tp or 1, h),
+        (h, shape.gates * shape.ffn // tp),
+        (shape.ffn // tp or 1, h),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceTimes:
+    """Passes of the three kinds of piece."""
+
+    embedding: PassTimes
+    block: PassTimes
+    head: PassTimes
+
+
+@lru_cache(maxsize=65536)
+def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes:
+    """The times of all kinds of piece. ``forward_tp`` and ``backward_tp`` are the exposed seconds
+    of a block's tensor-parallel collectives, without those of recomputation."""
+    block = passes_of(
+        _block_kernels(work), work.program, work.recompute,
+        host_s=_host(work), forward_tp=forward_tp, backward_tp=backward_tp,
+    )  # fmt: skip
+    return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSeconds:
+    """Seconds of the kernels of a block, or of any other layer."""
+
+    products: float
+    transposed: float  # products for the gradients of inputs
+    weights: float  # products for the gradients of weights
+    attention: float
+    attention_backward: float
+    elementwise: float
+    elementwise_backward: float
+    accumulation: float  # weight gradients that are added to their sums
+
+
+def _block_kernels(work: Work) -> KernelSeconds:
+    device, precision, tokens = work.device, work.precision, work.tokens
+    parameters = piece_parameters(work.shape, 1) / work.tp
+    cast, cast_backward = cast_bytes(work)
+    gain = (device.eight_bit_gain or 1.0) if work.program.eight_bit else 1.0
+
+    def product(m: int, k: int, n: int) -> float:
+        return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
+
+    return KernelSeconds(
+        products=sum(product(tokens, k, n) for k, n in linears(work)),
+        transposed=sum(product(tokens, n, k) for k, n in linears(work)),
+        weights=sum(product(k, tokens, n) for k, n in linears(work)),
+        attention=attention_s(work),
+        attention_backward=attention_backward_s(work),
+        elementwise=stream_s(device, block_traffic(work) + cast, kernels=12),
+        elementwise_backward=stream_s(
+            device, block_traffic_backward(work) + cast_backward, kernels=18
+        ),
+        accumulation=stream_s(
+            device, accumulation_bytes(work.program, precision) * parameters, kernels=4
+        ),
+    )
+
+
+def passes_of(
+    kernels: KernelSeconds,
+    program: Program,
+    recompute: Recompute,
+    *,
+    host_s: float,
+    forward_tp: float = 0.0,
+    backward_tp: float = 0.0,
+) -> PassTimes:
+    """The passes of a block, or of any other layer, whose forward the host starts in ``host_s``
+    seconds, and its backward in 1.5 times as many. For the others see ``piece_times``."""
+    core, elementwise = kernels.attention, kernels.elementwise
+    in_line = program.blocking_launches
+    forward = kernels.products + core + elementwise + forward_tp
+    forward = forward + host_s if in_line else max(forward, host_s)
+    again = {"none": 0.0, "selective": 0.0, "full": forward}
+    if recompute == "selective":
+        scores = 0.0 if program.flash else core
+        parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
+        again["selective"] = parts[program.selective]
+    weight = kernels.weights + kernels.accumulation
+    input_ = kernels.transposed + kernels.attention_backward
+    input_ += kernels.elementwise_backward + backward_tp
+    if not input_ + weight:  # nothing in it has a gradient
+        return PassTimes(forward, again[recompute], 0.0)
+    back = 1.5 * host_s / (input_ + weight)
+    stretch = 1.0 + back if in_line else max(1.0, back)
+    return PassTimes(forward, input_ * stretch + again[recompute], weight * stretch)
+
+
+def attention_s(work: Work) -> float:
+    """Seconds of attention's forward: scores, softmax, and their product with the values. Fused
+    attention computes only the causal half of the products (arXiv 2205.14135); unfused attention
+    computes whole products and moves the scores through memory."""
+    if work.program.flash:
+        gain = work.program.attention_factor
+        return fused_attention_s(work.device, work.precision, _attention(work), gain=gain)
+    # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
+    passes = 1.5 * element_bytes(work.precision)
+    if work.program.dropout_masks:
+        passes += 2 * element_bytes(work.precision) + 1
+    return _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+
+
+def attention_backward_s(work: Work) -> float:
+    """Seconds of attention's backward: five products for the forward's two if fused (arXiv
+    2205.14135, section 3.1), otherwise twice the forward's products."""
+    if work.program.flash:
+        gain = work.program.attention_factor
+        return fused_attention_backward_s(work.device, work.precision, _attention(work), gain=gain)
+    # softmax reads its gradient and the causal half of its output and writes, dropout reads
+    # its gradient and mask and writes
+    passes = 2.5 * element_bytes(work.precision)
+    if work.program.dropout_masks:
+        passes += 2 * element_bytes(work.precision) + 1
+    return 2 * _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+
+
+def _scores(work: Work) -> int:
+    heads = max(1, work.shape.heads // work.tp)
+    return work.microbatch * heads * work.shape.seq**2 * work.program.slices
+
+
+def _attention(work: Work) -> Attention:
+    shape = work.shape
+    heads = work.microbatch * max(1, shape.heads // work.tp)
+    keys = shape.seq * work.program.slices
+    return Attention(heads=heads, queries=shape.seq, keys=keys, width=shape.head_dim, causal=True)
+
+
+def _unfused_products_s(work: Work) -> float:
+    seq, width = work.shape.seq, work.shape.head_dim
+    batch = _scores(work) // seq**2
+    scores_s = matmul_s(work.device, work.precision, m=seq, k=width, n=seq, batch=batch)
+    return scores_s + matmul_s(work.device, work.precision, m=seq, k=seq, n=width, batch=batch)
+
+
+def _host(work: Work) -> float:
+    kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
+    return kernels * work.device.launch_us * work.program.launch_factor * 1e-6
+
+
+def _embedding(work: Work) -> PassTimes:
+    """The embedding's times: rows are looked up, and gradients are added to rows."""
+    shape, e = work.shape, element_bytes(work.precision)
+    rows = work.tokens * shape.hidden * e
+    split = work.tp if work.sequence_parallel else 1
+    forward = stream_s(work.device, 4 * rows / split, kernels=3)
+    parameters = piece_parameters(shape, 0) / work.tp
+    added = accumulation_bytes(work.program, work.precision) * parameters
+    backward = stream_s(work.device, 3 * rows + added, kernels=4)
+    return PassTimes(forward, 0.0, backward)
+
+
+def _head(work: Work) -> PassTimes:
+    """The head's times: final norm, logits and loss."""
+    shape, device, precision = work.shape, work.device, work.precision
+    h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
+    vocab = shape.vocab
+    if work.tp > 1 or work.program.pads_vocabulary:  # to whole 128 columns per rank, as Megatron
+        vocab = -(-vocab // (128 * work.tp)) * 128
+    norm = stream_s(device, 2 * tokens * h * e, kernels=2)
+    lost = vocab if work.program.vocab_parallel else vocab * work.tp
+    loss, loss_backward = loss_s(device, work.program, precision, tokens * lost, work.tp)
+    forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
+    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss_backward
+    moved = accumulation_bytes(work.program, precision) * h * vocab
+    weight = matmul_s(device, precision, m=h, k=tokens, n=vocab) + stream_s(device, moved)
+    return PassTimes(forward, backward, weight)
+
+
+def block_traffic(work: Work) -> float:
+    """Bytes that element-wise kernels move in a block's forward: two norms, two residual adds, the
+    layout changes around attention, and the MLP's non-linearity."""
+    shape, e = work.shape, element_bytes(work.precision)
+    whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
+    if work.sequence_parallel:
+        whole /= work.tp  # type: ignore[assignment]
+    passes = 2 if shape.gates == 1 else 5  # GELU: in, out; SiLU in, out, product in, in, out
+    inside = (6 * shape.hidden + passes * shape.ffn) / work.tp
+    return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
+
+
+def block_traffic_backward(work: Work) -> float:
+    """Bytes that element-wise kernels move in a block's backward. A norm reads its input and the
+    gradient twice (for its own gradient and for that of its parameters) and writes once; the
+    residual's gradient is added; the gradients of queries, keys and values are joined; GPT's biases
+    sum the gradients of their outputs. GELU's backward reads two tensors and writes one, and its
+    bias sums one; that of a gated MLP is assumed to move 1.5 times what its forward moves."""
+    shape = work.shape
+    biases = 1 if shape.family == "gpt" else 0
+    whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)  # of each residual branch
+    if work.sequence_parallel:
+        whole /= work.tp
+    joined = 11 if biases else 12  # layout, joining and, of biases or rotary embedding, 3 or 4
+    passes = 4 if shape.gates == 1 else 7.5
+    inside = (joined * shape.hidden + passes * shape.ffn) / work.tp
+    scale = work.tokens * element_bytes(work.precision) * work.program.traffic_factor
+    return scale * (2 * whole * shape.hidden + inside)
+
+
+def cast_bytes(work: Work) -> tuple[int, int]:
+    """Bytes that casts to 8 bits move in a block's forward and backward. A cast reads 16 bits and
+    writes 8 for a product and 8, transposed, for another one. Inputs that a norm makes are written
+    in 8 bits by the norm (Transformer Engine, ``LayerNormLinear``), which saves what it costs; all
+    gradients of outputs are cast."""
+    if not work.program.eight_bit:
+        return 0, 0
+    each, products = 4 * work.tokens, linears(work)
+    return each * sum(k for k, _ in products[1::2]), each * sum(n for _, n in products)
+
+
+def accumulation_bytes(program: Program, precision: Precision) -> int:
+    """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
+    the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
+    product does this, it is its output; otherwise the gradient is read as well. A program that
+    moves more says so itself (``StateBytes.accumulated``)."""
+    state, element = program.state(precision), element_bytes(precision)
+    total = 2 * state.gradients
+    if program.fused_accumulation:
+        return total - element
+    return state.accumulated or total + element
+
+
+def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int, int]:
+    """Bytes that the loss's forward and backward move per logit, with ``tp`` tensor-parallel ranks.
+
+    flash-attention's loss reads the logits, and then reads them and overwrites them with their
+    gradient. Others cast logits to fp32 and their gradient back. Between the casts, torch's own
+    loss reads logits and writes log-probabilities, later writes a gradient of zeros but for the
+    targets, and reads both for the gradient of the logits. Megatron's (``cross_entropy.py``) reads
+    the logits for their maximum, subtracts it, exponentiates, sums and divides in a kernel each,
+    and later multiplies by the loss's gradient.
+    """
+    e = element_bytes(precision)
+    if program.fused_loss:
+        return e, 2 * e
+    cast = e + 4 if e < 4 else 0
+    if program.loss_in_place(tp):
+        return cast + 8 * 4, cast + 2 * 4
+    return cast + 2 * 4, cast + 4 * 4
+
+
+def loss_s(
+    device: Device, program: Program, precision: Precision, logits: int, tp: int = 1
+) -> tuple[float, float]:
+    """Seconds of the loss's forward and backward over so many logits on one rank."""
+    forward, backward = loss_bytes(program, precision, tp)
+    return (
+        stream_s(device, logits * forward, kernels=4),
+        stream_s(device, logits * backward, kernels=4),
+    )

@@ -1,0 +1,312 @@
+"""The price of a plan on a cluster.
+
+``price_plan`` reads the plan's sizes and its schedule's name, counts and placement, but never its
+programs, so that the tuner can price a plan before it builds them. Equal blocks are priced once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout
+from zeropp.price.communication import (
+    TensorTimes,
+    gather_updated_s,
+    replica_s,
+    shard_s,
+    stage_parameters,
+    tensor_times,
+    tied_s,
+    update_s,
+)
+from zeropp.price.compute_limit import compute_limit
+from zeropp.price.kernels import element_bytes
+from zeropp.price.memory import shares_ends, stage_memory
+from zeropp.price.network import crosses_nodes, gather_s, group_of, transfer_s
+from zeropp.price.pieces import PassTimes, PieceTimes, Work, piece_times
+from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
+from zeropp.price.programs import Program, program_named
+from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.plan import SizedPlan
+
+
+def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
+    """For each stage, the first stage with the same price, that is with the same pieces and with
+    neighbours at the same distance. Most stages are equal, so that few have to be priced."""
+    hops = _hops(cluster, plan.layout, plan.schedule.stage_rank)
+    return _first(plan.cuts, plan.shape.num_pieces, plan.recomputed_per_stage, hops)
+
+
+@lru_cache(maxsize=4096)
+def _hops(cluster: Cluster, layout: Layout, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """How far every stage is from the one before: 0 on the same rank, 1 on the same node, else 2;
+    -1 before the first stage and after the last."""
+    far = {
+        (here, there): (here != there) + crosses_nodes(cluster, layout, here, there)
+        for here, there in set(pairwise(ranks))
+    }
+    return (-1, *(far[pair] for pair in pairwise(ranks)), -1)
+
+
+@lru_cache(maxsize=4096)
+def _first(
+    cuts: tuple[int, ...], pieces: int, recomputed: tuple[int, ...], hops: tuple[int, ...]
+) -> tuple[int, ...]:
+    first: dict[tuple[object, ...], int] = {}
+    like = []
+    for stage, (begin, end) in enumerate(pairwise(cuts)):
+        where = (begin == 0, end == pieces, hops[stage], hops[stage + 1])
+        key = (end - begin, recomputed[stage], *where)
+        like.append(first.setdefault(key, stage))
+    return tuple(like)
+
+
+# The standard deviation of nodes' compute times over their mean; a step waits for the slowest node.
+NODE_SPREAD = 0.015
+
+
+def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
+    """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
+    the plan names, for variants of it."""
+    times, held = time_plan(plan, cluster, program), plan_bytes(plan, cluster, program)
+    return PlanPrice(**vars(times), **vars(held))
+
+
+def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepTimes:
+    """The durations (seconds) of a plan; ``program`` as in ``price_plan``."""
+    work = work_of(plan, cluster, program)
+    stages = _timed_stages(plan, cluster, work)
+    costs = [stage.cost for stage in stages]
+    for rank in range(plan.schedule.num_ranks):
+        held = plan.schedule.stages_of(rank)
+        size = sum(stages[s].parameters for s in held)
+        costs[held[0]] = replace(
+            costs[held[0]],
+            update=update_s(plan, cluster, work, parameters=size),
+            gather_updated=gather_updated_s(plan, cluster, work, stages=held, parameters=size),
+        )
+        for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
+            costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
+    world = plan.layout.world
+    limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
+    return StepTimes(
+        stages=tuple(costs),
+        extras=tuple(stage.extras for stage in stages),
+        steps_overlap=work.program.post_validation,
+        stragglers=stragglers(cluster, world),
+        overlap_slowdown=cluster.device.overlap_slowdown,
+        limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+    )
+
+
+def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepBytes:
+    """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
+    work = work_of(plan, cluster, program)
+    program = work.program
+    like = equally_priced(plan, cluster)
+    first = {s: stage_memory(plan, work, s) for s in set(like)}
+    return StepBytes(
+        memory=tuple(first[s] for s in like),
+        shared_ends=shares_ends(plan, program),
+        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
+        torch_runtime=program.torch_stages,
+        resident_gradients=program.resident_gradients,
+        flat_chunks=program.flat_chunks,
+    )
+
+
+def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedStage]:
+    """The durations of every stage; stages that are alike are priced once."""
+    tensor = tensor_times(plan, cluster, work)
+    times, plain, fused = _piece_times(work, tensor)
+    job = _Job(
+        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
+    )
+    like = equally_priced(plan, cluster)
+    first = {s: _timed_stage(job, s) for s in set(like)}
+    return [first[s] for s in like]
+
+
+def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
+    """Everything on which the price of a plan's pieces depends; ``program`` as in
+    ``price_plan``."""
+    program = program or program_named(plan.program)
+    return Work(
+        shape=plan.shape,
+        device=cluster.device.of_year(program.kernels),
+        program=program,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        microbatch=plan.microbatch_size,
+        tp=plan.layout.tp,
+        sequence_parallel=plan.layout.sequence_parallel,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
+    ``fused`` those with weight gradients that are added in their product."""
+
+    plan: SizedPlan
+    cluster: Cluster
+    work: Work
+    tensor: TensorTimes
+    times: PieceTimes
+    plain: PieceTimes
+    fused: PieceTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TimedStage:
+    cost: StageCost
+    extras: StageExtras
+    parameters: float  # on one rank, without ZeRO
+
+
+@lru_cache(maxsize=4096)
+def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTimes, PieceTimes]:
+    """(times of the plan's pieces, those without recomputation, those with fused accumulation)."""
+    ideal = replace(work.program, fused_accumulation=True)
+    variants = (work, replace(work, recompute="none"), replace(work, program=ideal))
+    times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
+    return times[0], times[1], times[2]
+
+
+def _timed_stage(job: _Job, stage: int) -> _TimedStage:
+    plan, cluster, work = job.plan, job.cluster, job.work
+    cost = _stage_cost(job, stage)
+    over_replicas = replica_s(plan, cluster, work, stage=stage, cost=cost)
+    return _TimedStage(
+        cost=replace(cost, reduce_replicas=over_replicas),
+        extras=_extras(job, stage),
+        parameters=stage_parameters(plan, stage),
+    )
+
+
+def stragglers(cluster: Cluster, world: int) -> float:
+    """The factor on the compute of a job of ``world`` GPUs: the expected time of its slowest node,
+    divided by that of a single node, on which the constants were measured. Compute times are taken
+    for normally distributed; the expected largest of n is Blom's approximation (1958)."""
+    nodes = -(-world // cluster.gpus_per_node)
+    return 1.0 + NODE_SPREAD * NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25))
+
+
+def _extras(job: _Job, stage: int) -> StageExtras:
+    """What a stage's durations include in addition to the model's kernels. The embedding and the
+    head each add one tensor-parallel collective to the forward and one to the backward."""
+    plan, tensor = job.plan, job.tensor
+    blocks = plan.blocks_of(stage)
+    ends_s = len(_ends_of(plan, stage, job.times)) * tensor.collective
+    logits = tensor.logits * (plan.cuts[stage + 1] == plan.shape.num_pieces)
+    repeated = plan.recomputed_blocks(stage)
+    unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
+    again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
+    blocking = job.work.program.blocking_transfers
+    return StageExtras(
+        tensor_forward=blocks * tensor.forward + ends_s + logits,
+        tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends_s,
+        transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
+        transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
+        recomputation=repeated * again,
+        accumulation=unfused,
+    )
+
+
+def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
+    """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
+    none."""
+    held = [(plan.blocks_of(stage), times.block)]
+    held += [(1, end) for end in _ends_of(plan, stage, times)]
+    return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
+
+
+def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
+    """The times of embedding and head, if the stage has them."""
+    first, last = plan.cuts[stage], plan.cuts[stage + 1]
+    embedding = [times.embedding] if first == 0 else []
+    return embedding + ([times.head] if last == plan.shape.num_pieces else [])
+
+
+def _stage_cost(job: _Job, stage: int) -> StageCost:
+    plan = job.plan
+    forward, input_, weight = passes_s(plan, job.work, job.tensor)[stage]
+    transfer = _transfer_s(job, stage)
+    if job.work.program.blocking_transfers:
+        forward, transfer = forward + transfer, 0.0
+        input_ += _transfer_s(job, stage - 1)
+    shard = shard_s(plan, job.cluster, job.work, stage)
+    return StageCost(
+        forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
+    )
+
+
+def pass_times(plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
+    """As ``passes_s``, for a plan on a cluster."""
+    work = work_of(plan, cluster)
+    return passes_s(plan, work, tensor_times(plan, cluster, work))
+
+
+def passes_s(
+    plan: SizedPlan, work: Work, tensor: TensorTimes
+) -> tuple[tuple[float, float, float], ...]:
+    """Seconds of every stage's forward, input gradient and weight gradient, in which transfers, if
+    they block compute, are left out."""
+    return _passes_s(
+        work, tensor, cuts=plan.cuts, blocks=plan.blocks, recomputed=plan.recomputed_per_stage
+    )
+
+
+@lru_cache(maxsize=16384)
+def _passes_s(
+    work: Work,
+    tensor: TensorTimes,
+    *,
+    cuts: tuple[int, ...],
+    blocks: tuple[int, ...],
+    recomputed: tuple[int, ...],
+) -> tuple[tuple[float, float, float], ...]:
+    times, plain, _ = _piece_times(work, tensor)
+    passes = []
+    for (begin, end), count, repeated in zip(pairwise(cuts), blocks, recomputed, strict=True):
+        ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
+        outside = len(ends) * tensor.collective + tensor.logits * (end == cuts[-1])
+        forward = count * times.block.forward + outside
+        input_ = (count - repeated) * plain.block.backward_input + len(ends) * tensor.collective
+        input_ += repeated * times.block.backward_input
+        weight = count * times.block.backward_weight
+        for piece in ends:
+            forward += piece.forward
+            input_ += piece.backward_input
+            weight += piece.backward_weight
+        passes.append((forward, input_, weight))
+    return tuple(passes)
+
+
+def _transfer_s(job: _Job, stage: int) -> float:
+    """Seconds of a transfer from a stage to the next; the last stage has none. If the shard group's
+    collectives use the same network, the transfer gets half of the bandwidth."""
+    plan, cluster, work = job.plan, job.cluster, job.work
+    ranks, other = plan.schedule.stage_rank, stage + 1
+    if stage < 0 or other == len(ranks):
+        return 0.0
+    size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
+    tp = plan.layout.tp
+    if plan.layout.shard > 1:
+        shards_cross = group_of(cluster, plan.layout, "shard").nodes > 1
+        if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
+            size *= 2
+    split = tp if work.sequence_parallel or work.program.split_boundary else 1
+    sent = transfer_s(
+        cluster, plan.layout, source=ranks[stage], target=ranks[other], size=size / split
+    )
+    if split > 1 and not work.sequence_parallel:
+        sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
+    return sent

@@ -1,0 +1,260 @@
+"""Training programs as data: what a program overlaps, copies and keeps, with a source for each.
+
+A *program* is one version of a piece of training software (Megatron-LM of 2021, DeepSpeed 0.19,
+ZeroPP). Its traits are sizes and flags that change the time or memory of a step. Each program is a
+file in ``conf/program``, which the installed package has, too: its ``version``; the program that it
+is ``based_on``, if there is one, whose traits it takes over; and those of its ``traits`` that
+differ, each with its ``value`` and its ``source``: the file and version in which it was read, the
+table to which it was fitted, or the word "assumed" with the reason.
+
+In: the name that a plan gives (``Plan.program``). Out: the ``Program``, whose traits the cost model
+reads, and never its name. Plans, validation, tuner, verdict and contenders read the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from zeropp.literals import Precision
+from zeropp.plan import SizedPlan
+
+# What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
+# 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of
+# attention (``zeropp/engine/chunk.py``). "half": every second product or every second block
+# (``selective_ac_option`` of torchtitan, ``selective_checkpointing`` of fms-fsdp).
+Selective = Literal["scores", "elementwise", "half"]
+# How ranks get the parameters that the others have updated under ZeRO-1. "gather": one all-gather.
+# "broadcasts": a broadcast per rank, one after the other. "slices": an all-gather into a buffer,
+# from which one kernel per rank and tensor copies that rank's slice of the tensor.
+Updated = Literal["gather", "broadcasts", "slices"]
+# The loss, where it is not fused. "in_place": Megatron's, whose gradient overwrites the logits.
+# "torch": torch's own cross-entropy, with its temporaries. "in_place_under_tp": one like Megatron's
+# with tensor parallelism, and torch's own without.
+LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
+# What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
+# count as one block each if the number of blocks does not divide. "blocks": blocks alone.
+# "modules": embedding, blocks, final norm and head, of which the first stages get the remainder.
+# "flops": FLOPs. "cost": the time that pieces take on the cluster.
+Spread = Literal["pieces", "blocks", "modules", "flops", "cost"]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter that a program keeps and sends at one precision, without any ZeRO."""
+
+    parameters: int  # kept; with ZeRO-3 this is the copy that is sharded
+    gradients: int  # kept
+    optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
+    _: KW_ONLY
+    half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
+    # Moved per microbatch when a gradient is added to its sum; 0: as ``fused_accumulation`` says.
+    accumulated: int = 0
+    reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
+    casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
+    zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One training program. The default of a trait is what most programs do; the registry has a
+    source for every other value."""
+
+    name: str
+    bf16: StateBytes  # and fp16
+    fp32: StateBytes
+
+    # Kernels.
+    kernels: int = 0  # the year of its products and attention; 0: before any that a device names
+    flash: bool = True  # attention is one kernel, and its scores are never in memory
+    dropout_masks: bool = False  # dropout is on: masks are written, read and kept
+    fused_loss: bool = False  # 16-bit logits only, without an fp32 copy (flash-attention's loss)
+    # Tensor parallelism splits the loss; False: each rank gathers all logits for the whole loss.
+    vocab_parallel: bool = True
+    # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
+    pads_vocabulary: bool = False
+    eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
+    fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
+    fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
+    fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
+    loss_gradient: LossGradient = "in_place"
+    selective: Selective = "scores"
+    attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
+    traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
+    launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
+    # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
+    blocking_launches: bool = False
+
+    # Communication.
+    # Ranks that share a sequence (context parallelism): each has a slice of its tokens, which is
+    # what the shape calls a sequence, and the keys and values of all slices go round a ring.
+    slices: int = 1
+    split_boundary: bool = False  # a TP rank sends a slice of the stage output; arXiv 2104.04473
+    blocking_transfers: bool = False  # sender and receiver compute nothing during a transfer
+    # A gated MLP's two input products are two layers. Without sequence parallelism, each of them
+    # all-reduces its input gradient over the TP ranks.
+    split_gate: bool = False
+    overlap_tensor: bool = False  # with sequence parallelism, TP collectives overlap the products
+    overlap_reduction: bool = False  # gradient reductions overlap the last backward
+    overlap_updated: bool = False  # ZeRO-1's parameter gathers overlap the next forward
+    updated: Updated = "gather"
+    zero1_group: int = 0  # replicas of a ZeRO-1 group; 0: all of them
+    zero3: bool = False  # its ZeRO-3 can be priced: the gathers of each piece overlap compute
+    shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
+    post_validation: bool = False  # a rank updates before it knows the others' gradient norms
+
+    # Memory. ``zeropp/price/memory.py`` says what each trait costs.
+    resident_gradients: bool = True  # always held; False: only from a step's first reduction on
+    keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
+    # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.
+    fsdp_hooks: bool = False
+    # The whole model is one FSDP2 root. Then two pieces' parameters are gathered at any time, each
+    # just before its use; gradients are reduced per microbatch; and tied embeddings are one
+    # parameter, which belongs to the root.
+    fsdp_root: bool = False
+    # The gradients of a model chunk are summed in one flat buffer, which is allocated at the
+    # chunk's first backward after a reduction and freed by the next reduction, which reads it.
+    flat_chunks: bool = False
+    # The stages are those of torch.distributed.pipelining: there are buffers for all messages of a
+    # step, stage outputs are kept, and a split backward frees no saved tensor early.
+    torch_stages: bool = False
+    # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
+    separate_weight_gradient: bool = False
+    whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
+    # As in DeepSpeed's ``PipelineEngine``: two permanent receive buffers, out of which messages are
+    # copied; stage outputs are kept; slices of a stage output are joined again; and the last stage
+    # holds the logits of two microbatches.
+    pipe_buffers: bool = False
+    flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
+
+    # Defaults of the program.
+    spread: Spread = "pieces"
+    expandable_segments: bool = False  # the allocator setting; it leaves no fragmented memory
+
+    def __hash__(self) -> int:
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
+        return hash(self.name)
+
+    def loss_in_place(self, tp: int) -> bool:
+        """Whether the loss is Megatron's, with so many tensor-parallel ranks."""
+        return self.loss_gradient == "in_place" or (
+            self.loss_gradient == "in_place_under_tp" and tp > 1
+        )
+
+    def state(self, precision: Precision) -> StateBytes:
+        """The bytes per parameter at a precision."""
+        return self.bf16 if precision == "bf16" else self.fp32
+
+
+_TRAITS = frozenset(trait.name for trait in fields(Program))
+
+
+@dataclass(frozen=True)
+class ProgramEntry:
+    """A program, its version, and a source per trait."""
+
+    program: Program
+    version: str
+    sources: Mapping[str, str]
+
+    @property
+    def stated(self) -> tuple[str, ...]:
+        """The names of the traits that differ from their default or that have none."""
+        return tuple(
+            trait.name
+            for trait in fields(Program)
+            if trait.name in ("bf16", "fp32")
+            or (trait.name != "name" and getattr(self.program, trait.name) != trait.default)
+        )
+
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "program_files", _PACKAGE.parent / "conf" / "program")
+
+
+@cache
+def program_names() -> tuple[str, ...]:
+    """The names of all programs."""
+    return tuple(sorted(path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")))
+
+
+@cache
+def entry_named(name: str) -> ProgramEntry:
+    """The entry of a program; raises ValueError with the names that there are, or with the traits
+    that its file misspells or gives no source for.
+
+    ``megatron_core+overlap_tensor=false+bf16.gradients=2`` is a program with some traits switched
+    by whoever runs it, as its command line can.
+    """
+    name, *switched = name.split("+")
+    if switched:
+        return _switched(entry_named(name), switched)
+    if name not in program_names():
+        raise ValueError(f"program={name!r}: not registered (known: {', '.join(program_names())})")
+    import yaml
+
+    path = next(path for folder in _FOLDERS if (path := folder / f"{name}.yaml").exists())
+    return entry_of(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
+    """The entry that the contents of a file describe; raises ValueError as ``entry_named`` does.
+
+    The source of a trait is never taken over with another value, because it speaks of the other
+    value: a trait that is given without one has none, which only a default may.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if base := contents.get("based_on"):
+        parent = entry_named(base)
+        values |= vars(parent.program)
+        sources |= parent.sources
+    traits = contents.get("traits", {})
+    unknown = set(traits) - _TRAITS
+    if unknown:
+        raise ValueError(f"program={name!r}: unknown trait {', '.join(sorted(unknown))}")
+    for trait, statement in traits.items():
+        is_state = trait in ("bf16", "fp32")
+        values[trait] = StateBytes(**statement["value"]) if is_state else statement["value"]
+        sources.pop(trait, None)
+        if "source" in statement:
+            sources[trait] = statement["source"]
+    entry = ProgramEntry(Program(**{**values, "name": name}), contents["version"], sources)
+    unsourced = [trait for trait in entry.stated if trait not in entry.sources]
+    if unsourced:
+        raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
+    return entry
+
+
+def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
+    """The entry with traits, or single fields of a precision's state, that were switched."""
+    import yaml
+
+    program = entry.program
+    for change in changes:
+        path, _, value = change.partition("=")
+        trait, _, field = path.partition(".")
+        if trait not in _TRAITS:
+            raise ValueError(f"program={entry.program.name!r}: unknown trait {trait}")
+        new = yaml.safe_load(value)
+        if field:
+            new = replace(getattr(program, trait), **{field: new})
+        program = replace(program, **{trait: new})
+    program = replace(program, name="+".join([entry.program.name, *changes]))
+    return replace(entry, program=program)
+
+
+def program_named(name: str) -> Program:
+    """A program; raises ValueError as ``entry_named`` does."""
+    return entry_named(name).program
+
+
+def gathers(plan: SizedPlan) -> bool:
+    """Whether parameters are gathered before use: because they are sharded, or because the program
+    computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
+    casts = program_named(plan.program).state(plan.precision).casts_parameters
+    return plan.layout.shard > 1 or casts

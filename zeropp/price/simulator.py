@@ -1,0 +1,163 @@
+"""The simulated step of a Plan on a cluster: time, bubble, communication, memory, Timeline.
+
+The inputs are the Plan's programs and the cost model's price of it. The event loop places the
+actions in time; this module adds what concerns the step as a whole: how collectives slow compute,
+where the time goes, and memory.
+
+Assumptions: a rank has one compute stream; collectives of the shard group, collectives over the
+replicas and transfers between stages are lanes that overlap it. While collectives run, compute
+takes ``overlap_slowdown`` longer, spread evenly over the rank's actions. All pipelines of the job
+do the same at the same time, so one of them is simulated, at the speed of the job's slowest node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zeropp.cluster import Cluster
+from zeropp.plan import MemoryBytes, Plan
+from zeropp.price import price_plan
+from zeropp.price.lost_time import TimeBreakdown, breakdown_of
+from zeropp.price.peak_memory import peak_memory
+from zeropp.price.plan_price import PlanPrice, StageExtras
+from zeropp.schedule.event_loop import EventResult, run, run_within
+from zeropp.schedule.program import COMPUTE, Op, StageCost
+from zeropp.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class SimResult:
+    """One simulated step. Everything except for the step time is computed when it is asked for."""
+
+    plan: Plan
+    price: PlanPrice
+    events: EventResult
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of one step, from its first action to its last. If steps overlap, from a rank's
+        first forward to its last action, because each rank then begins its next step (arXiv
+        2401.10241, section 4)."""
+        if self.price.steps_overlap:
+            ranks = zip(self.events.updated, self._first_passes_s(), strict=True)
+            return max(end - begin for end, begin in ranks)
+        return self.events.step_s
+
+    def _first_passes_s(self) -> list[float]:
+        """When the first forward of every rank starts."""
+        begins: dict[int, float] = {}
+        for action, start in zip(self.events.sequence, self.events.starts, strict=True):
+            if action.op in COMPUTE:
+                begins.setdefault(self.events.stage_rank[action.stage], start)
+                if len(begins) == self.plan.schedule.num_ranks:
+                    break
+        return [begins[rank] for rank in range(len(begins))]
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        tokens = self.plan.global_batch * self.plan.shape.seq
+        return tokens / self.step_s / self.plan.layout.world
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the busiest rank does not compute."""
+        return 1.0 - max(self.events.busy) / self.step_s
+
+    @property
+    def limit_share(self) -> float:
+        """The throughput divided by the compute limit (``zeropp.price.compute_limit``); at 1 a step
+        would consist of the model's own kernels only."""
+        return self.price.limit_s / self.step_s
+
+    @cached_property
+    def breakdown(self) -> TimeBreakdown:
+        """The seconds of the step by cause, which add up to ``step_s``."""
+        return breakdown_of(self.plan, self.price, lambda price: _run(self.plan, price).step_s)
+
+    @cached_property
+    def memory(self) -> tuple[MemoryBytes, ...]:
+        """Bytes by kind at the peak of every pipeline rank."""
+        return peak_memory(self.plan, self.price)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the fullest rank in bytes."""
+        return max(memory.total for memory in self.memory)
+
+    def timeline(self) -> Timeline:
+        """The spans of the step."""
+        title = f"{self.plan.shape.name} {self.plan.contender} {self.plan.layout.world} GPUs"
+        return Timeline(title, "simulated", self.events.spans())
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    price: PlanPrice | None = None,
+    costs: Sequence[StageCost] | None = None,
+) -> SimResult:
+    """Simulate a step of a plan on a cluster.
+
+    ``price`` is the plan's price, if the caller has it. ``costs`` (one per stage, in seconds)
+    replace the model's durations, for example by traced ones. Raises DeadlockError if the programs
+    cannot end, and ValueError if they are not those of a whole step (``SizedPlan.ordered``).
+    """
+    if any(p[-1].op not in (Op.UPDATE, Op.GATHER_UPDATED) for p in plan.schedule.programs):
+        raise ValueError(f"schedule {plan.schedule.name}: the programs end without an update")
+    price = price or price_plan(plan, cluster)
+    if costs is not None:
+        price = replace(price, stages=tuple(costs))
+    return _run(plan, price)
+
+
+def simulate_within(plan: Plan, price: PlanPrice, limit_s: float) -> SimResult | None:
+    """Simulate a step, but give up as soon as it certainly takes ``limit_s`` or longer, and then
+    return None. Where steps overlap, this is known at the end only."""
+    if price.steps_overlap:
+        return _run(plan, price)
+    events = run_within(plan.schedule, _stretched(plan, price), limit_s)
+    return SimResult(plan, price, events) if events else None
+
+
+def _run(plan: Plan, price: PlanPrice) -> SimResult:
+    return SimResult(plan, price, run(plan.schedule, _stretched(plan, price)))
+
+
+def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
+    """The stage costs with compute that is slowed by overlapping collectives and by the slowest
+    node of the job."""
+    if not price.overlap_slowdown and price.stragglers == 1.0:
+        return list(price.stages)
+    costs = list(price.stages)
+    for rank, collectives in enumerate(plan.schedule.collectives):
+        beside = crossing = 0.0
+        for stage, op, _ in collectives:
+            if op is Op.REDUCE_REPLICAS:  # all but the last one have compute beside them
+                beside, crossing = beside + crossing, costs[stage].reduce_replicas
+            else:
+                beside += costs[stage].unshard if op is Op.UNSHARD else costs[stage].reduce_grad
+        stages = plan.schedule.stages_of(rank)
+        compute = plan.num_microbatches * sum(costs[s].compute for s in stages)
+        share = (
+            min(1.0, beside / compute) if compute else 0.0
+        )  # layers that only reshape cost nothing
+        factor = (1.0 + price.overlap_slowdown * share) * price.stragglers
+        for s in stages:
+            costs[s] = slowed_cost(costs[s], price.extras[s], factor)
+    return costs
+
+
+def slowed_cost(cost: StageCost, extras: StageExtras, factor: float) -> StageCost:
+    """A stage's cost with compute that takes ``factor`` times as long. Exposed tensor-parallel
+    collectives are part of compute, but slow nodes do not slow them."""
+    forward, backward = extras.tensor_forward, extras.tensor_backward
+    return replace(
+        cost,
+        forward=(cost.forward - forward) * factor + forward,
+        backward_input=(cost.backward_input - backward) * factor + backward,
+        backward_weight=cost.backward_weight * factor,
+    )
