@@ -56,7 +56,7 @@ def _with_keywords(
 
                 check_own_gpu(on_cuda=_on_cuda(keywords.get("device"), keywords.get("mesh")))
             together(lambda: _check_call(args, keywords, inspect.signature(settings).parameters))
-            made = together(lambda: read_keywords(layers, keywords))
+            made = together(lambda: read_keywords(layers, keywords, loss_fn))
             return build(layers, loss_fn, made, asked_for(keywords))
 
         first = list(inspect.signature(build).parameters.values())[:2]

@@ -205,11 +205,15 @@ class Settings(StepKnobs):
             )
 
 
-def read_keywords(layers: object, keywords: Mapping[str, Any]) -> Settings:
-    """The settings with these keywords; without ``tied``, layers may know it (as those of Hugging
-    Face's models do). Raises InfeasibleError as ``Settings`` does, and for a keyword beside a plan
-    that decides otherwise, be it ``auto`` or the keyword's default."""
-    settings = Settings(**keywords)
+def read_keywords(
+    layers: object, keywords: Mapping[str, Any], loss_fn: object = None
+) -> Settings:
+    """The settings with these keywords; layers may know what is ``tied``, and the loss function its
+    ``loss_reduction`` (as those of Hugging Face's models do). Raises InfeasibleError as
+    ``Settings`` does, and for a keyword beside a plan that decides otherwise, be it ``auto`` or the
+    keyword's default."""
+    own = getattr(loss_fn, "loss_reduction", None)
+    settings = Settings(**({"loss_reduction": own} if own else {}) | dict(keywords))
     if settings.tied is None and (tied := getattr(layers, "tied", None)):
         settings = replace(settings, tied=tied)
     for name, value in _decided_by(settings.plan).items() if settings.plan else ():

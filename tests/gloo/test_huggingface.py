@@ -176,8 +176,7 @@ def test_packed_documents_see_what_they_see_in_transformers(family: str) -> None
         hidden: Any = tokens
         layers: Any = huggingface.layers(model)
         for layer in layers:
-            named = {} if layer is layers[-1] else {"position_ids": places}
-            hidden = layer(hidden, **named)
+            hidden = layer(hidden, position_ids=places)
     assert float((hidden - expected).abs().max()) < 1e-9
 
 
