@@ -58,7 +58,7 @@ class DeepSpeedKnobs:
     replicate_zero: ReplicateZero | Auto = "auto"  # ZeRO stage; 2 without a pipeline alone
     # The type in which gradients of microbatches are added (``data_types.grad_accum_dtype``).
     grad_accum_dtype: WireType | Auto = "auto"
-    # Buckets are all-reduced; False, in a pipeline: each rank's part of one is reduced to that rank.
+    # All-reduce a bucket; False, in a pipeline alone: reduce each rank's part of it to that rank.
     use_multi_rank_bucket_allreduce: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
@@ -169,7 +169,7 @@ def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
 def with_deepspeed_exchanges(schedule: Schedule, tied: tuple[int, ...]) -> Schedule:
     """Add sends, receives and the final gradient reduction to a compute-only 1F1B schedule, in the
     order of DeepSpeed's ``TrainSchedule.steps``; it sums the gradients of ``tied`` stages before
-    they are reduced.
+    they are reduced. A single stage needs none: the ordinary engine reduces in its backward.
 
     DeepSpeed counts in time slots of one forward or backward pass each. A pass's output is sent in
     the slot after the pass. If that slot holds a backward pass, the gradient that this backward
@@ -193,7 +193,7 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
         out.append(action)
         unsent = sent
     sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
-    return (*out, *unsent, *sums, Action(stage, Op.REDUCE_GRAD))
+    return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
 
 
 def _slot(action: Action, last: int) -> int:
@@ -241,7 +241,9 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
         )
 
 
-def _reductions(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[tuple[ReplicateZero, WireType, bool]]:
+def _reductions(
+    point: SearchPoint[DeepSpeedKnobs],
+) -> Iterator[tuple[ReplicateZero, WireType, bool]]:
     """(ZeRO stage, type of sums, whether buckets are all-reduced) to try. ZeRO-2 adds in fp32 at no
     cost, as a rank has a part of the sums alone."""
     asked, degrees, precision = point.asked, point.degrees, point.task.precision
@@ -276,5 +278,5 @@ DEEPSPEED_3D = Contender(
         "distutils.ccompiler",
     ),
     takes_fake_tensors=False,  # docs/simulator.md says why
-    filler="baselines.deepspeed_3d.trainer:fill",
+    filler="baselines.deepspeed_3d.pipeline:fill",
 )
