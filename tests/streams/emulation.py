@@ -15,8 +15,8 @@ import torch.distributed as dist
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
 from zeropp import emulate
-from zeropp.emulate.rendezvous import Issued
-from zeropp.emulate.streams import VirtualDevice
+from zeropp.emulate.device import VirtualDevice
+from zeropp.emulate.log import Issued
 from zeropp.engine import lanes
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.model import build_model, cross_entropy

@@ -21,12 +21,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -35,10 +32,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeropp.emulate.world import fake_world
 from zeropp.engine import deferred, flat, walk
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.interpreter import Evaluator, Passed
-from zeropp.engine.lanes import inline_lanes
 from zeropp.engine.private_names import (
     FSDP_COPY_IN,
     FSDP_GATHERED,
@@ -55,77 +50,6 @@ from zeropp.engine.private_names import (
 )
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
-
-Fill = Callable[[Tensor], None]
-
-
-@contextmanager
-def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
-    """Inside this context the process is rank ``rank`` of ``size``, for torch and in the usual
-    environment variables. The process group answers at once: a gather copies this rank's part into
-    the place of every part, and a reduction returns this rank's part. What peers would say is what
-    this rank says, and what would pass between stages is what the walk over the layers has found.
-
-    ``fill_integers`` fills a received message of integers with what peers would have sent; messages
-    of floating-point numbers are random, because products of zeros are faster on a GPU. With None,
-    messages are not filled (fake tensors have no values).
-    """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
-    dist.init_process_group("fake", rank=rank, world_size=size)
-    messages = ("recv", "irecv")
-    originals = {n: getattr(distributed_c10d, n) for n in (*messages, "all_gather_object")}
-    work: Any = type(dist.all_reduce(torch.zeros(1), async_op=True))
-    completed = work.is_completed
-    # A send ends at once; otherwise its tensor would be kept until the end of the step.
-    work.is_completed = lambda _: True
-    try:
-        _replace({"all_gather_object": _same_everywhere})
-        if fill_integers is not None:
-            _replace({name: _filled(originals[name], fill_integers) for name in messages})
-        with (
-            inline_lanes(),
-            mock.patch.object(ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
-            mock.patch.object(Evaluator, "boundaries", _known_boundaries),
-        ):
-            yield
-    finally:
-        _replace(originals)
-        work.is_completed = completed
-        dist.destroy_process_group()
-
-
-def _filled(original: Any, fill_integers: Fill) -> Any:
-    def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        with torch.no_grad():
-            if tensor.is_floating_point():
-                tensor.normal_()
-            else:
-                fill_integers(tensor)
-        return original(tensor, *arguments, **keywords)
-
-    return receive
-
-
-def _same_everywhere(objects: list[Any], local: Any, group: object = None) -> None:
-    del group
-    objects[:] = [local] * len(objects)
-
-
-def _known_boundaries(evaluator: Evaluator, batch: object) -> Passed:
-    """The shapes that the chunks were made for: there are no peers to run a microbatch with."""
-    del batch
-    passed: Passed = {}
-    for stage, chunk in evaluator.chunks.items():
-        passed |= {stage: chunk.arriving} if chunk.arriving else {}
-        passed |= {stage + 1: chunk.leaving} if chunk.leaving else {}
-    return passed
-
-
-def _replace(functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        for module in (dist, distributed_c10d):  # torch's batched messages compare them by identity
-            setattr(module, name, function)
-
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 
