@@ -18,6 +18,8 @@ from torch.distributed import distributed_c10d
 from zeropp.emulate.device import Observer, VirtualDevice, size_of
 from zeropp.emulate.log import Message
 from zeropp.emulate.races import Races
+from zeropp.engine.errors import ErrorBarrier
+from zeropp.engine.lanes import streams_on_cpu
 
 _ASYNCHRONOUS = (  # those that take ``async_op``
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
@@ -107,7 +109,8 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
     do nothing otherwise) are virtual, and messages and collectives run as on NCCL, in groups that
     are connected when they are made (``init_process_group(device_id=...)``), so that all messages
-    of a group share one stream. Without a ``device`` there is one that looks for races."""
+    of a group share one stream. Lanes of the engine that are made here are streams, and its barrier
+    runs on the CPU, as beside NCCL. Without a ``device`` there is one that looks for races."""
     device = device or VirtualDevice(Races())
     observer = Observer(device)
     resized = torch.UntypedStorage.resize_
@@ -120,6 +123,14 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         device.record_stream(tensor, stream.name)
 
     of_tensors = {name: _read(device, name, getattr(Tensor, name)) for name in _READ_BY_HOST}
+    exchange = ErrorBarrier.exchange
+
+    def exchange_on_cpu(barrier: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
+        with device.unseen():
+            rows = exchange(barrier, numbers)
+        device.log.meet("the barrier", dist.get_world_size())
+        return rows
+
     functions = _messages(device)
     for name in _ASYNCHRONOUS:
         if hasattr(dist, name):
@@ -128,6 +139,7 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
         torch.UntypedStorage: {"resize_": resize},
         Tensor: {**of_tensors, "record_stream": record_stream},
+        ErrorBarrier: {"exchange": exchange_on_cpu},
         **dict.fromkeys((dist, distributed_c10d), functions),  # batches compare them by identity
     }
     with ExitStack() as undo:
@@ -135,6 +147,7 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
             for name, stand_in in by_name.items():
                 if hasattr(owner, name):
                     undo.enter_context(mock.patch.object(owner, name, stand_in))
+        undo.enter_context(streams_on_cpu())
         undo.enter_context(observer)
         yield device
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,6 @@ from torch.distributed import distributed_c10d
 
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.interpreter import Evaluator, Passed
-from zeropp.engine.lanes import inline_lanes
 
 Fill = Callable[[Tensor], None]
 
@@ -44,7 +44,6 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
         if fill_integers is not None:
             _replace({name: _filled(originals[name], fill_integers) for name in messages})
         with (
-            inline_lanes(),
             mock.patch.object(ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
             mock.patch.object(Evaluator, "boundaries", _known_boundaries),
         ):
@@ -56,6 +55,7 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
 
 
 def _filled(original: Any, fill_integers: Fill) -> Any:
+    @wraps(original)
     def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
             if tensor.is_floating_point():
