@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -92,9 +92,10 @@ def parallelize(
     ``layers`` are modules, or functions that make the same one at every call: a function is called
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives what ``loss_reduction``
-    says of a microbatch: by default the mean over its rows. ``sample`` is one microbatch of inputs,
-    and ``global_batch`` the rows of a step over all ranks. All other keywords are the fields of
-    ``zeropp.settings.Settings``; a finished ``plan`` takes the place of all degrees and knobs.
+    says of a microbatch: by default the mean over its rows. ``sample`` are some inputs,
+    ``microbatch_size`` the rows of a microbatch, and ``global_batch`` those of a step over all
+    ranks. All other keywords are the fields of ``zeropp.settings.Settings``; a finished ``plan``
+    takes the place of all degrees and knobs.
 
     Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
@@ -110,7 +111,7 @@ def parallelize(
         }
     )
     device = together(lambda: _device(settings.device, settings.mesh))
-    sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
+    settings, sizes = together(lambda: _sized(layers, loss_fn, settings, asked))
     plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
     preflight.compare(lambda: _functions(settings, sizes))
     held = together(lambda: own_layers(layers, plan, device, settings.tied))
@@ -123,6 +124,18 @@ def parallelize(
     return model
 
 
+def _sized(
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
+) -> tuple[Settings, Sequence[LayerSizes]]:
+    """The settings with the size of microbatches, and the sizes of all layers for it."""
+    if "microbatch_size" not in asked:
+        return settings, _sizes(layers, loss_fn, settings, asked)
+    from zeropp.choose.auto import sized_microbatch
+
+    sizes_of = partial(_sizes, layers, loss_fn, asked=asked)
+    return sized_microbatch(settings, asked, sizes_of, dist.get_world_size())
+
+
 def _sizes(
     layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
 ) -> list[LayerSizes]:
@@ -131,8 +144,7 @@ def _sizes(
     recompute: Recompute = if_auto(settings.recompute, "full")
     sizes = walk.walk(
         layers,
-        settings.sample,
-        settings.sample_keywords,
+        *settings.microbatch,
         recompute,
         record_operators=_is_priced(settings, asked),
         measure_saved=bool(asked),

@@ -173,9 +173,7 @@ def _tied(
     model: PreTrainedModel, pieces: Sequence[Piece]
 ) -> tuple[ParameterName, ParameterName] | None:
     """The parameter that the embedding and the head share, if there is one."""
-    first, last = (
-        {name: one for name, one in piece.named_parameters()} for piece in (pieces[0], pieces[-1])
-    )
+    first, last = (dict(piece.named_parameters()) for piece in (pieces[0], pieces[-1]))
     found = {id(one): name for name, one in first.items()}
     pairs = [(found[id(one)], name) for name, one in last.items() if id(one) in found]
     # To move a model to the meta device unties it without a word, so that there the config says

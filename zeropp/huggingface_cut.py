@@ -175,7 +175,9 @@ class Cut:
             for block, run in zip(blocks, runs, strict=True)
         ]
         held = {str(own): blocks[own]} if not is_first and not is_last else {}
-        others: dict[str, nn.Module] = {self.blocks: _Blocks(places, held, max(own, 0) % len(blocks) + 1)}
+        others: dict[str, nn.Module] = {
+            self.blocks: _Blocks(places, held, max(own, 0) % len(blocks) + 1)
+        }
         absent = (() if is_first else self.first) + (() if is_last else self.last)
         others |= {path: _Elsewhere(flow) for path in absent}
         called = "" if is_last else self.blocks.partition(".")[0]
@@ -277,8 +279,9 @@ class _Run:
             raise ValueError(f"gives block {index} something else than what the one before it gave")
         for name, value in [*enumerate(args, 1), *keywords.items()]:
             if any(one.requires_grad for one in _tensors(value)):
-                raise ValueError(f"gives block {index} trained values beside the hidden states: "
-                                 f"{name}")
+                raise ValueError(
+                    f"gives block {index} trained values beside the hidden states: {name}"
+                )
         self.blocks_called += 1
         self._handed = torch.empty_like(hidden).detach().requires_grad_()
         return (self._handed,) if self.is_tuple else self._handed

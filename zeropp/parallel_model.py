@@ -21,6 +21,8 @@ from zeropp.engine.values import Value, split_rows
 from zeropp.plan import Plan
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from zeropp.engine.checkpoint import Checkpointer
 
 
@@ -108,6 +110,17 @@ class ParallelModel:
             "forward_only", lambda: self._evaluation_batch(inputs, inputs, keyword_inputs)
         )
         return self.engine.evaluate(replace(parts, targets=()), outputs)[1]
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, **options: Any
+    ) -> DataLoader[Any]:
+        """This rank's rows of a data set with a length, step by step, from ``steps_done`` to the
+        end of that epoch; a new loop begins the next one. Which rows a step has depends on ``seed``
+        and its number alone: not on the topology, nor on where a run was interrupted. ``options``
+        are those of ``torch.utils.data.DataLoader``. Raises InfeasibleError where ranks differ."""
+        from zeropp.loader import make_loader
+
+        return make_loader(self, dataset, shuffle=shuffle, seed=seed, **options)
 
     @property
     def steps_done(self) -> int:

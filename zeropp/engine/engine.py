@@ -192,9 +192,7 @@ class Engine:
             self.check_usable()
         return self.barrier.run(call, checked)[0]
 
-    def evaluate(
-        self, batch: Microbatches, outputs: Outputs | None = None
-    ) -> tuple[float, Value]:
+    def evaluate(self, batch: Microbatches, outputs: Outputs | None = None) -> tuple[float, Value]:
         """The loss of a batch without training on it, and its outputs; see ``Evaluator.run``."""
         counts = self._evaluator.agree(batch)
         with self._usable_unless_it_fails():

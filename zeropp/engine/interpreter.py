@@ -254,35 +254,12 @@ class Interpreter:
         return step.result
 
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk forward and backward once, with zeros for messages. Persistent buffers
-        and torch's random generators are as before, but the last step's gradients are dropped.
+        """Run every chunk forward and backward once; see ``zeropp.engine.warm_up``."""
+        from zeropp.engine.warm_up import warm_up
 
-        The first use of a kernel, and of a library's workspace, may make the host wait for the
-        whole device. In a step that could be for ever, because receives are posted that depend on
-        what this rank is yet to send.
-        """
-        device = self._channels.device
-        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        same = _same_buffers(self._chunks.values(), self._loss)
-        with seeds, shown(self._chunks.values()), same:
-            for stage, chunk in self._chunks.items():
-                chunk.unshard()
-                shapes = chunk.arriving or ()
-                inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
-                inputs = [batch.inputs[0]] if stage == 0 else inputs
-                output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
-                if stage == self._last:
-                    loss, _ = self._loss(output, batch, 0)
-                if loss is not None:
-                    chunk.set_loss(0, loss, alone=stage == self._last)
-                shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
-                gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
-                for_split = any(action.op is Op.BACKWARD_INPUT for action in self._program)
-                chunk.backward(0, gradients, split=for_split)
-                chunk.backward_weight(0)
-                chunk.reshard()
-                for flat in chunk.flats:  # else the sums of all chunks would be held at once
-                    flat.clear_gradients()
+        splits = any(action.op is Op.BACKWARD_INPUT for action in self._program)
+        place = self._channels.device, self._last
+        warm_up(self._chunks, batch, self._loss, *place, splits=splits)
 
     def reads(self, keywords: Mapping[str, Tensor]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
@@ -397,7 +374,7 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
+def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
     """After this context modules, and a loss that is one, have the persistent buffers that they had
     before, with the same values. Others may be caches, which their modules believe to be filled."""
     held = []
@@ -498,7 +475,7 @@ class Evaluator:
             for output in outputs:
                 self._loss.compare_halves(output, batch)
 
-        with self._evaluating(), _same_buffers(self.chunks.values(), self._loss):
+        with self._evaluating(), same_buffers(self.chunks.values(), self._loss):
             for _, output, _ in self._run_unit(batch, range(1), passed):
                 outputs += [] if output is None else [output]
             together(compare)
