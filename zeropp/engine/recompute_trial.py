@@ -16,7 +16,7 @@ from zeropp.literals import Recompute
 
 def recomputed(
     function: Callable[..., Value],
-    leaves: Sequence[Tensor],
+    given: Value,
     module: nn.Module,
     recompute: Recompute,
 ) -> None:
