@@ -287,6 +287,11 @@ SAVED = ("qwen3", "gpt2", "mixtral")
 GENERATED = 4  # tokens
 
 
+def prompt() -> Tensor:
+    """Tokens without padding, from which all goes on."""
+    return batch(0)[0].clamp_min(3)
+
+
 def generated(model: ParallelModel, tokens: Tensor, count: int) -> Tensor:
     """Tokens with the most probable ones behind them."""
     for _ in range(count):
@@ -317,7 +322,7 @@ def from_folder(
         model.train_step(tokens, targets)
         layers.save_pretrained(model, other / family)
         found = {layers.own_name(n): one for n, one in model.full_parameters()}
-        behind = generated(model, tokens, GENERATED)
+        behind = generated(model, prompt()[model.rows], GENERATED)
     return sum(one.numel() for one in found.values()), found, model.rows, behind
 
 
@@ -337,9 +342,9 @@ def check_folders(world: World, family: str, tmp_path: Path) -> None:
     values = dict(again.named_parameters())
     seen = set()
     again.generation_config.eos_token_id = None
-    behind = again.generate(
-        batch(0)[0], do_sample=False, max_new_tokens=GENERATED, min_new_tokens=GENERATED
-    )
+    length = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED}
+    # Without a cache, which dynamic rotary embeddings do not keep right.
+    behind = again.generate(prompt(), do_sample=False, use_cache=False, **length)
     for size, found, rows, tokens in ranks:
         assert torch.equal(tokens, behind[rows])
         assert size < sum(one.numel() for one in values.values())
