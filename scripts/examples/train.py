@@ -54,12 +54,11 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if (options.out / "checkpoint").exists():
             model.load(options.out / "checkpoint")
         loader, end = model.loader(Bytes(options.text)), model.steps_done + options.steps
-        losses = []
+        losses: list[float] = []
         while model.steps_done < end:  # epoch after epoch
             for batch, _ in zip(loader, range(end - model.steps_done), strict=False):
                 losses.append(float(model.train_step(*(part.to(device) for part in batch)).loss))
-        ahead = (part.to(device) for part in next(iter(loader)))  # a batch that is still to come
-        losses.append(model.eval_step(*ahead))
+        losses.append(model.eval_step(*(part.to(device) for part in next(iter(loader)))))
         model.save(options.out / "checkpoint")
         layers.save_pretrained(model, options.out / "model")
         if dist.get_rank() == 0:
