@@ -395,8 +395,11 @@ def _documents(position_ids: Tensor) -> Tensor | None:
 
 
 def _answer_inside(name: str, answer: Callable[..., object]) -> None:
-    """Inside of ``_without_looking`` a function of ``masking_utils`` gives another answer."""
-    function = getattr(masking_utils, name)
+    """Inside of ``_without_looking`` a function of ``masking_utils`` gives another answer. Where a
+    version of ``transformers`` has no such function, its masks are as right, but the host waits."""
+    function = getattr(masking_utils, name, None)
+    if function is None:
+        return
 
     @wraps(function)
     def asked(*args: object, **keywords: object) -> object:
