@@ -220,7 +220,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=repeated * again,
-        accumulation=unfused,
+        accumulation=max(0.0, unfused),
     )
 
 
