@@ -123,7 +123,7 @@ OFFERS: dict[Public3D, Offer] = {
     # ``recompute_modules`` (core_v0.16), "core_attn" drops scores that fused attention never keeps;
     # "layernorm" does nothing to dense layers of Transformer Engine, whose norms are inside
     # their products (gpt_layer_specs.py: IdentityOp); "mlp" saves nearly as many bytes per second
-    # of recomputation as full recomputation of fewer blocks does; all others are for experts or MLA.
+    # of recomputation as full recomputation of fewer blocks does; others are for experts or MLA.
     "megatron_core": Offer(
         program="megatron_core",
         program_on_cpus="megatron_core_local",  # Transformer Engine is for GPUs

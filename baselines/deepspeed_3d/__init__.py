@@ -1,5 +1,5 @@
-"""DeepSpeed: with a pipeline its ``PipelineModule`` (TP x PP x DP, ZeRO-1), without one its ordinary
-engine (TP x DP, ZeRO-1 or ZeRO-2, whose reductions overlap the backward).
+"""DeepSpeed: with a pipeline its ``PipelineModule`` (TP x PP x DP, ZeRO-1), and without one its
+ordinary engine (TP x DP, ZeRO-1 or ZeRO-2, whose reductions overlap the backward).
 
 In: a ``Task`` and ``DeepSpeedKnobs``. Out: a ``Plan`` whose programs are DeepSpeed's own, and a
 trainer per rank that lets one of DeepSpeed's engines run it. Read ``contender``,
