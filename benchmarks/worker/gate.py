@@ -36,10 +36,9 @@ The learning rate
 
 Limits
     One process is trained with the next wider types (fp64 for an fp32 run, fp32 for a bf16 run),
-    and twice with the types of the run: as it is, and with every matrix product in halves, as
-    tensor parallelism rounds it. The larger distance of the two from the wider run is what rounding
-    does to a quantity. A contender rounds as much, in yet another order, and may differ from the
-    wider run by
+    and with the types of the run; in bf16 a second time with every matrix product in halves, as
+    tensor parallelism rounds it. The larger distance from the wider run is what rounding does to a
+    quantity. A contender rounds as much, in yet another order, and may differ from the wider run by
 
         gate_tolerance * |quantity| + factor * (what rounding does)
 
@@ -47,9 +46,8 @@ Limits
     quantities are the loss, the gradient norm, and for each parameter and all of them together the
     update of one step: the L2 norm of its difference, and its scale, the part of the difference
     that points along the update. Rounding points anywhere, so that a scale of 1.01 is seen in
-    updates that bf16 rounds by 1 %. The factor is 3 for the norm of many rounded numbers, which is
-    nearly the same for every order (the largest that was measured is 1.6: docs/metrics.md), and 8
-    for single numbers.
+    updates that bf16 rounds by 1 %. In bf16 the factor is 3 for the norm of many rounded numbers,
+    which is nearly the same for every order (docs/metrics.md has what was measured), otherwise 8.
     After the first step, two runs in bf16 that round differently are as far from each other as
     from the run in fp32. So the distance to a reference in bf16 shows no more than that to the one
     in fp32; the references in bf16 say how far is too far.
@@ -63,21 +61,26 @@ schedule and microbatches: the gate finds mistakes in parallelism, which do not 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.records.record import GateCheck, GateResult
+from benchmarks.records.record import GateCheck, GateResult, write_atomically
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
+from benchmarks.worker.meters import LOADED
 from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory
 from zeropp.choose.contender import Contender
 from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import Precision
 from zeropp.model import build_model, initial_std
 from zeropp.price import parameter_count
 from zeropp.shape import ModelShape
@@ -88,9 +91,11 @@ _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, 
 _LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
 _BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 MAX_PARAMETERS = 100_000_000
+MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
-# How much further from the wider run a contender may be than one process with the run's types.
-_NORM, _NUMBER = 3, 8
+# How much further from the wider run a contender may be than one process with the run's types, in
+# the norm of an update, and in a single number.
+_FACTORS: dict[Precision, tuple[int, int]] = {"fp32": (8, 8), "bf16": (3, 8)}
 _ORDER = 2.0**-12  # of the update, that another order of microbatches may change in bf16
 _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model, of which the largest that fits
 _ORDERED = "all parameters, microbatches in another order"
@@ -173,19 +178,21 @@ def in_effect(
 def expect(
     spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
 ) -> Expected:
-    """Let rank 0 train the whole model alone, with wider types and twice with those of the run, and
+    """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
     named = build_model(spec.model, 0, "meta").named_parameters()
     shapes = {name: parameter.shape for name, parameter in named}
     count = len(shapes)
-    tables = torch.zeros(3, STEPS, 2 + 2 * count, dtype=torch.float64, device=device)
+    ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
+    size = (1 + len(ways), STEPS, 2 + 2 * count)
+    tables = torch.zeros(size, dtype=torch.float64, device=device)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
         rounded = ROUNDED[spec.precision]
         exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
         updates = exact.updates
         tables[0] = _sizes(exact, shapes).to(device)
-        for table, halves in ((tables[1], False), (tables[2], True)):
+        for table, halves in zip(tables[1:], ways, strict=True):
             alone = OneProcess(spec, batches, device, rounded, halves=halves)
             table.copy_(_apart(exact, alone.train(optimizer, STEPS), shapes))
     dist.broadcast(tables, 0)
@@ -395,6 +402,39 @@ def order_checks(
     return [GateCheck(kind=kind, worst="", step=1, error=min(error, _MOST), limit=limit)]
 
 
+def losses_of_one_process(
+    spec: RunSpec,
+    contender: Contender[Any],
+    batches: BatchSource,
+    device: torch.device,
+    known: Path,
+) -> list[float]:
+    """The losses that every step of a run should have, warm-up included; none where the model or
+    the run is too long for one process, or where a contender draws masks of its own. Rank 0 trains
+    one process for it, or reads what such a process has left in the folder ``known``. All ranks
+    must call it."""
+    steps = spec.measure.warmup_steps + spec.measure.steps
+    drawn = spec.model.dropout and not contender.reproduces_dropout
+    if not spec.measure.gate or drawn or steps > MAX_STEPS:
+        return []
+    if parameter_count(spec.model) > MAX_PARAMETERS:
+        return []
+    losses = torch.zeros(steps, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+        size = spec.candidate.microbatch_size
+        same = [spec.model, spec.data, spec.optimizer, spec.global_batch, size, steps]
+        same += [spec.precision, spec.seed]
+        name = hashlib.sha256(f"{LOADED.digest} {device.type} {same}".encode()).hexdigest()[:16]
+        file = known / f"{name}.json"
+        if not file.exists():
+            alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
+            trained = alone.train(spec.optimizer, steps, updates=False)
+            write_atomically(file, json.dumps(trained.losses))
+        losses += losses.new_tensor(json.loads(file.read_text(encoding="utf-8")))
+    dist.broadcast(losses, 0)
+    return losses.tolist()
+
+
 def gated_spec(
     spec: RunSpec, contender: Contender[Any], batches: BatchSource
 ) -> tuple[RunSpec, BatchSource, list[str]]:
@@ -449,8 +489,8 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
             continue  # nothing is hidden there
         kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
         rounds = max(float(of[name, quantity].max()) for of in rounding)
-        factor = _NORM if name not in _NUMBERS and not quantity else _NUMBER
-        limit = spec.measure.gate_tolerance + factor * rounds
+        is_number = name in _NUMBERS or quantity == "scale"
+        limit = spec.measure.gate_tolerance + _FACTORS[spec.precision][is_number] * rounds
         worst = name if name in expected.shapes else ""
         kinds.setdefault(kind, []).append(_worst_step(kind, errors, limit, worst))
     return [worst_check(checks) for checks in kinds.values()]
