@@ -28,6 +28,7 @@ from benchmarks.records.record import (
 )
 from benchmarks.records.recorded_spec import RecordedSpec, read_spec, unchecked
 from benchmarks.records.simulated import TABLE, read_table
+from benchmarks.report.repeats import with_repeats
 from benchmarks.specification.contenders import PRICED
 from zeropp.price import parameter_count
 
@@ -167,6 +168,9 @@ class Derived:
     source: dict[str, Any]
     spread: float
     unstable: bool
+    runs: int  # that the row is the median of
+    run_spread: float  # of the logarithm of a run's time, over all repeated configurations
+    run_freedom: int
     step_s: float  # the median; this and the rates with the ends of 95 % intervals if measured
     step_s_low: float
     step_s_high: float
@@ -220,6 +224,9 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         peak_gib=peak,
         memory_kind=kind,
         source=source_of(record),
+        runs=1,
+        run_spread=math.nan,
+        run_freedom=0,
         **_throughput(record, spec),
     )
     return {name: getattr(record, name) for name in _RECORDED} | vars(derived)
@@ -319,11 +326,13 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows for tables: per cell, contender and configuration the latest success, or the latest
-    attempt if none succeeded."""
+    attempt if none succeeded. Runs of a configuration with the same files are one row, with their
+    median."""
     ranked = frame.assign(_ok=frame["status"] == "ok")
     ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
-    kept = ranked.drop_duplicates([*CELL, "contender", "layout"], keep="last")
-    return in_order(kept.drop(columns="_ok"))
+    keys = [*CELL, "contender", "layout"]
+    kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
+    return in_order(with_repeats(kept, frame, keys))
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:

@@ -94,7 +94,9 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
         is_sweep = is_sweep or str(own.mode).endswith("MULTIRUN")
         swept = own.sweeper.params or {}
         words = [f"{key}={value}" for key, value in swept.items() if key not in given] + words
-        listed = _listed(whole.get("points") or [""], given)
+        if "points" in whole:
+            listed = _listed(whole.points, given)
+            words = [word for word in words if not word.startswith("contender=")]
     if not is_sweep:
         return [words]
     (points,) = BasicSweeper.split_arguments([_parsed(word) for word in words], None)
@@ -110,7 +112,8 @@ def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
         own = {_parsed(word).key_or_group: _any_knob(word) for word in line.split()}
         contender = own.get("contender", "").partition("=")[2]
         if "contender" not in given or contender in chosen:
-            fitting.append([word for key, word in own.items() if key not in given])
+            kept = own.keys() - (given.keys() - {"contender"})
+            fitting.append([word for key, word in own.items() if key in kept])
     return fitting
 
 

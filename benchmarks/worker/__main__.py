@@ -40,7 +40,7 @@ from zeropp.training import Trainer
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 # Of torch's allocator, for every contender alike; results/reference/memory/reserved.csv says why.
 ALLOCATOR = "expandable_segments:True"
-KNOWN_LOSSES = ".losses"  # in the folder of all runs: what one process had, for the next run
+ONE_PROCESS = ".one_process"  # in the folder of all runs: what one process did, for other runs
 EXIT_GATE = 3
 EXIT_OOM = 4
 EXIT_SIGNAL = 5
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0
-        return _run(spec, events, arguments.out.resolve().parents[1] / KNOWN_LOSSES)
+        return _run(spec, events, arguments.out.resolve().parents[1] / ONE_PROCESS)
     except Exception as error:
         kind = "oom" if _is_out_of_memory(error) else "error"
         events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])
@@ -81,7 +81,7 @@ def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     contender = CONTENDERS[spec.contender.name]
     batches = open_batches(spec)
     if spec.measure.gate:
-        result = run_gate(spec, contender, batches, device)
+        result = run_gate(spec, contender, batches, device, known)
         events.write("gate", **result)
         if not result["passed"]:
             return EXIT_GATE

@@ -61,11 +61,10 @@ schedule and microbatches: the gate finds mistakes in parallelism, which do not 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.records.record import GateCheck, GateResult, write_atomically
+from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
-from benchmarks.worker.meters import LOADED
-from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory
+from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory, remembered
 from zeropp.choose.contender import Contender
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import Precision
@@ -139,14 +137,15 @@ class Expected:
 
 
 def gate_optimizers(
-    spec: RunSpec, batches: BatchSource, device: torch.device
+    spec: RunSpec, batches: BatchSource, device: torch.device, known: Path | None = None
 ) -> tuple[OptimizerConfig, OptimizerConfig]:
     """(plain SGD with a learning rate whose first step should lower the loss by a tenth, the run's
     own optimizer with settings that all count). All ranks must call it."""
     first = torch.zeros(3, dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
-        alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
-        first = torch.tensor(alone.first_gradient(), dtype=torch.float64, device=device)
+        alone = partial(OneProcess, spec, batches, device, ROUNDED[spec.precision])
+        sizes = remembered(known, spec, device, "first", lambda: alone().first_gradient())
+        first = torch.tensor(sizes, dtype=torch.float64, device=device)
     dist.broadcast(first, 0)
     loss, grad_norm, weight_norm = first.tolist()
     sgd = OptimizerConfig(kind="sgd", lr=_FIRST_DECREASE * loss / grad_norm**2)
@@ -176,7 +175,11 @@ def in_effect(
 
 
 def expect(
-    spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
+    spec: RunSpec,
+    batches: BatchSource,
+    device: torch.device,
+    optimizer: OptimizerConfig,
+    known: Path | None = None,
 ) -> Expected:
     """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
@@ -188,13 +191,18 @@ def expect(
     tables = torch.zeros(size, dtype=torch.float64, device=device)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
-        rounded = ROUNDED[spec.precision]
-        exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
-        updates = exact.updates
-        tables[0] = _sizes(exact, shapes).to(device)
-        for table, halves in zip(tables[1:], ways, strict=True):
-            alone = OneProcess(spec, batches, device, rounded, halves=halves)
-            table.copy_(_apart(exact, alone.train(optimizer, STEPS), shapes))
+
+        def train() -> tuple[list[Tensor], Sequence[dict[str, Tensor]]]:
+            exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
+            found = [_sizes(exact, shapes)]
+            for halves in ways:
+                types = ROUNDED[spec.precision]
+                alone = OneProcess(spec, batches, device, types, halves=halves)
+                found.append(_apart(exact, alone.train(optimizer, STEPS), shapes))
+            return found, exact.updates
+
+        found, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
+        tables = torch.stack(found).to(device)
     dist.broadcast(tables, 0)
     sizes, *apart = tables.cpu()
     relative = [(table / sizes).nan_to_num(nan=0.0) for table in apart]
@@ -329,17 +337,22 @@ def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
 
 
 def run_gate(
-    spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
+    spec: RunSpec,
+    contender: Contender[Any],
+    batches: BatchSource,
+    device: torch.device,
+    known: Path | None = None,
 ) -> dict[str, Any]:
     """Train the contender and one process, and return the fields of a GateResult, which are equal
-    on all ranks. All ranks must call it."""
+    on all ranks. What one process did is looked up in the folder ``known`` and left there. All
+    ranks must call it."""
     small, source, left_out = gated_spec(spec, contender, batches)
     checks: list[GateCheck] = []
     with initial_std(small.model.hidden**-0.5):
         for part in gate_parts(small):
-            sgd, own = gate_optimizers(part, source, device)
+            sgd, own = gate_optimizers(part, source, device, known)
             for optimizer in (sgd, own):
-                expected = expect(part, source, device, optimizer)
+                expected = expect(part, source, device, optimizer, known)
                 trainer = contender.build(part.plan(), optimizer, device, part.seed)
                 layout = part.plan().layout
                 seen = observe(trainer, layout, batches=source, device=device, expected=expected)
@@ -421,16 +434,13 @@ def losses_of_one_process(
         return []
     losses = torch.zeros(steps, dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
-        size = spec.candidate.microbatch_size
-        same = [spec.model, spec.data, spec.optimizer, spec.global_batch, size, steps]
-        same += [spec.precision, spec.seed]
-        name = hashlib.sha256(f"{LOADED.digest} {device.type} {same}".encode()).hexdigest()[:16]
-        file = known / f"{name}.json"
-        if not file.exists():
+
+        def train() -> list[float]:
             alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
-            trained = alone.train(spec.optimizer, steps, updates=False)
-            write_atomically(file, json.dumps(trained.losses))
-        losses += losses.new_tensor(json.loads(file.read_text(encoding="utf-8")))
+            return alone.train(spec.optimizer, steps, updates=False).losses
+
+        values = remembered(known, spec, device, f"losses {spec.optimizer} {steps}", train)
+        losses += losses.new_tensor(values)
     dist.broadcast(losses, 0)
     return losses.tolist()
 
