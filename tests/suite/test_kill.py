@@ -27,9 +27,9 @@ from benchmarks.records.record import find_records, read_record
 from benchmarks.report import write
 from benchmarks.run import main
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.slurm.cluster import wait_until
 from tests.slurm.ranks import start_stand_in, use_stand_ins
 from tests.unit.toy_spec import mapping
+from tests.waiting import wait_until
 
 SWEEP = [
     *("-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,10", "global_batch=4"),

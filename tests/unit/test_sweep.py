@@ -20,10 +20,10 @@ from benchmarks.records.events import Events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.slurm.cluster import wait_until
 from tests.slurm.commands import Command
 from tests.slurm.ranks import use_stand_ins
 from tests.unit.toy_spec import mapping
+from tests.waiting import wait_until
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
 def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
     def git(directory: Path, *arguments: str) -> str:
         command = ("git", "-C", str(directory), *arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         return done.stdout
 
     if not git(CHECKOUT, "rev-parse", "HEAD"):
