@@ -48,4 +48,4 @@ def use_stand_ins() -> None:
     from benchmarks.report import write
 
     local.start_rank = start_stand_in  # type: ignore[assignment]
-    write.write_report = lambda *_: None
+    write.write_report = lambda *_: None  # type: ignore[assignment]
