@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -110,9 +111,10 @@ def parallelize(
         }
     )
     device = together(lambda: _device(settings.device, settings.mesh))
+    settings = replace(settings, device=device)
     sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
     plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
-    preflight.compare(lambda: _functions(settings, sizes))
+    preflight.compare(lambda: _functions(settings, sizes) | {"optimizer": str(plan.whole_groups)})
     held = together(lambda: own_layers(layers, plan, device, settings.tied))
     preflight.compare_values(held)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])

@@ -75,6 +75,9 @@ class SizedPlan:
     # The pieces that share a parameter, of a model whose shape does not say that embedding and head
     # do.
     tied_pieces: tuple[int, ...] = ()
+    # The optimizer groups whose parameters are updated whole, each by one of the ranks that have
+    # parts of it.
+    whole_groups: tuple[str, ...] = ()
     # Predicted memory per pipeline rank; empty where nothing was predicted.
     memory: tuple[MemoryBytes, ...] = ()
 
@@ -141,7 +144,8 @@ class SizedPlan:
         """What follows the passes of a step."""
         replicas = self.layout.replicate > 1
         zero1 = replicas and self.layout.replicate_zero == 1
-        return StepEnd(replicas, self.tied_stages, zero1)
+        whole = bool(self.whole_groups) and (zero1 or self.layout.shard > 1)
+        return StepEnd(replicas, self.tied_stages, zero1 or whole, whole)
 
     def ordered(self, schedule: Schedule) -> Plan:
         """The same plan with the programs of a lowered ``schedule``, which must have the plan's

@@ -321,8 +321,8 @@ def _state_of(engine: Engine) -> State:
             optimizer.update(_described(f"{{}}.{kind}", flat, value, shard.elements))
         for slot in flat.layout.slots:
             if slot.group == shard.group and len(slot.elements.intersect(shard.elements)):
-                for kind, number in state.numbers.items():
-                    optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
+                for kind, value in state.others.items():
+                    optimizer.update((f"{key}.{kind}", value) for key in _keys(slot))
     return State(
         model=model,
         optimizer=optimizer,
