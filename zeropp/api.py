@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from zeropp.parallel_model import ParallelModel
 from zeropp.plan import Plan
 from zeropp.settings import Settings, asked_for, read_keywords
 from zeropp.stages import check_ranks, own_layers, plan_layers
+
+if TYPE_CHECKING:
+    from zeropp.choose.recorder import Recorder
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -136,7 +139,7 @@ def _sizes(
         settings.sample,
         settings.sample_keywords,
         recompute,
-        record_operators=_is_priced(settings, asked),
+        recorder=_recorder() if _is_priced(settings, asked) else None,
         measure_saved=bool(asked),
         tied=settings.tied,
     )
@@ -146,6 +149,12 @@ def _sizes(
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
     preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
     return sizes
+
+
+def _recorder() -> type[Recorder]:
+    from zeropp.choose.recorder import Recorder  # not loaded where nothing is priced
+
+    return Recorder
 
 
 def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:

@@ -18,6 +18,7 @@ from zeropp.api import make_plan
 from zeropp.choose import auto
 from zeropp.choose.auto import choose
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
+from zeropp.choose.recorder import Recorder
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import cluster_of
 from zeropp.engine.walk import LayerSizes, walk
@@ -39,7 +40,7 @@ def cut_on(
 ) -> tuple[Plan, list[LayerSizes]]:
     """The plan of so many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
-    sizes = walk(layers, sample, {})
+    sizes = walk(layers, sample, {}, recorder=Recorder)
     return make_plan(settings, frozenset(), sizes, world)[0], sizes
 
 
@@ -120,7 +121,8 @@ def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Setting
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
     given = {"precision": "bf16", "cluster": "a800", **more}
     settings = Settings(sample=tokens, global_batch=4 * world, **given)
-    return choose(settings, asked_for(given), walk(makers(shape), tokens, {}), world)
+    sizes = walk(makers(shape), tokens, {}, recorder=Recorder)
+    return choose(settings, asked_for(given), sizes, world)
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -158,7 +160,7 @@ def test_degrees_are_chosen_without_a_job() -> None:
     assert values == {name: getattr(asked, name) for name in EVERYTHING}
     assert "auto" not in values.values()
     assert zeropp.choose.degrees(makers(SMALL), 8, **keywords | values) == {}
-    sizes = walk(makers(SMALL), tokens, {})
+    sizes = walk(makers(SMALL), tokens, {}, recorder=Recorder)
     plans = [
         make_plan(read_keywords([], given), asked_for(given), sizes, 8)[0]
         for given in (keywords, keywords | values)

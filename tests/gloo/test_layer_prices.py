@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tests.unit.simulated_task import cluster, preset
 from zeropp.choose.layer_prices import LayerPrices
+from zeropp.choose.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
@@ -45,7 +46,8 @@ def walked(model: str, microbatch: int) -> list[LayerSizes]:
     """The sizes of a model's pieces."""
     shape = shape_of(model)
     pieces = [lambda i=i: build_piece(shape, i, 0, "meta") for i in range(shape.num_pieces)]
-    return walk(pieces, torch.zeros(microbatch, shape.seq, dtype=torch.long), {})
+    sample = torch.zeros(microbatch, shape.seq, dtype=torch.long)
+    return walk(pieces, sample, {}, recorder=Recorder)
 
 
 def plan(model: str, microbatch: int, recompute: Recompute, cuts: tuple[int, ...]) -> SizedPlan:
@@ -105,7 +107,7 @@ SIZE = ROWS * TOKENS * WIDTH  # elements of a hidden state
 def recorded(layer: nn.Module) -> LayerOperators:
     """What the walk records of a layer between two others."""
     layers = [nn.Identity(), layer, nn.Identity()]
-    operators = walk(layers, torch.zeros(ROWS, TOKENS, WIDTH), {})[1].operators
+    operators = walk(layers, torch.zeros(ROWS, TOKENS, WIDTH), {}, recorder=Recorder)[1].operators
     assert operators is not None
     return operators
 

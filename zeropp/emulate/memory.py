@@ -35,11 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeropp.engine import deferred, flat, walk
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.interpreter import Evaluator, Passed
-from zeropp.engine.lanes import inline_lanes
-from zeropp.engine.private_names import (
+from zeropp.emulate.private_names import (
     FSDP_COPY_IN,
     FSDP_GATHERED,
     FSDP_GRADIENTS,
@@ -48,11 +44,15 @@ from zeropp.engine.private_names import (
     REDUCE_SCATTER,
     SHAPES_BY_TRIAL,
     FakeTensorMode,
-    TorchDispatchMode,
     autograd_run,
     unsharded_gradient,
     without_modes,
 )
+from zeropp.engine import deferred, flat, walk
+from zeropp.engine.errors import ErrorBarrier
+from zeropp.engine.interpreter import Evaluator, Passed
+from zeropp.engine.lanes import inline_lanes
+from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 

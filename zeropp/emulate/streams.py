@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp.emulate.private_names import group_of
 from zeropp.emulate.rendezvous import Log
-from zeropp.engine.private_names import TorchDispatchMode, group_of
+from zeropp.engine.private_names import TorchDispatchMode
 
 Clock = dict[str, int]  # by stream, the number of its last operation that has happened before
 Extent = tuple[torch.UntypedStorage, int, int]  # storage, first byte, byte after the last

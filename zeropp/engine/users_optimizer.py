@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.optimizer import build_optimizer, is_of_elements
+from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.optimizer_state import is_of_elements
 from zeropp.layout import InfeasibleError
 from zeropp.settings import MakeOptimizer
 from zeropp.training import OptimizerConfig
