@@ -194,6 +194,25 @@ def test_auto_counts_what_the_given_optimizer_keeps() -> None:
         chosen(wide, 2, **given)  # Adam's two numbers per parameter
 
 
+def test_auto_plans_for_what_must_be_whole() -> None:
+    layers, tokens = makers(SMALL), torch.zeros(1, SMALL.seq, dtype=torch.long)
+    settings = Settings(
+        sample=tokens, global_batch=8, cluster="a800", pp="auto", optimizer=two_kinds,
+        group_of=lambda name, _: "matrices" if name[0] == 1 else "others", shard=2, unit=2,
+    )  # fmt: skip
+    sizes = walk(layers, tokens, {}, recorder=Recorder)
+    plan, chosen_line = make_plan(settings, frozenset({"pp"}), sizes, 4)
+    assert plan.whole_groups == ("matrices",)
+    assert chosen_line.startswith("pp chosen")
+    ends = [str(action) for action in plan.schedule.programs[0][-3:]]
+    assert ends == ["0GATHER_WHOLE", "0UPDATE", "0GATHER_UPDATED"]
+
+
+def two_kinds(groups: Any) -> list[torch.optim.Optimizer]:
+    """One looks at all elements of a parameter, and the other at each."""
+    return [torch.optim.Adafactor(groups["matrices"]), torch.optim.SGD(groups["others"])]
+
+
 def plain_sgd(groups: Any) -> torch.optim.Optimizer:
     """Keeps nothing of a parameter."""
     return torch.optim.SGD(groups["all"], lr=0.1)

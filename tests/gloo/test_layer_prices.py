@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.unit.simulated_task import cluster, preset
-from zeropp.choose.layer_prices import LayerPrices
+from zeropp.choose.layer_prices import LayerPrices, LayerState
 from zeropp.choose.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.layout import Layout
@@ -24,6 +24,7 @@ from zeropp.model import build_piece
 from zeropp.operators import Attention, Elementwise, LayerOperators, Product
 from zeropp.plan import SizedPlan
 from zeropp.price.layers import passes_of_layer
+from zeropp.price.network import group_of
 from zeropp.price.price import pass_times
 from zeropp.price.programs import program_named
 from zeropp.schedule.program import loop_placement, unordered
@@ -98,6 +99,29 @@ def test_both_prices_of_a_stage_agree(
     # Llama and no look-up of positions for GPT. It is 3 % of a block's forward at most.
     assert embedding.pop("forward") == pytest.approx(1.0, abs=0.65)
     assert_near([embedding], 0.035)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_what_is_updated_whole_is_priced(replicas: int) -> None:
+    """Every element moves three times in fp32, from one rank to another, and a rank holds values
+    and gradients of its share."""
+    sizes, on = walked("llama_8b", 1), cluster("h100")
+    numbers = [layer.parameters for layer in sizes]
+    states = [LayerState(4.0 * n, 4.0 * n, 4.0 * n) for n in numbers]
+    layout = Layout(pp=2, shard=4, replicate=replicas, replicate_zero=1 if replicas > 1 else 0)
+    parts = replace(plan("llama_8b", 1, "none", (0, 3, 6)), layout=layout)
+    whole = replace(parts, whole_groups=("all",))
+    prices = LayerPrices(sizes, states)
+    for stage, held in enumerate((sum(numbers[:3]), sum(numbers[3:]))):
+        before, cost = (prices.times(one, on).stages[stage] for one in (parts, whole))
+        assert before.gather_whole == before.gather_updated == 0.0
+        assert cost.gather_whole == 2 * cost.gather_updated
+        share = 4 * held / layout.dp
+        rate = group_of(on, layout, "replicate" if replicas > 1 else "shard").rate
+        assert cost.gather_updated == pytest.approx(0.75 * share / rate, rel=0.1)
+        memory = prices.memory(whole, on).memory[stage]
+        assert memory.whole == pytest.approx(4 * share)
+        assert prices.memory(parts, on).memory[stage].whole == 0
 
 
 ROWS, TOKENS, WIDTH = 2, 16, 64

@@ -318,6 +318,11 @@ def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
         assert trial.whole == (("matrices",) if kind == "muon and adamw" else both), kind
     kept = try_optimizer(KINDS["muon and adamw"], ["matrices", "others"], cpu).state_bytes
     assert kept == {"matrices": 4.0, "others": 8.0}
+    mixed = lambda groups: [  # noqa: E731
+        torch.optim.Adafactor(groups["matrices"]),
+        torch.optim.AdamW(groups["others"]),
+    ]
+    assert try_optimizer(mixed, ["matrices", "others"], cpu).whole == ("matrices",)
     begins_with_0 = of_all(lambda p: OwnMuon(p, lr=0.0))
     assert try_optimizer(begins_with_0, ["matrices", "others"], cpu).whole
 

@@ -121,7 +121,7 @@ class FlatLayout:
     def whole_slots(self) -> list[Slot]:
         """The parameters that this rank updates whole."""
         span = self.spans[self.rank] if self.spans else ElementRange(0, 0)
-        return [slot for slot in self.slots if span.begin <= slot.begin < span.end]
+        return [slot for slot in self.slots if len(slot.elements.intersect(span))]
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,12 @@ def try_optimizer(
             )
         try:
             flat, rows = _steps(asked, both | {name: [(2 * _ELEMENTS,)]}, device)
-            is_same = _same(rows[name][0], torch.cat([first.flatten(), second.flatten()]))
+            row = rows[name][0]
+            is_same = _same(row, torch.cat([first.flatten(), second.flatten()]))
+            if is_same and _can_be_cut(flat.state.get(row, {}), row):
+                continue
         except InfeasibleError:
-            is_same = False
-        if is_same and all(map(_can_be_cut, flat.state, flat.state.values())):
-            continue
+            pass
         whole.append(name)
         if not _same(_steps(asked, alone, device, late=True)[1][name][0], first):
             raise InfeasibleError(
@@ -186,7 +187,7 @@ def _refusal(what: str) -> Iterator[None]:
         raise InfeasibleError(f"optimizer: {what}: {lines[0]}") from error
 
 
-def _can_be_cut(tensor: Tensor, values: Mapping[str, Any]) -> bool:
+def _can_be_cut(values: Mapping[str, Any], tensor: Tensor) -> bool:
     """Whether what an optimizer keeps of a tensor is one number per element, or one for all."""
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     return all(is_of_elements(value, tensor) or not value.dim() for value in tensors)
