@@ -75,10 +75,12 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans = pd.read_csv(_REFERENCE / "claim_33" / "plans.csv")
+    plans, repriced = (
+        pd.read_csv(_REFERENCE / "claim_33" / name) for name in ("plans.csv", "assumptions.csv")
+    )
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, [cell.key for cell in cells])
+    return page_tables(plans, repriced, [cell.key for cell in cells])
 
 
 def _accuracy(which: str) -> str:
