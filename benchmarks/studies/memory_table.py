@@ -1,7 +1,7 @@
 """Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
 with that of the real code.
 
-Every plan's first, middle and last pipeline rank is traced (``zeropp.emulate.memory``) and priced.
+Every plan's first, middle and last pipeline rank is traced (``zeropp.emulate.trace``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
 priced again but not traced again: delete the rows of a contender whose code has changed. The file
 is written after every plan, so a run that was stopped goes on where it was.
@@ -31,7 +31,7 @@ from benchmarks.specification.run_spec import knobs_from
 from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
-from zeropp.emulate.memory import trace_ranks
+from zeropp.emulate.trace import trace_ranks
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
-from zeropp import emulate
-from zeropp.emulate.rendezvous import Issued
-from zeropp.emulate.streams import VirtualDevice
-from zeropp.engine import lanes
-from zeropp.engine.errors import ErrorBarrier
+from zeropp.emulate import emulated
+from zeropp.emulate.log import Issued
 from zeropp.model import build_model, cross_entropy
 from zeropp.shape import ModelShape
 
@@ -57,7 +53,7 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
     with ExitStack() as stack:
         fused = partial(torch.optim.AdamW, fused=True)  # as on CUDA
         stack.enter_context(mock.patch("torch.optim.AdamW", fused))
-        device = stack.enter_context(_as_on_a_gpu()) if emulate else None
+        device = stack.enter_context(emulated()) if emulate else None
         if fault is not None:
             make, _ = (FAULTS | CONTROLS)[fault]
             stack.enter_context(make())
@@ -67,26 +63,6 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
     if device is None:
         return Found(numbers, [], [], program)
     return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
-
-
-@contextmanager
-def _as_on_a_gpu() -> Iterator[VirtualDevice]:
-    """Emulation, in which the engine takes the ways that it takes on CUDA: lanes are streams, and
-    what runs on gloo groups beside NCCL stays on the CPU."""
-    exchange = ErrorBarrier.exchange
-    with (
-        emulate.emulated() as device,
-        mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where, name)),
-    ):
-
-        def exchange_on_cpu(self: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
-            with device.unseen():
-                found = exchange(self, numbers)
-            device.log.meet("the barrier", dist.get_world_size())
-            return found
-
-        with mock.patch.object(ErrorBarrier, "exchange", exchange_on_cpu):
-            yield device
 
 
 def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:

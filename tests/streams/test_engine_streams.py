@@ -14,7 +14,8 @@ from tests.streams.cases import CASES
 from tests.streams.emulation import Case, Found, run_case
 from tests.streams.faults import CONTROLS, FAULTS
 from tests.unit.device_orders import logs_of
-from zeropp.emulate.rendezvous import Issued, hanging_waits, mismatches, stuck
+from zeropp.emulate.log import Issued
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule.program import Schedule, loop_placement, parse_action
 
 
