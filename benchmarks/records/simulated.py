@@ -74,8 +74,8 @@ def plan_record(
     setting: Mapping[str, Any] | None = None,
     predicted: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """The record of the plan of a ``contender``, or of a row of a comparison, in a study: of one that
-    was simulated, with its ``setting`` (the fields of its ``Candidate``) and what is
+    """The record of the plan of a ``contender``, or of a row of a comparison, in a study: of one
+    that was simulated, with its ``setting`` (the fields of its ``Candidate``) and what is
     ``predicted``, or, without both, of none that fits.
 
     ``bandwidth`` multiplies the inter-node bandwidth of the task's cluster. ``commit`` is as in

@@ -1,5 +1,5 @@
-"""The registration of contenders, and the rows of the verdict's comparison: the only place that names
-them all. Imports no torch.
+"""The registration of contenders, and the rows of the verdict's comparison: the only place that
+names them all. Imports no torch.
 
 To add a contender, make its folder, add its entry here, and add a file with its knobs to
 ``conf/contender/``; ``docs/extending.md`` has an example.
@@ -68,7 +68,7 @@ def _has_pipeline(knobs: Any) -> bool:
 
 
 def _sums_in_fp32(knobs: Any) -> bool:
-    return bool(getattr(knobs, "grad_accum_dtype", "fp32") == "fp32")
+    return bool(knobs.grad_accum_dtype == "fp32")
 
 
 def whole(contender: Contender[Any]) -> Compared:

@@ -1,15 +1,14 @@
 """What the best plans would take with other constants of the machines.
 
-Some constants of ``conf/cluster`` are assumed, and the others are known within a range. The best plan
-of every row and cell is priced again with one constant at a time at either end of its range. Plans
-stay as they are: a search with another constant would find plans at least as fast for everybody, so
-that what a constant moves is overstated rather than understated.
+Some constants of ``conf/cluster`` are assumed, and the others are known within a range. The best
+plan of every row and cell is priced again with one constant at a time at either end of its range.
+Plans stay as they are: a search with another constant would find plans at least as fast for
+everybody, which this leaves out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks.studies.claim_33.cells import Cell, candidate_of
 from zeropp.cluster import Cluster

@@ -107,8 +107,8 @@ def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
 def winner_of(
     cell: Cell, tolerance: float, row: Compared, known: str = ""
 ) -> Evaluated[Any] | None:
-    """A row's best plan; None if none fits. The search begins with the setting ``known``, unless the
-    contender no longer has its knobs or the row does not allow them."""
+    """A row's best plan; None if none fits. The search begins with the setting ``known``, unless
+    the contender no longer has its knobs or the row does not allow them."""
     begin = []
     with suppress(SpecError):
         begin = [candidate_of(known)[1]] if known else []

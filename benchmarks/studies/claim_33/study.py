@@ -1,8 +1,8 @@
 """Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the pictures.
 
-``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated it,
-and ``assumptions.csv`` what its best plans would take with other constants; every table, figure and
-sentence of the verdict is derived from these two and from the errors of published runs.
+``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
+it, and ``assumptions.csv`` what its best plans would take with other constants; every table, figure
+and sentence of the verdict is derived from these two and from the errors of published runs.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def _runnable() -> list[Compared]:
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, assumptions.csv, verdict.csv, verdict.md and the pictures into ``report_dir``.
-    With a launcher other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
+    """Write plans.csv, assumptions.csv, verdict.csv, verdict.md and the pictures into
+    ``report_dir``. With a launcher other than ``simulate``, run the best plans on
+    ``verdict.clusters`` instead.
 
     Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
     a change of the cost model or of the schedules. Searches begin with the committed best plans, or

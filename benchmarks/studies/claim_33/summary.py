@@ -23,8 +23,8 @@ from benchmarks.studies.claim_33.uncertainty import Uncertainty
 
 
 def summary(verdicts: pd.DataFrame, uncertainty: Uncertainty) -> str:
-    """The verdict in Markdown: counts, then all cells at the clusters' own bandwidth. Best plans have
-    the ``uncertainty`` of their ratios."""
+    """The verdict in Markdown: counts, then all cells at the clusters' own bandwidth. Best plans
+    have the ``uncertainty`` of their ratios."""
     own = verdicts[verdicts.bandwidth == 1.0]
     lines = ["# Verdict on the 33 % (simulated)", "", ZEROPP.caveat, ""]
     for mode, setting in MODES.items():
@@ -54,9 +54,7 @@ def _counts(cells: pd.DataFrame, name: str) -> str:
 
 def _with_error(uncertainty: Uncertainty, name: str) -> str:
     """The medians over a row and the number of cells at the claim, each with its error."""
-    medians = [
-        f"{median.text} with {words}" for words, median in uncertainty.medians[name].items()
-    ]
+    medians = [f"{median.text} with {words}" for words, median in uncertainty.medians[name].items()]
     count = uncertainty.reached(name)
     return (
         f" With the simulator's errors (90 % of draws), the median is {', and '.join(medians)}; at "
@@ -65,8 +63,8 @@ def _with_error(uncertainty: Uncertainty, name: str) -> str:
 
 
 def _table(rows: pd.DataFrame, judged: Sequence[str]) -> str:
-    """One row per cell: speeds and memory, then speed-up and verdict over each judged row. A speed-up
-    of best plans has the ends of its error."""
+    """One row per cell: speeds and memory, then speed-up and verdict over each judged row. A
+    speed-up of best plans has the ends of its error."""
     names = ["zeropp", *judged]
     labels = {"zeropp": "ZeroPP", **BASELINES}
     head = ["model", "cluster", "GPUs", "batch"]

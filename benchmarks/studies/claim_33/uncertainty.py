@@ -3,13 +3,14 @@
 A simulated ratio of two programs is off by what the simulator misses of each program, and by the
 constants that it assumes. Both are drawn many times:
 
-* *Errors of programs*, from the committed predictions of published runs on the generations of devices
-  that the verdict has. The error of a run, ln(predicted speed / published speed), is taken apart
-  into the median error of its program, which all cells of that program have in common, and the
-  rest, which every cell has for itself. A draw gives each program of the comparison, ZeroPP among
-  them, the common error of some published program, and each cell the rest of some run; every
-  published program has the same weight, however many runs it published. The errors of a device are
-  common to all programs of a cell, so common errors are taken around their median.
+* *Errors of programs*, from the committed predictions of published runs on the generations of
+  devices that the verdict has. The error of a run, ln(predicted speed / published speed), is taken
+  apart into the median error of its program, which all cells of that program have in common, and
+  the rest, which every cell has for itself. A draw gives each program of the comparison, ZeroPP
+  among them, the common error of some published program, and each of its cells the rest of some
+  run; every published program has the same weight, however many runs it published. What is wrong
+  with a device is wrong for both programs of a cell, so common errors are taken around their
+  median.
 * *Assumptions* (``assumptions``), each at a place in its range that is drawn once for all cells.
 
 What is published partly depends on the same constants, so some of the error is counted twice.
@@ -193,8 +194,8 @@ class Uncertainty:
 
 
 def judged(plans: pd.DataFrame, repriced: pd.DataFrame) -> tuple[pd.DataFrame, Uncertainty]:
-    """The judged cells (``judge``), and the uncertainty of those with best plans at the clusters' own
-    bandwidth, whose ends are the columns ``low_over_NAME`` and ``high_over_NAME``."""
+    """The judged cells (``judge``), and the uncertainty of those with best plans at the clusters'
+    own bandwidth, whose ends are the columns ``low_over_NAME`` and ``high_over_NAME``."""
     verdicts = judge(plans)
     own = (verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)
     uncertainty = Uncertainty(verdicts[own], repriced, program_errors())
