@@ -94,8 +94,8 @@ def _short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         f"{core_4} with four or more: medians over cells, and in brackets where the simulator's "
         f"known errors leave them in 90 % of draws. Over DeepSpeed's it is {three_1} and {three_4} "
         f"where DeepSpeed has a pipeline, as the claim's opponent does, and {any_1} and {any_4} "
-        f"where DeepSpeed runs its fastest layout in any of its engines, so that the claimed {CLAIM} "
-        f"times is reached in {three} and in {any_engine} of the cells."
+        "where DeepSpeed runs its fastest layout in any of its engines, so that the claimed "
+        f"{CLAIM} times is reached in {three} and in {any_engine} of the cells."
     )
 
 
@@ -115,9 +115,9 @@ def _kempnerforge(uncertainty: Uncertainty) -> str:
         f"The published runs nearest to ZeroPP's layout, {len(errors)} of KempnerForge's PP × "
         f"ZeRO-3 on {devices}, took {slower.min():.2f} to {slower.max():.2f} times as long as the "
         f"simulator says: it prices them {1 - 1 / slower.min():.0%} to {1 - 1 / slower.max():.0%} "
-        "too fast. They gather per microbatch and have tensor parallelism, too; were ZeroPP's price "
-        "as wrong as the median of theirs and no other price wrong, the medians over Megatron-Core "
-        f"would be {there}."
+        "too fast. They gather per microbatch and have tensor parallelism, too; were ZeroPP's "
+        "price as wrong as the median of theirs and no other price wrong, the medians over "
+        f"Megatron-Core would be {there}."
     )
 
 

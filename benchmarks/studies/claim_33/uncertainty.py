@@ -80,7 +80,7 @@ def program_errors() -> ProgramErrors:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and the ends of the interval that has it with a probability of 90 %."""
+    """A simulated value, and the ends between which 90 % of the draws are."""
 
     value: float
     low: float
@@ -131,6 +131,8 @@ class Uncertainty:
         chosen = np.isfinite(self.simulated(name))  # both have a plan that fits
         if cells is not None:
             chosen &= cells.to_numpy(dtype=bool)
+        if not chosen.any():
+            return Interval(np.nan, np.nan, np.nan)
         value = float(of(self.simulated(name)[chosen]))
         low, high = np.quantile(of(self.drawn[name][:, chosen]), LIMITS)
         return Interval(value, float(low), float(high))
@@ -161,14 +163,11 @@ class Uncertainty:
     def moved_medians(self, name: str) -> dict[str, list[tuple[float, float]]]:
         """By the words for the sequences per GPU, the median ratio over a row at both ends of the
         range of each of ``ASSUMPTIONS``."""
-        simulated = self.simulated(name)
+        ratios = [[self.simulated(name) * end for end in ends] for ends in self.moved(name)]
         return {
             words: [
-                (
-                    float(np.nanmedian((simulated * low)[cells])),
-                    float(np.nanmedian((simulated * high)[cells])),
-                )
-                for low, high in self.moved(name)
+                (float(pd.Series(low)[cells].median()), float(pd.Series(high)[cells].median()))
+                for low, high in ratios
             ]
             for words, cells in by_batch(self._best.reset_index()).items()
         }
