@@ -16,9 +16,16 @@ from benchmarks.report.frame import row_of
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.studies.claim_33 import study
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS, RepricedPlan
-from benchmarks.studies.claim_33.cells import Cell, CellPart, candidate_of, priced_again, winner_of
+from benchmarks.studies.claim_33.cells import (
+    CELL,
+    Cell,
+    CellPart,
+    candidate_of,
+    priced_again,
+    winner_of,
+)
 from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, PUBLIC_3D, judge
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.claim_33.summary import summary
 from benchmarks.studies.claim_33.uncertainty import (
@@ -289,7 +296,7 @@ def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
     assert {name for name, (low, high) in ends.items() if low == high} <= {"device.launch_us"}
     slow, fast = (times[column] for column in ASSUMPTIONS[0].columns)
-    assert slow <= line["step_s"] <= fast  # the slowdown beside collectives
+    assert slow <= float(str(line["step_s"])) <= fast  # the slowdown beside collectives
     same = replace(ASSUMPTIONS[0], low=1.0).applied(cell.task.cluster, 1.0)
     assert (
         replace(same, name=cell.task.cluster.name, device=cell.task.cluster.device)

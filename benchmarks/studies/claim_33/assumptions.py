@@ -8,10 +8,23 @@ everybody, which this leaves out.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from benchmarks.studies.claim_33.cells import Cell, candidate_of
+import pandas as pd
+
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.command import workers
+from benchmarks.specification.progress import track
+from benchmarks.studies.claim_33.cells import CELL, Cell, candidate_of
 from zeropp.cluster import Cluster
+
+REPRICED = "assumptions.csv"  # seconds per step of every best plan under every assumption
+_KEYS = [*CELL, "contender", "step_s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +146,35 @@ class RepricedPlan:
                 assumption.columns, (assumption.low, assumption.high), strict=True
             )
         }
+
+
+def price_assumptions(
+    plans: pd.DataFrame, cells: Iterable[Cell], path: Path, *, anew: bool
+) -> None:
+    """Price the best ``plans`` at the clusters' own bandwidth under every assumption, and write the
+    table ``path``, of which lines of the same plans are kept unless ``anew``."""
+    by_key = {cell.key: cell for cell in cells if cell.bandwidth == 1.0}
+    best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
+    keys = best[_KEYS].itertuples(index=False, name=None)
+    jobs = {
+        key: RepricedPlan(by_key[key[: len(CELL)]], setting)
+        for key, setting in zip(keys, best["setting"], strict=True)
+        if key[: len(CELL)] in by_key
+    }
+    lines = {} if anew else _lines(path)
+    with workers(os.cpu_count() or 1) as pool:
+        running = {pool.submit(job.step_s): key for key, job in jobs.items() if key not in lines}
+        for done in track(as_completed(running), len(running), "plans under other constants"):
+            key = running[done]
+            lines[key] = dict(zip(_KEYS, key, strict=True)) | done.result()
+    table = pd.DataFrame([lines[key] for key in jobs])
+    write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+
+
+def _lines(path: Path) -> dict[tuple[Any, ...], dict[Any, Any]]:
+    """The lines of a table by cell, row and step; none of a table of other assumptions."""
+    columns = [column for assumption in ASSUMPTIONS for column in assumption.columns]
+    if not path.exists() or list(pd.read_csv(path, nrows=0)) != [*_KEYS, *columns]:
+        return {}
+    lines = pd.read_csv(path).to_dict("records")
+    return {tuple(line[key] for key in _KEYS): line for line in lines}

@@ -27,6 +27,9 @@ from zeropp.cluster import Cluster
 from zeropp.literals import Precision
 from zeropp.shape import ModelShape
 
+# The columns of the tables that name a cell: ``Cell.key``.
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
+
 
 @dataclass(frozen=True)
 class Cell:

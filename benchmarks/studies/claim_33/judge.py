@@ -20,6 +20,7 @@ import pandas as pd
 from benchmarks.report import display
 from benchmarks.report.table import markdown_table
 from benchmarks.specification.contenders import COMPARED
+from benchmarks.studies.claim_33.cells import CELL
 from zeropp.price.lost_time import TimeBreakdown
 
 CLAIM = 1.33
@@ -31,25 +32,25 @@ BASELINES = {row.name: row.label for row in COMPARED.values() if row.name != "ze
 JUDGED = ("deepspeed_3d", "deepspeed_best", "megatron_core", "best_3d")
 EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
 BOUND = "best_3d"
-# The rows whose plans the bound may take: those of TP x PP x DP, the bound's own search first.
-PUBLIC_3D = (
-    BOUND,
-    "deepspeed_3d",
-    "deepspeed_best",
-    "megatron_deepspeed",
-    "megatron_core",
-    "zero_bubble",
-)
+# A search ends within its tolerance of the best plan, so one row may end with a plan slower than
+# that of another row whose plans are among its own; then it takes that plan. The bound takes those
+# of all programs of TP x PP x DP.
+PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
+_TAKES = {
+    "deepspeed_3d": ("deepspeed_3d_fp32",),
+    "deepspeed_best_fp32": ("deepspeed_3d_fp32",),
+    "deepspeed_best": ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32"),
+    BOUND: ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32", *PUBLIC_3D),
+}
 # The bases of comparison, in words.
 MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
-CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 KEYS = [*CELL, "mode"]
 
 
 def judge(plans: pd.DataFrame) -> pd.DataFrame:
     """One row per cell and mode: speed, memory, speed-ups over each baseline, and the verdict. The
-    bound is the fastest public 3D plan (``with_bound``)."""
-    wide = with_bound(plans).pivot(index=KEYS, columns="contender")
+    bound is the fastest public 3D plan (``with_shared_plans``)."""
+    wide = with_shared_plans(plans).pivot(index=KEYS, columns="contender")
     priced = set(plans[[*KEYS, "contender"]].itertuples(index=False, name=None))
     rows = []
     for key, row in wide.iterrows():
@@ -71,17 +72,24 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def with_bound(plans: pd.DataFrame) -> pd.DataFrame:
-    """The rows, with the bound's row of every cell replaced by the fastest one of all public 3D
-    programs. A search ends within its tolerance of the best plan, so that the bound's own search
-    may end with a plan slower than that of a program whose plans are among the bound's."""
-    public = plans[plans.contender.isin(PUBLIC_3D)]
-    public = public.sort_values("contender", key=lambda names: names != BOUND, kind="stable")
-    public = public.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
-    place = plans[plans.contender == BOUND].reset_index()[["index", *KEYS]]
-    fastest = place.merge(public.drop_duplicates(KEYS), on=KEYS).set_index("index")
-    others = plans[plans.contender != BOUND]
-    return pd.concat([others, fastest.assign(contender=BOUND)])[plans.columns].sort_index()
+def plans_of(name: str) -> tuple[str, ...]:
+    """The rows whose plans are among those of a row, itself first."""
+    return (name, *_TAKES.get(name, ()))
+
+
+def with_shared_plans(plans: pd.DataFrame) -> pd.DataFrame:
+    """The plans, with those of rows that may take another row's replaced by the fastest of all that
+    they may take: the bound's by that of all public 3D programs."""
+    taken = plans
+    for name in _TAKES:
+        own = plans[plans.contender.isin(plans_of(name))]
+        own = own.sort_values("contender", key=lambda names: names != name, kind="stable")
+        own = own.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+        place = plans[plans.contender == name].reset_index()[["index", *KEYS]]
+        fastest = place.merge(own.drop_duplicates(KEYS), on=KEYS).set_index("index")
+        others = taken[taken.contender != name]
+        taken = pd.concat([others, fastest.assign(contender=name)])[plans.columns].sort_index()
+    return taken
 
 
 def reached(cells: pd.DataFrame, name: str) -> tuple[int, int]:
@@ -177,7 +185,7 @@ class _Slower:
 def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
     """The cells in which ZeroPP is behind the bound by more than a tie: which losses differ, with
     which plans, and what most of them have in common."""
-    rows = with_bound(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
+    rows = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
     rows = rows.set_index([*CELL, "contender"], drop=False)
     slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
     keys = slower[CELL].itertuples(index=False, name=None)
@@ -195,7 +203,7 @@ def bound_note(plans: pd.DataFrame) -> str:
     """In how many cells the bound is another program's plan."""
     best = plans[plans["mode"] == "best"].set_index([*KEYS, "contender"])
     speeds = best.tokens_per_s_per_gpu.unstack()
-    raised = with_bound(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
+    raised = with_shared_plans(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
     count = int((raised[BOUND].reindex(speeds.index) > speeds[BOUND]).sum())
     return (
         f"In {count} of {len(speeds)} cells the search for {BASELINES[BOUND]} ended, within its "

@@ -10,10 +10,10 @@ from benchmarks.report import display
 from benchmarks.report.evidence import published_errors
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS
+from benchmarks.studies.claim_33.cells import CELL
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
     BOUND,
-    CELL,
     CLAIM,
     COMPARABLE,
     EQUAL,

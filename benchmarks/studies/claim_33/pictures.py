@@ -15,7 +15,7 @@ from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED, with_bound
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED, with_shared_plans
 from benchmarks.studies.claim_33.uncertainty import Uncertainty
 from zeropp.price.lost_time import TimeBreakdown
 
@@ -80,7 +80,7 @@ def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
     batch and one bar per row.
     """
     band = spec.bandwidth
-    plans = with_bound(plans)
+    plans = with_shared_plans(plans)
     own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
     own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
     panels = {

@@ -30,10 +30,11 @@ from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import COMPARED, CONTENDERS, Compared, whole
-from benchmarks.specification.progress import progress_line, track
+from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
-from benchmarks.studies.claim_33.assumptions import RepricedPlan
+from benchmarks.studies.claim_33.assumptions import REPRICED, price_assumptions
 from benchmarks.studies.claim_33.cells import (
+    CELL,
     Cell,
     CellPart,
     VerdictSpec,
@@ -43,7 +44,6 @@ from benchmarks.studies.claim_33.cells import (
     winner_of,
 )
 from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.judge import CELL
 from benchmarks.studies.claim_33.pictures import draw
 from benchmarks.studies.claim_33.summary import summary
 from benchmarks.studies.claim_33.uncertainty import judged
@@ -52,7 +52,6 @@ T = TypeVar("T")
 
 COMMITTED = CHECKOUT / "results" / "reference" / "claim_33" / TABLE
 _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
-REPRICED = "assumptions.csv"  # seconds per step of every best plan under every assumption
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
@@ -109,8 +108,9 @@ def run(config: dict[str, Any]) -> int:
     known = _committed_settings() if config["search"] == "known" else {}
     anew = config["rerun"] == "all"
     simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
-    price_assumptions(cells, out, anew=anew)
-    write_verdict(pd.read_csv(out / TABLE), pd.read_csv(out / REPRICED), spec, out)
+    plans = pd.read_csv(out / TABLE)
+    price_assumptions(plans, cells, out / REPRICED, anew=anew)
+    write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
 
 
@@ -182,35 +182,6 @@ def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Fut
             left_s = (time.monotonic() - started) * (effort / settled - 1)
             bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
             bar.advance(line)
-
-
-def price_assumptions(cells: list[Cell], out: Path, *, anew: bool) -> None:
-    """Price the best plans of ``plans.csv`` at the clusters' own bandwidth under every assumption,
-    and write ``assumptions.csv``, of which lines of the same plans are kept unless ``anew``."""
-    plans = pd.read_csv(out / TABLE)
-    best = plans[(plans["mode"] == "best") & (plans["bandwidth"] == 1.0) & plans["step_s"].notna()]
-    keys = [*CELL, "contender", "step_s"]
-    have: dict[tuple[object, ...], dict[str, Any]] = {}
-    if (out / REPRICED).exists() and not anew:
-        lines = pd.read_csv(out / REPRICED)
-        have = {tuple(line[key] for key in keys): line for line in lines.to_dict("records")}
-    by_key = {cell.key: cell for cell in cells}
-    wanted = best[best[CELL].apply(tuple, axis=1).isin(by_key)]
-    settings = dict(
-        zip(wanted[keys].itertuples(index=False, name=None), wanted["setting"], strict=True)
-    )
-    jobs = {
-        key: RepricedPlan(by_key[key[: len(CELL)]], text)
-        for key, text in settings.items()
-        if key not in have
-    }
-    with workers(os.cpu_count() or 1) as pool:
-        running = {pool.submit(job.step_s): key for key, job in jobs.items()}
-        for done in track(as_completed(running), len(running), "plans under other constants"):
-            key = running[done]
-            have[key] = dict(zip(keys, key, strict=True)) | done.result()
-    table = pd.DataFrame([have[key] for key in settings])
-    write_atomically(out / REPRICED, table.to_csv(index=False, float_format="%.6g"))
 
 
 def _committed_settings() -> dict[object, str]:

@@ -29,15 +29,14 @@ import pandas as pd
 from benchmarks.report.evidence import published_errors
 from benchmarks.specification.contenders import COMPARED
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS
+from benchmarks.studies.claim_33.cells import CELL
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
-    BOUND,
-    CELL,
     CLAIM,
     JUDGED,
-    PUBLIC_3D,
     by_batch,
     judge,
+    plans_of,
 )
 
 Array = npt.NDArray[np.float64]
@@ -185,10 +184,9 @@ class Uncertainty:
         ]
 
     def _step_s(self, name: str) -> pd.DataFrame:
-        """Seconds per step of a row under every assumption, by cell; the bound's are those of the
-        fastest public 3D plan."""
-        names = PUBLIC_3D if name == BOUND else (name,)
-        rows = self._repriced[self._repriced["contender"].isin(names)].drop(columns="contender")
+        """Seconds per step under every assumption, by cell, of the fastest plan that a row has."""
+        own = self._repriced["contender"].isin(plans_of(name))
+        rows = self._repriced[own].drop(columns="contender")
         return rows.groupby(CELL).min().reindex(self._best.index)
 
 
