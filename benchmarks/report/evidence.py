@@ -148,14 +148,14 @@ def evidence_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("evidence", "Kinds of evidence", columns, distances)
 
 
-def published_errors() -> pd.DataFrame:
-    """One row per published measurement that was predicted.
+def published_errors(*more: str) -> pd.DataFrame:
+    """One row per published measurement that was predicted, with ``more`` columns of the table.
 
     Columns: ``source``, ``role`` (whether constants were fitted on it, a trait was adjusted to
     it, or neither), ``program``, ``device``, ``quantity`` (speed or memory) and ``error`` =
     simulated / published - 1.
     """
-    named = ["source", "role", "program", "device"]
+    named = ["source", "role", "program", "device", *more]
     columns = [*named, "metric", "unit", "relative_error", "first_of_run"]
     table = pd.read_csv(VALIDATION, usecols=columns)
     table = table[(table["first_of_run"] == "yes") & (table["unit"] != "yes/no")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.report import display
@@ -25,7 +26,14 @@ from benchmarks.studies.claim_33.judge import (
     reached,
     unfit,
 )
-from benchmarks.studies.claim_33.uncertainty import Interval, Uncertainty, judged
+from benchmarks.studies.claim_33.uncertainty import (
+    SEED,
+    Interval,
+    Uncertainty,
+    judged,
+    program_errors,
+    published_pairs,
+)
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
 
@@ -47,11 +55,12 @@ _REPRODUCED = [
 def page_tables(
     plans: pd.DataFrame, repriced: pd.DataFrame, configured: Collection[Key]
 ) -> dict[str, str]:
-    """Markdown by name: sentences (``short``, ``kempnerforge``, ``answer``, ``sums``, ``bound``,
-    ``missing``, ``pipelines``, ``exposed``) and tables (``headline``, ``assumptions``, ``cells``,
-    ``best``, ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``,
-    ``paper``). ``plans`` are the rows, ``repriced`` those of ``assumptions.csv``, and
-    ``configured`` the keys of all cells that the study's configuration asks for.
+    """Markdown by name: a number (``num_own``), sentences (``short``, ``kempnerforge``,
+    ``answer``, ``sums``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
+    (``headline``, ``assumptions``, ``cells``, ``best``, ``limit``, ``behind``, ``reproduced``,
+    ``memory``, ``network``, ``equal``, ``paper``). ``plans`` are the rows, ``repriced`` those of
+    ``assumptions.csv``, and ``configured`` the keys of all cells that the study's configuration
+    asks for.
     """
     verdicts, uncertainty = judged(plans, repriced)
     own = verdicts[verdicts.bandwidth == 1.0]
@@ -61,6 +70,8 @@ def page_tables(
     return {
         "short": _short(best, uncertainty),
         "kempnerforge": _kempnerforge(uncertainty),
+        "num_own": str(len(best)),
+        "errors": _errors(),
         "headline": _headline(best, uncertainty),
         "answer": _answer(best, uncertainty),
         "sums": _sums(uncertainty),
@@ -141,6 +152,25 @@ def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         for head in (f"{words}: median", "its error (90 %)", "single cells")
     ]
     return markdown_table(["ZeroPP over", *heads, f"cells at {CLAIM} or more (90 %)"], rows)
+
+
+def _errors() -> str:
+    """From how many programs and runs errors are drawn, and how large they are beside those of
+    published pairs."""
+    errors, rng = program_errors(), np.random.default_rng(SEED)
+    drawn = np.abs(np.expm1(errors.draw(rng, 1) - errors.draw(rng, 1)))
+    published = np.abs(np.expm1(published_pairs()))
+    sizes = (
+        f"{np.median(each):.1%} in the median and {np.quantile(each, 0.9):.1%} in the 90th "
+        "percentile"
+        for each in (drawn, published)
+    )
+    return (
+        f"Errors of programs are drawn from {sum(map(len, errors.rest))} published runs of "
+        f"{len(errors.rest)} programs. The ratio of two programs drawn so is off by "
+        f"{next(sizes)}; {len(published)} pairs of published runs of two programs with one model, "
+        f"batch and number of devices are off by {next(sizes)}."
+    )
 
 
 def _sums(uncertainty: Uncertainty) -> str:

@@ -44,7 +44,7 @@ DEVICES = ("a100", "a800", "h100", "h800", "h200")  # the generations of the ver
 FEWEST_RUNS = 5  # of a program whose median error counts
 DRAWS = 4000
 LIMITS = (0.05, 0.95)  # an interval's ends, as shares of the draws
-_SEED = 33
+SEED = 33
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,30 @@ class ProgramErrors:
 
 def program_errors() -> ProgramErrors:
     """The errors of all programs with enough published runs on ``DEVICES``."""
-    table = published_errors()
-    table = table[(table["quantity"] == "speed") & table["device"].isin(DEVICES)]
-    runs = [
-        np.log1p(group["error"].to_numpy(dtype=float))
-        for _, group in table.groupby("program")
-        if len(group) >= FEWEST_RUNS
-    ]
+    table = _published()
+    runs = [group["error"].to_numpy(dtype=float) for _, group in table.groupby("program")]
     medians = np.array([np.median(run) for run in runs])
     rest = tuple(run - median for run, median in zip(runs, medians, strict=True))
     return ProgramErrors(medians - np.median(medians), rest)
+
+
+def _published(*more: str) -> pd.DataFrame:
+    """The published runs from which errors are drawn, ``error`` as a logarithm."""
+    table = published_errors(*more)
+    table = table[(table["quantity"] == "speed") & table["device"].isin(DEVICES)]
+    table = table[table.groupby("program")["error"].transform("size") >= FEWEST_RUNS]
+    return table.assign(error=np.log1p(table["error"]))
+
+
+def published_pairs() -> Array:
+    """The errors of ratios, ln(predicted / published), of all pairs of published runs of two
+    programs with one model, batch, device and number of devices."""
+    same = ["layers", "hidden", "heads", "ffn", "vocab", "seq", "num_gpus", "global_batch"]
+    table = _published(*same).reset_index()
+    pairs = table.merge(table, on=[*same, "device"], suffixes=("", "_other"))
+    pairs = pairs[(pairs["index"] < pairs["index_other"])]
+    pairs = pairs[pairs["program"] != pairs["program_other"]]
+    return np.asarray(pairs["error"] - pairs["error_other"], dtype=float)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ class Uncertainty:
     def __init__(self, best: pd.DataFrame, repriced: pd.DataFrame, errors: ProgramErrors) -> None:
         self._best = best.set_index(CELL)
         self._repriced = repriced
-        rng = np.random.default_rng(_SEED)
+        rng = np.random.default_rng(SEED)
         programs = dict.fromkeys(COMPARED[name].contender.name for name in COMPARED)
         self._errors = {name: errors.draw(rng, len(best)) for name in programs}
         self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
