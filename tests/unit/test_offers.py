@@ -13,8 +13,7 @@ from baselines.torch_pp.contender import (
     TorchPPKnobs,
     TorchtitanKnobs,
 )
-from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.claim_33.cells import COMPARED
+from benchmarks.specification.contenders import COMPARED, PRICED
 from tests.unit.simulated_task import task
 from zeropp.layout import InfeasibleError
 from zeropp.price.programs import program_named
@@ -62,4 +61,4 @@ def test_every_contender_that_runs_here_is_in_the_verdict() -> None:
     runnable = {name for name, contender in PRICED.items() if contender.trainer}
     assert len(runnable) > 3
     # The verdict's Megatron-Core is NVIDIA's own, with Transformer Engine.
-    assert runnable - {"megatron_core_local"} <= {contender.name for contender in COMPARED}
+    assert runnable - {"megatron_core_local"} <= set(COMPARED)
