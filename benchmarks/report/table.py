@@ -72,7 +72,7 @@ class Column:
     form: Form | None = None  # how a number becomes text; None: the column is text
     interval: bool = False  # show name_low and name_high if they are known
     instead: str = ""  # name of a column of statuses, one of which is shown for a missing number
-    unsure: str = ""  # name of a column of booleans; true puts a "~" before the number
+    unsettled: bool = False  # put a "~" before the number where name_unsettled has a reason
     is_key: bool = False  # names the row, and moves into the caption if it never varies
     hidden: bool = False  # is in the files of numbers, but not in the text
 
@@ -80,7 +80,8 @@ class Column:
     def stored(self) -> list[str]:
         """The names of the columns of numbers that this column shows."""
         ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
-        return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
+        marks = [f"{self.name}_unsettled"] * self.unsettled
+        return [self.name, *ends, *filter(None, [self.instead]), *marks]
 
     def cell(self, row: Mapping[str, Any]) -> TextCell:
         """The cell of this column in one row."""
@@ -94,7 +95,7 @@ class Column:
         if self.interval and not is_missing(row[f"{self.name}_low"]):
             ends = (self.form(row[f"{self.name}_{end}"]) for end in ("low", "high"))
             text += f" [{', '.join(ends)}]"
-        mark = "~" if self.unsure and row[self.unsure] is True else ""
+        mark = "~" if self.unsettled and row[f"{self.name}_unsettled"] else ""
         return TextCell(mark + text, sort=float(value))
 
 
@@ -124,10 +125,13 @@ class Table:
         constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
         shown = [c for c in visible if c not in constant]
         keys = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
+        marked = [c.name for c in shown if c.unsettled]
+        legend = display.unsettled(row[f"{name}_unsettled"] for name in marked for row in rows)
+        told = (self.caption, f"{legend}." * bool(legend), f"All rows: {keys}." * bool(keys))
         return Grid(
             name=self.name,
             title=self.title,
-            caption=" ".join(filter(None, (self.caption, f"All rows: {keys}." if keys else ""))),
+            caption=" ".join(filter(None, told)),
             heads=tuple(c.head for c in shown),
             numeric=tuple(c.form is not None for c in shown),
             rows=tuple(tuple(c.cell(row) for c in shown) for row in rows),

@@ -133,7 +133,7 @@ def grids_of(table: Table) -> list[Grid]:
 
 def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[SavedPicture]]:
     """Draw and write every figure, with one process per core; returns them by heading."""
-    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
+    light = rows.drop(columns=["source", "unsuccessful"])  # large, and only the page reads them
     figures = [(name, path) for name, section in SECTIONS.items() for path in section.figures]
     pictures: dict[str, list[SavedPicture]] = defaultdict(list)
     count = min(os.cpu_count() or 1, len(figures))
@@ -234,6 +234,8 @@ def _page(
         for name, section in SECTIONS.items()
     ]
     sources = dict(zip(rows["record_id"], rows["source"], strict=True))
+    others = (attempt for attempts in rows["unsuccessful"] for attempt in attempts)
+    sources |= {attempt["record_id"]: attempt["source"] for attempt in others}
     sha, dirty = git_state()
     summary = {"configurations": str(len(rows))} | {
         head: ", ".join(f"{n} {value}" for value, n in rows[column].value_counts().items())
