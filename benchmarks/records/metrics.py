@@ -170,10 +170,15 @@ def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
     return None
 
 
+def memory_text(gib: float) -> str:
+    """A size in GiB as text, in MiB if it is below 1 GiB."""
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
+
+
 def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
     """What a step did, in one line of a log: step (counted from 1, warm-up included), loss (nats
     per token), gradient norm before clipping, tokens/s, model TFLOP/s and MFU per rank, and the
-    rank's peak memory so far in GiB and as a share of its device's. What the ``warmup`` or ``step``
+    rank's peak memory so far, also as a share of its device's. What the ``warmup`` or ``step``
     event or the specification does not say is left out."""
     warmup = " (warm-up)" if event["event"] == "warmup" else ""
     parts = [f"step {event['index'] + 1:4}{warmup}"]
@@ -184,11 +189,11 @@ def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
     step_s, peak, device = float(event["seconds"]), event.get("peak_bytes"), spec.cluster.device
     parts += [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
     if (tflops := model_tflops_per_gpu(spec, step_s)) is not None:
-        parts.append(f"{tflops:.4g} TFLOP/s")
+        parts.append(f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.4g} GFLOP/s")
     if (share := mfu(spec, step_s)) is not None:
         parts.append(f"MFU {share:.1%}")
     if peak is not None:
         gib = peak / 2**30
         of_device = "" if device.memory_gib is None else f" ({gib / device.memory_gib:.1%})"
-        parts.append(f"memory {gib:.2f} GiB{of_device}")
+        parts.append(f"memory {memory_text(gib)}{of_device}")
     return "  ".join(parts)

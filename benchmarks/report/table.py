@@ -383,7 +383,7 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
         ]
         names = sum(cell.text not in ("", MISSING) for cell in row[: grid.keys])
         console.print(Text(", ".join(known[:names])))
-        for line in textwrap.wrap("; ".join(known[names:]), console.width - 4):
+        for line in _lines("; ".join(known[names:]), console.width - 4):
             console.print(Text(f"    {line}"))
     console.print(Text("\n" + " ".join((grid.caption, *grid.notes)).strip()))
 
@@ -410,13 +410,13 @@ def _narrowed(grid: Grid) -> Grid:
         heads[0] += "\n " + " ".join(heads[1 : grid.keys])
     return replace(
         grid,
-        heads=tuple(_folded(heads[i]) if grid.numeric[i] else heads[i] for i in kept),
+        heads=tuple("\n".join(_lines(heads[i], 14)) if grid.numeric[i] else heads[i] for i in kept),
         numeric=tuple(grid.numeric[index] for index in kept),
         rows=tuple(rows),
         groups=(),
     )
 
 
-def _folded(head: str) -> str:
-    """A head in lines of 14 letters, or of a single word."""
-    return textwrap.fill(head, 14, break_long_words=False, break_on_hyphens=False)
+def _lines(text: str, width: int) -> list[str]:
+    """A text in lines of this width, or of a single longer word."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
