@@ -104,7 +104,7 @@ def _reaches_one(values: Iterable[float]) -> bool:
 
 def _rounded(value: float) -> str:
     """One decimal from 10 up, three significant digits below."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{value:.1f}" if value >= 10 else f"{value:#.3g}"
 
 
 def share(value: float) -> str:
