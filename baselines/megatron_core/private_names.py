@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.emulate.memory import as_one_kernel
+from zeropp.emulate.kernels import as_one_kernel
 from zeropp.schedule.program import Op
 
 

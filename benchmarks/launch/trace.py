@@ -209,7 +209,7 @@ def _trace(
     point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
 ) -> dict[str, Any]:
     """Trace some ranks with fake tensors; returns the part that a record keeps."""
-    from zeropp.emulate.memory import Trace, trace_ranks
+    from zeropp.emulate.trace import Trace, trace_ranks
 
     spec = point.spec
     build = CONTENDERS[spec.contender.name].build

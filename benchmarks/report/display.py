@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import COMPARED, PRICED
 
 Form = Callable[[float], str]
 
@@ -22,8 +22,9 @@ _STATUS = {"oom": "OOM", "ok": "–"}
 
 
 def contender_label(name: str) -> str:
-    """The label of a contender in tables and figures: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
-    known = PRICED.get(name)
+    """The label of a contender, or of a row of the verdict, in tables and figures: ``DeepSpeed 3D``
+    for ``deepspeed_3d``."""
+    known = PRICED.get(name) or COMPARED.get(name)
     return known.label if known else name
 
 
@@ -66,6 +67,15 @@ def unsettled(reasons: Iterable[str]) -> str:
     }
     found = [words for kind, words in kinds.items() if kind in told]
     return f"~ unsettled: {' or '.join(found)}" if found else ""
+
+
+def unchecked_note(rows: pd.DataFrame) -> str:
+    """The sentence on rows that were not compared with one process as usual; empty if all were."""
+    if "unchecked" not in rows or not (marked := rows[rows["unchecked"].fillna("") != ""]).size:
+        return ""
+    runs = marked.groupby("unchecked")["contender"].unique()
+    words = [f"{', '.join(map(contender_label, names))} ({why})" for why, names in runs.items()]
+    return f"NOT COMPARED with one process as usual: {'; '.join(words)}."
 
 
 def tokens(value: float) -> str:

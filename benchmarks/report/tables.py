@@ -22,6 +22,7 @@ from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.speedup import SPEEDUP, SUBJECT, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
+from benchmarks.specification import SpecError
 
 
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -67,8 +68,8 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
-    if row["step_s_unsettled"]:
-        notes.append(f"unsettled: {row['step_s_unsettled']}")
+    if row["steps_unsettled"]:
+        notes.append(f"unsettled: {row['steps_unsettled']}")
     if others := len(row["unsuccessful"]):
         notes.append(f"{others} other attempt{'s' * (others > 1)} did not succeed")
     if row["code_digest"] not in ("", usual_code):
@@ -179,6 +180,8 @@ _KEYS = {
     "seq": Column("seq", "sequence", form=display.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
+# The columns of the paper's table of which ``Options.columns`` chooses; others are empty then.
+_CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
 _ALWAYS = ("model", "num_gpus")
 _WITH_INTERVALS = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "speedup")
 _COLUMNS = (
@@ -205,8 +208,22 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
     text."""
     compared = with_speedups(best_or_failed(rows), options.base)
+    if options.contenders:
+        _check("contenders", options.contenders, set(compared["contender"]))
+        compared = compared[compared["contender"].isin(options.contenders)]
+    if options.columns:
+        _check("columns", options.columns, _CHOSEN)
+        hidden = set(_CHOSEN) - set(options.columns)
+        ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
+        compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
     return table("paper", "Comparison", _COLUMNS, compared.assign(base=options.base, label=labels))
+
+
+def _check(option: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise SpecError(f"--{option}={name}: there are {', '.join(sorted(known))}")
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:
@@ -245,7 +262,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
             *((display.contender_label(c), len(g)) for c, g in groups.items()),
         ),
         keys=len(keys),
-        notes=_notes(rows),
+        notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
     )
 
 

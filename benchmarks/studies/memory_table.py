@@ -1,7 +1,7 @@
 """Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
 with that of the real code.
 
-Every plan's first, middle and last pipeline rank is traced (``zeropp.emulate.memory``) and priced.
+Every plan's first, middle and last pipeline rank is traced (``zeropp.emulate.trace``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
 priced again but not traced again: delete the rows of a contender whose code has changed. The file
 is written after every plan, so a run that was stopped goes on where it was.
@@ -31,7 +31,7 @@ from benchmarks.specification.run_spec import knobs_from
 from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
-from zeropp.emulate.memory import trace_ranks
+from zeropp.emulate.trace import trace_ranks
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory
@@ -113,6 +113,11 @@ deepspeed_3d gpt_mini pp=4 tp=4 recompute=full b=8 m=8 fp32
 deepspeed_3d gpt_mini tp=2 replicate=4 recompute=full b=8 m=4 fp32
 deepspeed_3d llama_tiny pp=2 tp=2 replicate_zero=1 b=8 m=8 bf16
 deepspeed_3d llama_tiny pp=4 replicate=2 b=8 m=8 fp32
+deepspeed_3d gpt_mini pp=2 replicate=2 replicate_zero=1 grad_accum_dtype=bf16 b=8 m=8 bf16
+deepspeed_3d gpt_mini tp=2 replicate=4 replicate_zero=1 b=8 m=4 bf16
+deepspeed_3d gpt_mini replicate=4 replicate_zero=1 grad_accum_dtype=bf16 b=8 m=4 bf16
+deepspeed_3d gpt_mini tp=2 replicate=4 replicate_zero=2 b=8 m=4 bf16
+deepspeed_3d llama_mini replicate=4 replicate_zero=2 recompute=full b=8 m=1 bf16
 megatron_core_local gpt_mini pp=2 replicate=4 replicate_zero=1 b=8 m=8 bf16
 megatron_core_local gpt_mini pp=4 replicate=2 recompute=full b=8 m=8 fp32
 megatron_core_local gpt_mini pp=2 tp=2 schedule=interleaved_1f1b chunks=2 b=1 m=4 bf16

@@ -28,7 +28,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.kernels import kernels_of, read_trace, summarise_kernels
-from zeropp.emulate.memory import fake_world
+from zeropp.emulate.world import fake_world
 from zeropp.schedule.program import parse_action
 from zeropp.timeline import Span
 

@@ -22,7 +22,7 @@ from tests.gloo.world import World
 from zeropp.engine import flat, lanes
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.engine import Engine
-from zeropp.engine.lanes import Ticket, Work, inline_lanes, make_lane
+from zeropp.engine.lanes import Ticket, Work
 from zeropp.schedule.program import Action, Op, RankProgram
 
 # The operators by which torch copies values from one place to another.
@@ -45,15 +45,19 @@ class WatchedLane:
     """A lane that runs its work at once, inside a window of the profiler."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        with inline_lanes():
-            self._lane = make_lane(device, name)
+        del device, name
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        with record_function(WINDOW):
-            return self._lane.run(work, after)
+        del after
+        with record_function(WINDOW), torch.no_grad():
+            work()
+        return self
+
+    def wait(self) -> None:
+        """Return at once, since all work is done."""
 
     def close(self) -> None:
-        self._lane.close()
+        """Do nothing, since there is nothing to end."""
 
 
 def below(event: FunctionEvent) -> Iterator[FunctionEvent]:

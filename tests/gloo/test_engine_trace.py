@@ -11,7 +11,7 @@ from baselines.zeropp.trainer import build
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
-from zeropp.emulate.memory import trace_ranks
+from zeropp.emulate.trace import trace_ranks
 from zeropp.engine.flat import ALIGNMENT
 from zeropp.price import price_plan
 from zeropp.price.flops import piece_parameters

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from zeropp.emulate.streams import COLLECTIVES
+from zeropp.emulate.device import COLLECTIVES
 
 ROOT = Path(__file__).resolve().parents[2]
 _TRACE = "launcher=trace (memory of a rank without peers)"

@@ -2,7 +2,8 @@
 """In the place of the ranks' Python: ``stand_in.py -m benchmarks.worker SPEC --out DIR``.
 
 Writes the events that a worker writes, in a second and without torch, and ends in the way that
-the spec's seed asks for, unless a file ``calm`` lies beside the runs.
+the spec's seed asks for, unless a file ``calm`` lies beside the runs, and after a file ``wait`` is
+gone from there.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from pathlib import Path
 OK, RAISES, TAKES_MEMORY, GOES_ON = range(4)
 _TAKEN_BYTES = 600 * 2**20
 _STEPS, _ENDLESS = 3, 10_000
-_WAIT_S = 30.0
+_WAIT_S = 300.0
 
 
 def wait_for_the_others(directory: Path) -> None:
@@ -57,6 +58,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGUSR1, leave)
         (directory / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
+        while (directory.parents[2] / "wait").exists():
+            time.sleep(0.05)
         places = ["OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
         places += ["SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"]
         seen = {name: os.environ.get(name, "") for name in places}
@@ -70,10 +73,10 @@ def main() -> None:
             sys.exit(1)
         if behaviour == TAKES_MEMORY:
             taken = bytearray(_TAKEN_BYTES) if rank == 1 else b""
-            time.sleep(60)
+            time.sleep(_WAIT_S)  # until Slurm ends it
             del taken
         if behaviour == RAISES:
-            time.sleep(60)
+            time.sleep(_WAIT_S)
         write("done")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.launch.slurm.submit import copy_checkout
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
@@ -31,7 +32,7 @@ def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, s
         env=suite.variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -45,7 +46,7 @@ def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
     suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
     attempt = suite.wait_for_steps(3)
     suite.environment = {}
-    suite.wait_for_records(1, 200)
+    suite.wait_for_records(1)
     record = suite.only_record()
     assert (record.status, record.interrupted) == ("timeout", False)  # and not preempted
     assert "time limit" in record.reason
@@ -87,7 +88,7 @@ def test_the_checkout_is_edited_before_the_job_starts(suite: Suite) -> None:
     with (mine / "zeropp" / "plan.py").open("a") as file:
         file.write("# edited\n")
     suite.cluster.run("scontrol", "release", *suite.queue())
-    suite.wait_for_records(2, 200)
+    suite.wait_for_records(2)
     kept, changed = sorted(suite.records(), key=lambda record: record.spec["seed"])
     assert [kept.status, changed.status] == ["ok", "ok"], (kept.reason, changed.reason)
     assert (kept.notes, kept.code_digest) == ([], before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 
-from zeropp.emulate.rendezvous import Issued, Log, Message
+from zeropp.emulate.log import Issued, Log, Message
 from zeropp.schedule.generators import interleaved_orders
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import (

@@ -20,7 +20,8 @@ from tests.unit.device_orders import (
     one_group,
     with_early_receives,
 )
-from zeropp.emulate.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
+from zeropp.emulate.log import Issued, Logs
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.program import Schedule, StageCost, parse_action

@@ -33,12 +33,16 @@ def test_throughput_is_the_formula(tmp_path: Path) -> None:
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
     assert row["memory_kind"] == "resident"
-    assert row["step_s_unsettled"] == ""
+    assert row["steps_unsettled"] == ""
 
 
 def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     early = make_record(step_s=[2.0] * 6)
-    late = make_record(step_s=[1.0] * 6, attempt="local-2", fields={"started_at": "2026-11-21"})
+    newer = {
+        "started_at": "2026-11-21",
+        "code_digest": "other",
+    }  # with equal files: one row of both
+    late = make_record(step_s=[1.0] * 6, attempt="local-2", fields=newer)
     broken = make_record(attempt="local-3", fields=failed("failed", "rank 1 was killed"))
     other = make_record("deepspeed_3d", fields=failed("oom", "rank 0: out of memory"))
     frame = frame_of(early, late, broken, other, root=tmp_path)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from zeropp.emulate.rendezvous import Issued, Log, Message, stuck
+from zeropp.emulate.log import Issued, Log, Message
+from zeropp.emulate.rendezvous import stuck
 
 GroupOf = Callable[[int, int], Hashable]
 

@@ -8,9 +8,10 @@ away too early, and hangs.
     report = zeropp.emulate.watch(step, times=2)   # on all ranks of a gloo job; hangs, too
     assert report.is_clean, report
 
-``streams`` holds the rules of CUDA's streams and of torch's allocator, ``rendezvous`` those of
-communication between ranks, and ``emulation`` what stands in for torch's functions. ``memory``
-traces the memory of one rank of a job of any size.
+One emulated machine: ``device`` (streams, memory, links), for which ``stand_ins`` replaces torch's
+functions; ``world``, the process group without peers; ``log``, what a rank's host issues. What is
+read of them: ``memory``, the bytes of one rank of a job of any size; order, by ``races`` and
+``rendezvous``; and time, by ``kernels`` and ``clock``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.emulate.emulation import Report, emulated, watch
+    from zeropp.emulate.order import Report, watch
+    from zeropp.emulate.stand_ins import emulated
 
 __all__ = ["Report", "emulated", "watch"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("zeropp.emulate.emulation"), name)
+        module = "stand_ins" if name == "emulated" else "order"
+        return getattr(importlib.import_module(f"zeropp.emulate.{module}"), name)
     raise AttributeError(f"module 'zeropp.emulate' has no attribute {name!r}")

@@ -1,116 +1,20 @@
 """Does what all ranks have issued to their devices come to an end?
 
-A rank's ``Log`` is what its host issues, in order: kernels, events, messages and collectives on
-streams, and places where the host waits. The simulation runs the logs of all ranks with the rules
-of CUDA and NCCL. A stream is a queue. A message or a collective is a kernel that stays on the
-device until all who take part have theirs there, too; a message does not leave before its receiver
-is ready, which is what NCCL promises for large ones. Nothing has a duration, so an order that ends
-here ends with any durations. It imports no torch.
+The simulation runs the logs of all ranks with the rules of CUDA and NCCL. A stream is a queue. A
+message or a collective is a kernel that stays on the device until all who take part have theirs
+there, too; a message does not leave before its receiver is ready, which is what NCCL promises for
+large ones. Nothing has a duration, so an order that ends here ends with any durations. It imports
+no torch.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
-Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
-
-
-class RankPart(NamedTuple):
-    """What a communication kernel has in common with the kernels of ``ranks`` ranks: ``key`` is
-    equal on all of them. ``content`` (type and shape) must be."""
-
-    key: Hashable
-    ranks: int
-    content: str
-
-
-class Issued(NamedTuple):
-    """One thing that a host does. ``stream`` is None where the host waits for the whole device;
-    ``event`` is the number of a recorded event; ``what`` is for messages to people."""
-
-    kind: Kind
-    stream: str | None = None
-    event: int = 0
-    parts: tuple[RankPart, ...] = ()
-    what: str = ""
-
-
-Logs = Mapping[int, Sequence[Issued]]  # by rank
-
-
-class Message(NamedTuple):
-    """A message between two ranks of a group, which both name in the same way."""
-
-    group: Hashable
-    source: int
-    target: int
-    content: str
-
-
-class Log:
-    """What the host of one rank issues, in order."""
-
-    def __init__(self) -> None:
-        self.issued: list[Issued] = []
-        self._events = 0
-        self._counts: Counter[Hashable] = Counter()
-
-    def kernel(self, stream: str) -> None:
-        """Compute on a stream. Several kernels in a row are one, as they end alike."""
-        kernel = Issued("kernel", stream)
-        if not self.issued or self.issued[-1] != kernel:
-            self.issued.append(kernel)
-
-    def record(self, stream: str) -> int:
-        """Record an event on a stream; returns its number."""
-        self._events += 1
-        self.issued.append(Issued("record", stream, self._events))
-        return self._events
-
-    def wait(self, stream: str, event: int) -> None:
-        """Let a stream wait for an event."""
-        self.issued.append(Issued("wait", stream, event))
-
-    def follow(self, stream: str, other: str) -> None:
-        """Let a stream wait for what another one holds so far."""
-        self.wait(stream, self.record(other))
-
-    def collective(self, stream: str, group: Hashable, ranks: int, what: str) -> None:
-        """A collective of a group of so many ranks; those of one group are matched by order."""
-        self._communicate(stream, [(group, ranks, what)], what)
-
-    def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
-        """Messages in one kernel, in no order among each other, as those of a batch are. Those of
-        one pair in one group and direction are matched by order."""
-        parts = [((m.group, m.source, m.target), 2, m.content) for m in messages]
-        self._communicate(stream, parts, what)
-
-    def sync(self, stream: str | None, what: str) -> None:
-        """The host waits for a stream, or with None for the whole device."""
-        self.issued.append(Issued("sync", stream, what=what))
-
-    def meet(self, key: Hashable, ranks: int) -> None:
-        """The host waits for the hosts of so many ranks, as where a communicator is made."""
-        self._counts[key] += 1
-        part = RankPart((key, self._counts[key]), ranks, "")
-        self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
-
-    def place(self, what: str) -> None:
-        """Name what follows, for messages to people."""
-        self.issued.append(Issued("place", what=what))
-
-    def _communicate(
-        self, stream: str, messages: Iterable[tuple[Hashable, int, str]], what: str
-    ) -> None:
-        parts = []
-        for key, ranks, content in messages:
-            self._counts[key] += 1
-            parts.append(RankPart((key, self._counts[key]), ranks, content))
-        self.issued.append(Issued("communication", stream, 0, tuple(parts), what))
+from zeropp.emulate.log import Issued, Logs, RankPart
 
 
 def mismatches(logs: Logs) -> list[str]:
@@ -187,6 +91,12 @@ class _RankReplay:
         self.events: set[int] = set()
         self.place = ""
 
+    def has_ended(self, sync: Issued) -> bool:
+        """Whether all has ended that the host waits for."""
+        if sync.event:
+            return sync.event in self.events
+        return sync.stream not in self.open if sync.stream else not self.open
+
     def ended(self, stream: str) -> None:
         """Count one thing less on a stream."""
         self.open[stream] -= 1
@@ -243,7 +153,7 @@ class _Simulation:
         while rank.at < rank.limit:
             issued = rank.log[rank.at]
             if issued.kind == "sync":
-                if rank.open if issued.stream is None else issued.stream in rank.open:
+                if not rank.has_ended(issued):
                     break
             elif issued.kind == "meet":
                 if not self._meet(rank, issued.parts[0]):

@@ -47,24 +47,23 @@ class Lane(Protocol):
 
 def make_lane(device: torch.device, name: str) -> Lane:
     """Make a lane for a device: a stream or a thread."""
-    if device.type == "cuda":
-        return _StreamLane(device, name)
-    return _InlineLane() if _inline else _ThreadLane(name)
+    is_stream = device.type == "cuda" or _streams_on_cpu
+    return _StreamLane(device, name) if is_stream else _ThreadLane(name)
 
 
-_inline = False
+_streams_on_cpu = False
 
 
 @contextmanager
-def inline_lanes() -> Iterator[None]:
-    """Inside this context, new lanes for a CPU run their work at once in the caller's thread.
-    Traced ranks need it, because other threads do not have the caller's dispatch modes."""
-    global _inline
-    before, _inline = _inline, True
+def streams_on_cpu() -> Iterator[None]:
+    """Inside this context, new lanes for a CPU are streams, too: something stands in for those of
+    ``torch.cuda``."""
+    global _streams_on_cpu
+    before, _streams_on_cpu = _streams_on_cpu, True
     try:
         yield
     finally:
-        _inline = before
+        _streams_on_cpu = before
 
 
 class _StreamTicket:
@@ -91,25 +90,6 @@ class _StreamLane:
 
     def close(self) -> None:
         self._stream.synchronize()
-
-
-class _DoneTicket:
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Return at once, since the work is done."""
-
-
-class _InlineLane:
-    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        del after
-        with torch.no_grad():
-            work()
-        return _DoneTicket(work)
-
-    def close(self) -> None:
-        """Do nothing, since there is nothing to end."""
 
 
 class _ThreadTicket:

@@ -30,6 +30,7 @@ class StageMemory:
     reduction_step: int  # what a reduction copies at a time
     reduction_copy: int  # what a reduction holds until the next one
     flat_gradients: int  # a copy during the reduction over the replicas
+    whole: int  # values and gradients that come for the update, with what is sent
     activations: int  # from its forward to the end of its input gradient
     deferred: int  # from its input gradient to its weight gradient (x and dY)
     boundary: int  # a message into the stage
@@ -50,6 +51,8 @@ class StageExtras:
     transfer_backward: float = 0.0
     recomputation: float = 0.0  # part of ``backward_input``
     accumulation: float = 0.0  # weight gradients added outside their product; in backward_weight
+    # Exposed reductions over the replicas of all microbatches but the last; in backward_weight.
+    reductions: float = 0.0
 
     @property
     def tensor(self) -> float:

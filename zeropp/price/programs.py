@@ -56,6 +56,10 @@ class StateBytes:
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
+    # The most gradients that ZeRO reduces at once, from one of two buffers of so many into which it
+    # copies them; a larger parameter goes alone. 0: all of a stage, without buffers.
+    bucket: int = 0
+    copied: int = 0  # moved through memory by a reduction over the replicas: casts, copies, mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,7 @@ class Program:
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
+    eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
@@ -251,6 +256,14 @@ def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
 def program_named(name: str) -> Program:
     """A program; raises ValueError as ``entry_named`` does."""
     return entry_named(name).program
+
+
+@cache
+def program_as_run(name: str, *, compiled: bool) -> Program:
+    """A program whose blocks run through ``torch.compile`` or do not."""
+    program = program_named(name)
+    factor = 1.0 if compiled else program.eager_traffic
+    return replace(program, traffic_factor=program.traffic_factor * factor)
 
 
 def gathers(plan: SizedPlan) -> bool:

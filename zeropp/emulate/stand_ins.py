@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from zeropp.emulate.rendezvous import Issued, Message, hanging_waits, mismatches, stuck
-from zeropp.emulate.streams import Clock, Extent, Observer, VirtualDevice, extent
+from zeropp.emulate.device import Observer, VirtualDevice, size_of
+from zeropp.emulate.log import Message
+from zeropp.emulate.races import Races
+from zeropp.engine.errors import ErrorBarrier
+from zeropp.engine.lanes import streams_on_cpu
 
 _ASYNCHRONOUS = (  # those that take ``async_op``
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
@@ -27,76 +29,25 @@ _ASYNCHRONOUS = (  # those that take ``async_op``
 _READ_BY_HOST = ("tolist", "cpu", "numpy")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
-    ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
-    without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
-    for its device (the allocator's retry, a kernel's first use), and at how many it may."""
-
-    faults: tuple[str, ...]
-    unmatched: tuple[str, ...]
-    hangs: dict[int, str]
-    hanging_waits: dict[int, tuple[int, int]]
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing races and everything ends, also where one host waits for its device."""
-        waits = any(bad for bad, _ in self.hanging_waits.values())
-        return not (self.faults or self.unmatched or self.hangs or waits)
-
-    def __str__(self) -> str:
-        lines = [*self.faults, *(f"does not match: {mismatch}" for mismatch in self.unmatched)]
-        lines += [f"hang: rank {rank}: {what}" for rank, what in self.hangs.items()]
-        lines += [
-            f"rank {rank}: a wait for the device would hang at {bad} of {bad + good} places"
-            for rank, (bad, good) in self.hanging_waits.items()
-            if bad
-        ]
-        return "\n".join(lines) or "no race, no hang"
-
-
-def watch(work: Callable[[], object], *, times: int = 1) -> Report:
-    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
-    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
-
-    Streams that ``work`` uses must be made in it. All ranks must call this together.
-    """
-    with emulated() as device:
-        for _ in range(times):
-            work()
-    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], device.log.issued)
-    seen_by_rank: list[tuple[list[str], list[Issued]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(seen_by_rank, seen)
-    logs = {rank: log for rank, (_, log) in enumerate(seen_by_rank)}
-    hangs = stuck(logs)
-    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
-    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
-    faults = tuple(text for texts, _ in seen_by_rank for text in texts)
-    return Report(faults, tuple(mismatches(logs)), hangs, waits)
-
-
 class _Event:
     """Stands for ``torch.cuda.Event``."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
-        self._clock: Clock = {}
         self._number, self._stream = 0, ""
 
     def record(self, stream: _Stream | None = None) -> None:
         self._stream = self._device.current if stream is None else stream.name
-        self._clock = self._device.snapshot(self._stream)
-        self._number = self._device.log.record(self._stream)
+        self._number = self._device.record(self._stream)
 
     def wait(self, stream: _Stream | None = None) -> None:
         if self._number:
             name = self._device.current if stream is None else stream.name
-            self._device.follow(name, self._clock, self._number)
+            self._device.follow(name, self._number)
 
     def synchronize(self) -> None:
         if self._number:
-            self._device.wait_on_host(self._clock, self._stream, "Event.synchronize")
+            self._device.wait_on_host(self._stream, "Event.synchronize", self._number)
 
     def query(self) -> bool:
         return True
@@ -120,8 +71,7 @@ class _Stream:
         return event
 
     def synchronize(self) -> None:
-        clock = self._device.snapshot(self.name)
-        self._device.wait_on_host(clock, self.name, "Stream.synchronize")
+        self._device.wait_on_host(self.name, "Stream.synchronize")
 
     def query(self) -> bool:
         return True
@@ -133,13 +83,14 @@ class _Stream:
         return hash(self.name)
 
 
-class _VirtualWork:
+class _VirtualWork(dist.Work):
     """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
     current stream waits. It keeps the tensors until then."""
 
     def __init__(
         self, device: VirtualDevice, inner: Sequence[Any], event: _Event, kept: object
     ) -> None:
+        super().__init__()
         self._device, self._inner, self._event, self._kept = device, inner, event, kept
 
     def wait(self, *_: object) -> bool:
@@ -154,23 +105,32 @@ class _VirtualWork:
 
 
 @contextmanager
-def emulated() -> Iterator[VirtualDevice]:
+def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
     do nothing otherwise) are virtual, and messages and collectives run as on NCCL, in groups that
     are connected when they are made (``init_process_group(device_id=...)``), so that all messages
-    of a group share one stream."""
-    device = VirtualDevice()
+    of a group share one stream. Lanes of the engine that are made here are streams, and its barrier
+    runs on the CPU, as beside NCCL. Without a ``device`` there is one that looks for races."""
+    device = device or VirtualDevice(Races())
     observer = Observer(device)
     resized = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        device.resize(storage, resized, size)
+        device.resize(storage, partial(resized, storage, size))
         return storage
 
     def record_stream(tensor: Tensor, stream: _Stream) -> None:
-        device.record_stream(tensor.untyped_storage(), stream.name)
+        device.record_stream(tensor, stream.name)
 
     of_tensors = {name: _read(device, name, getattr(Tensor, name)) for name in _READ_BY_HOST}
+    exchange = ErrorBarrier.exchange
+
+    def exchange_on_cpu(barrier: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
+        with device.unseen():
+            rows = exchange(barrier, numbers)
+        device.log.meet("the barrier", dist.get_world_size())
+        return rows
+
     functions = _messages(device)
     for name in _ASYNCHRONOUS:
         if hasattr(dist, name):
@@ -179,6 +139,7 @@ def emulated() -> Iterator[VirtualDevice]:
         **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
         torch.UntypedStorage: {"resize_": resize},
         Tensor: {**of_tensors, "record_stream": record_stream},
+        ErrorBarrier: {"exchange": exchange_on_cpu},
         **dict.fromkeys((dist, distributed_c10d), functions),  # batches compare them by identity
     }
     with ExitStack() as undo:
@@ -186,6 +147,7 @@ def emulated() -> Iterator[VirtualDevice]:
             for name, stand_in in by_name.items():
                 if hasattr(owner, name):
                     undo.enter_context(mock.patch.object(owner, name, stand_in))
+        undo.enter_context(streams_on_cpu())
         undo.enter_context(observer)
         yield device
 
@@ -203,7 +165,7 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
             device.current = before
 
     def synchronize(*_: object) -> None:
-        device.wait_on_host(device.everything(), None, "synchronize")
+        device.wait_on_host(None, "synchronize")
 
     return {
         "Stream": lambda *_, **__: _Stream(device, f"stream {next(made)}"),
@@ -216,7 +178,7 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 
 def _read(device: VirtualDevice, name: str, original: Any) -> Any:
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        device.wait_on_host(None, device.current, f"Tensor.{name}")
+        device.read_by_host(f"Tensor.{name}")
         return original(tensor, *arguments, **keywords)
 
     return read
@@ -287,15 +249,16 @@ def _issue(
     stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
     _Stream(device, stream).wait_stream(_Stream(device, device.current))
     messages = []
-    extents: dict[str, list[Extent]] = {"isend": [], "irecv": []}
+    tensors: dict[str, list[Tensor]] = {"isend": [], "irecv": []}
     for kind, tensor, peer, *_ in calls:
-        device.record_stream(tensor.untyped_storage(), stream)
-        extents[kind].append(extent(tensor))
+        device.record_stream(tensor, stream)
+        tensors[kind].append(tensor)
         pair = (rank, peer) if kind == "isend" else (peer, rank)
-        messages.append(Message(key, *pair, f"{tuple(tensor.shape)} {tensor.dtype}"))
+        content = f"{tuple(tensor.shape)} {tensor.dtype}"
+        messages.append(Message(key, *pair, content, size_of(tensor)))
     inner = [call() for *_, call in calls]
     what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in calls)
-    device.run(stream, what, extents["isend"], extents["irecv"])
+    device.touch(stream, what, tensors["isend"], tensors["irecv"])
     device.log.messages(stream, messages, what)
     event = _Stream(device, stream).record_event()
     return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in calls])

@@ -1,0 +1,235 @@
+"""A GPU that one rank seems to have: every operation runs at once, on the CPU or with fake tensors,
+and what is noted is on which stream the host would have given it to the device, and after what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp.emulate.log import Kernel, Log
+from zeropp.emulate.private_names import group_of
+from zeropp.emulate.races import Extent, Fault, Races
+from zeropp.engine.private_names import TorchDispatchMode
+
+COMPUTE = "compute"
+Tensors = Sequence[Tensor]
+# From an operator's name, the tensors that it reads and that it writes, and its arguments by name.
+Describe = Callable[[str, Tensors, Tensors, Mapping[str, Any]], Kernel]
+
+# The arguments of collectives that are read and written, by place.
+_IN_PLACE = "allreduce_ allreduce_coalesced_ broadcast_ reduce_ barrier"
+_FROM_SECOND = (
+    "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ _reduce_scatter_base_ "
+    "reduce_scatter_ reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ scatter_"
+)
+COLLECTIVES = {
+    **{f"c10d::{name}": (0, 0) for name in _IN_PLACE.split()},
+    **{f"c10d::{name}": (1, 0) for name in _FROM_SECOND.split()},
+}
+# Operators that run nothing on the device.
+_NOTHING = {
+    f"aten::{name}" for name in ("set_", "detach", "alias", "is_same_size", "record_stream")
+}
+_EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided")}
+_EMPTY |= {f"aten::{name}" for name in ("new_empty", "new_empty_strided")}
+_NONE: Mapping[str, Any] = {}
+_READ_BY_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero")}
+
+
+def extent(tensor: Tensor) -> Extent:
+    """The bytes from a tensor's first element to its last."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    if not tensor.numel():
+        return storage, 0, 0
+    begin = int(tensor.storage_offset())
+    last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage, begin * size, (last + 1) * size
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements, those of an expanded one once."""
+    elements = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
+    return min(tensor.numel(), elements) * tensor.element_size()
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors with memory in an argument of an operator."""
+    if isinstance(value, Tensor):
+        return [value] if value.layout == torch.strided and not value.is_meta else []
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+class VirtualDevice:
+    """What the host of one rank gives its device goes into ``log``.
+
+    ``races``: what looks for races, which makes a step several times slower; None: nobody does.
+    ``describe``: what a kernel is in the log, from an operator's name, arguments and results; None:
+    nothing but its stream.
+    """
+
+    def __init__(self, races: Races | None = None, describe: Describe | None = None) -> None:
+        self.log = Log()
+        self.races, self.describe = races, describe
+        self._local = threading.local()
+        self.sees = True
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The races that were found so far."""
+        return self.races.faults if self.races else []
+
+    @property
+    def current(self) -> str:
+        """The current stream of this thread."""
+        name: str = getattr(self._local, "stream", COMPUTE)
+        return name
+
+    @current.setter
+    def current(self, stream: str) -> None:
+        self._local.stream = stream
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside this context, nothing that this thread does is noted: it is on the CPU for real
+        (a group of gloo beside one of NCCL, for example)."""
+        before, self.sees = self.sees, False
+        try:
+            yield
+        finally:
+            self.sees = before
+
+    def record(self, stream: str) -> int:
+        """Record an event on a stream; returns its number."""
+        event = self.log.record(stream)
+        if self.races:
+            self.races.record(stream, event)
+        return event
+
+    def follow(self, stream: str, event: int) -> None:
+        """Let a stream wait for an event."""
+        self.log.wait(stream, event)
+        if self.races:
+            self.races.follow(stream, event)
+
+    def wait_on_host(self, stream: str | None, what: str, event: int = 0) -> None:
+        """The host waits for a stream, for one event on it, or with None for the whole device."""
+        if self.sees:
+            self.log.sync(stream, what, event)
+            if self.races:
+                self.races.host_follows(stream, event)
+
+    def read_by_host(self, what: str) -> None:
+        """The host reads a number, which may lie on the CPU, so that this orders nothing."""
+        if self.sees:
+            self.log.sync(self.current, what)
+
+    def kernel(
+        self, what: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, Any] = _NONE
+    ) -> None:
+        """A kernel on the current stream that reads and writes these tensors."""
+        self.touch(self.current, what, reads, writes)
+        kernel = self.describe(what, reads, writes, arguments) if self.describe else None
+        self.log.kernel(self.current, kernel)
+
+    def touch(self, stream: str, what: str, reads: Tensors, writes: Tensors) -> None:
+        """What a stream runs reads and writes these tensors."""
+        if self.races:
+            extents = map(extent, reads), map(extent, writes)
+            self.races.run(stream, self.current, what, *extents)
+
+    def allocate(self, storage: torch.UntypedStorage, what: str) -> None:
+        """New memory on the current stream, unless it is known."""
+        if self.races:
+            self.races.allocate(storage, self.current, what)
+
+    def resize(self, storage: torch.UntypedStorage, resized: Callable[[], object]) -> None:
+        """Give a storage other memory, with ``resized``."""
+        if self.races:
+            self.races.resize(storage, self.current, resized)
+        else:
+            resized()
+
+    def record_stream(self, tensor: Tensor, stream: str) -> None:
+        """Keep a tensor's memory until a stream has ended what it holds when it is freed."""
+        if self.races:
+            self.races.record_stream(tensor.untyped_storage(), self.current, stream)
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a virtual device of every operator and collective that runs inside this context.
+
+    What an operator reads and writes is told by its schema. One outside of torch's own (``aten``)
+    that gives back memory which it was given is taken to have written it.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.asynchronous = False  # whether collectives run on a stream of their group
+        self.stream = ""  # of the last such
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors: its own operators come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name: str = func._schema.name
+        if not self._device.sees or name in ("c10d::send", "c10d::recv_"):
+            return result  # told by who called them, who know the peer
+        if name.startswith("c10d::"):
+            self._collective(name, args)
+        elif name not in _NOTHING and not name.startswith(("prim::", "profiler::")):
+            arguments = [
+                (argument, args[place] if place < len(args) else kwargs.get(argument.name))
+                for place, argument in enumerate(func._schema.arguments)
+            ]
+            self._operator(name, arguments, result)
+        return result
+
+    def _operator(self, name: str, arguments: Sequence[tuple[Any, Any]], result: Any) -> None:
+        device = self._device
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for argument, value in arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if written else reads).extend(tensors_in(value))
+        known = {id(tensor.untyped_storage()) for tensor in (*reads, *writes)}
+        outputs = tensors_in(result)
+        new = [tensor for tensor in outputs if id(tensor.untyped_storage()) not in known]
+        if outputs and not new and not writes:
+            if name.startswith("aten::"):
+                return  # a view
+            writes = outputs
+        for tensor in new:
+            device.allocate(tensor.untyped_storage(), name)
+        if name in _EMPTY:
+            return
+        given = {argument.name: value for argument, value in arguments}
+        device.kernel(name, reads, [*writes, *new], given)
+        if name in _READ_BY_HOST:
+            device.read_by_host(f"a number that {name} gives the host")
+
+    def _collective(self, name: str, args: Sequence[Any]) -> None:
+        if name not in COLLECTIVES:
+            raise NotImplementedError(
+                f"{name}: not known to zeropp.emulate (add it to COLLECTIVES)"
+            )
+        device, stream = self._device, self._device.current
+        group, ranks = next(known for argument in args if (known := group_of(argument)) is not None)
+        if self.asynchronous:
+            self.stream = f"nccl {group}"
+            device.follow(self.stream, device.record(stream))
+            stream = self.stream
+        read, written = (tensors_in(args[place]) for place in COLLECTIVES[name])
+        device.touch(stream, name, read, written)
+        moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
+        device.log.collective(stream, (group, ranks), len(ranks), name, moved)

@@ -1,0 +1,123 @@
+"""The log of one rank: what its host issues to its device, in order. It imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from zeropp.operators import Attention, Product
+
+Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
+
+
+class RankPart(NamedTuple):
+    """What a communication kernel has in common with the kernels of ``ranks`` ranks: ``key`` is
+    equal on all of them. ``content`` (type and shape) must be. ``moved``: its bytes on one rank."""
+
+    key: Hashable
+    ranks: int
+    content: str
+    moved: int = 0
+
+
+class Kernel(NamedTuple):
+    """What one kernel computes: a matrix product or an attention, or neither, whose elements have
+    so many bytes, and so many bytes that it reads and writes beside those of the product."""
+
+    name: str
+    moved: int = 0
+    product: Product | Attention | None = None
+    element: int = 4
+    is_backward: bool = False  # of attention
+
+
+class Issued(NamedTuple):
+    """One thing that a host does. ``stream`` is None where the host waits for the whole device;
+    ``event`` is the number of a recorded event; ``what`` is for messages to people."""
+
+    kind: Kind
+    stream: str | None = None
+    event: int = 0
+    parts: tuple[RankPart, ...] = ()
+    what: str = ""
+    kernel: Kernel | None = None  # where somebody wants to know
+
+
+Logs = Mapping[int, Sequence[Issued]]  # by rank
+
+
+class Message(NamedTuple):
+    """A message between two ranks of a group, which both name in the same way."""
+
+    group: Hashable
+    source: int
+    target: int
+    content: str
+    moved: int = 0  # bytes
+
+
+class Log:
+    """What the host of one rank issues, in order."""
+
+    def __init__(self) -> None:
+        self.issued: list[Issued] = []
+        self._events = 0
+        self._counts: Counter[Hashable] = Counter()
+
+    def kernel(self, stream: str, what: Kernel | None = None) -> None:
+        """Compute on a stream. Several kernels in a row of which nothing is known are one, as they
+        end alike."""
+        kernel = Issued("kernel", stream, kernel=what)
+        if what is not None or not self.issued or self.issued[-1] != kernel:
+            self.issued.append(kernel)
+
+    def record(self, stream: str) -> int:
+        """Record an event on a stream; returns its number."""
+        self._events += 1
+        self.issued.append(Issued("record", stream, self._events))
+        return self._events
+
+    def wait(self, stream: str, event: int) -> None:
+        """Let a stream wait for an event."""
+        self.issued.append(Issued("wait", stream, event))
+
+    def follow(self, stream: str, other: str) -> None:
+        """Let a stream wait for what another one holds so far."""
+        self.wait(stream, self.record(other))
+
+    def collective(
+        self, stream: str, group: Hashable, ranks: int, what: str, moved: int = 0
+    ) -> None:
+        """A collective of a group of so many ranks, with so many bytes on each; those of one group
+        are matched by order."""
+        self._communicate(stream, [(group, ranks, what, moved)], what)
+
+    def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
+        """Messages in one kernel, in no order among each other, as those of a batch are. Those of
+        one pair in one group and direction are matched by order."""
+        parts = [((m.group, m.source, m.target), 2, m.content, m.moved) for m in messages]
+        self._communicate(stream, parts, what)
+
+    def sync(self, stream: str | None, what: str, event: int = 0) -> None:
+        """The host waits for a stream, for one event on it, or with None for the whole device."""
+        self.issued.append(Issued("sync", stream, event, what=what))
+
+    def meet(self, key: Hashable, ranks: int) -> None:
+        """The host waits for the hosts of so many ranks, as where a communicator is made."""
+        self._counts[key] += 1
+        part = RankPart((key, self._counts[key]), ranks, "")
+        self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
+
+    def place(self, what: str) -> None:
+        """Name what follows, for messages to people."""
+        self.issued.append(Issued("place", what=what))
+
+    def _communicate(
+        self, stream: str, messages: Iterable[tuple[Hashable, int, str, int]], what: str
+    ) -> None:
+        parts = []
+        for key, ranks, content, moved in messages:
+            self._counts[key] += 1
+            parts.append(RankPart((key, self._counts[key]), ranks, content, moved))
+        self.issued.append(Issued("communication", stream, 0, tuple(parts), what))

@@ -1,0 +1,119 @@
+"""Runs the code of some ranks of a large job, each alone, on an emulated device, and reads its
+memory and, for its time, its log.
+
+A rank builds its trainer and runs whole steps in a ``fake_world``, with fake tensors: every
+allocation is made, but none takes memory. A contender that cannot run with fake tensors gets real
+ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeropp.emulate.device import VirtualDevice
+from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.log import Issued
+from zeropp.emulate.memory import Allocations, observed
+from zeropp.emulate.private_names import FakeTensorMode
+from zeropp.emulate.stand_ins import emulated
+from zeropp.emulate.world import fake_world
+from zeropp.plan import MemoryBytes, Plan
+from zeropp.training import OptimizerConfig, Trainer
+
+STEP = "a step"  # the place in a log where one begins, and where the last one ends
+Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The trace of one rank: bytes by kind at the peak of the first step, the seconds that it took
+    to trace and, if its time is wanted, what its host has issued."""
+
+    rank: int
+    memory: MemoryBytes
+    seconds: float
+    log: Sequence[Issued] = ()
+
+
+def trace_ranks(
+    plan: Plan,
+    ranks: Sequence[int],
+    *,
+    optimizer: OptimizerConfig,
+    build: Build,
+    fill_integers: Callable[[Plan, Tensor], None] | None = None,
+    steps: int = 1,
+) -> Iterator[Trace]:
+    """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
+    With more than one of ``steps`` they have logs, in which places say where a step begins.
+
+    ``build`` makes the contender's trainer, as on a real rank. If ``fill_integers`` is given, which
+    fills messages as peers would, tensors are real ones on the CPU. Each rank has a process of its
+    own, because what torch caches of one rank's meshes would be wrong for another.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    workers = min(len(ranks), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        trace = partial(
+            _trace_rank,
+            plan,
+            optimizer=optimizer,
+            build=build,
+            fill_integers=fill_integers,
+            steps=steps,
+            threads=max(1, (os.cpu_count() or 1) // workers),
+        )
+        yield from pool.map(trace, ranks)
+
+
+def _trace_rank(
+    plan: Plan,
+    rank: int,
+    *,
+    optimizer: OptimizerConfig,
+    build: Build,
+    fill_integers: Callable[[Plan, Tensor], None] | None,
+    steps: int,
+    threads: int,
+) -> Trace:
+    begin = time.perf_counter()
+    torch.set_num_threads(threads)  # other ranks have the other cores
+    fake = fill_integers is None
+    fill = None if fill_integers is None else partial(fill_integers, plan)
+    device = VirtualDevice(describe=describe if steps > 1 else None)
+    with (
+        fake_world(rank, plan.layout.world, fill),
+        FakeTensorMode() if fake else nullcontext(),
+        Allocations(fake=fake) as allocations,
+        observed(allocations),
+        emulated(device),
+        as_on_cuda(device),
+    ):
+        allocations.kind = "parameters"
+        trainer = build(plan, optimizer, torch.device("cpu"), 0)
+        gc.collect()  # whole parameters that were cut into shards hang in reference cycles
+        allocations.kind = None
+        size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)
+        batch = torch.zeros(size, dtype=torch.long)
+        allocations.begin_step()
+        device.log.place(STEP)
+        trainer.step(batch, batch)
+        memory = allocations.peak()
+        for _ in range(steps - 1):
+            device.log.place(STEP)
+            trainer.step(batch, batch)
+        device.log.place(STEP)
+    log = device.log.issued if steps > 1 else ()
+    return Trace(rank, memory, time.perf_counter() - begin, log)
