@@ -19,7 +19,7 @@ from baselines.megatron_core.trainer import MegatronTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
-    "zeropp.engine.flat.TiedWeights.sum_gradients",
+    "zeropp.engine.tied.TiedWeights.sum_gradients",
     "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
     "megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads",
 )
