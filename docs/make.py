@@ -59,17 +59,23 @@ def _comparison(records: str) -> str:
 
 def _across(records: str) -> str:
     """Tokens per second and rank of every contender's fastest configuration in a folder of records,
-    a column per model and number of ranks."""
+    a column per model and number of ranks; of repeated runs the median and where the next is."""
     frame, skipped = load_frame([_REFERENCE / records])
     assert not skipped, skipped
     best = best_configuration(latest_ok(frame))
     cells = list(dict.fromkeys(zip(best["model"], best["num_gpus"], strict=True)))
     lines = []
     for name, rows in best.groupby("contender", sort=False):
-        rates = rows.set_index(["model", "num_gpus"])["tokens_per_s_per_gpu"]
-        lines.append([contender_label(str(name)), *(f"{rates[cell]:.0f}" for cell in cells)])
+        of = rows.set_index(["model", "num_gpus"])
+        lines.append([contender_label(str(name)), *(_rate(of.loc[cell]) for cell in cells)])
     heads = [f"{model_label(model)}, {ranks} ranks" for model, ranks in cells]
     return markdown_table(["tokens/s/rank", *heads], lines)
+
+
+def _rate(row: pd.Series) -> str:
+    low, high = row["tokens_per_s_per_gpu_low"], row["tokens_per_s_per_gpu_high"]
+    interval = f" [{low:.0f}, {high:.0f}]" if row["runs"] > 1 else ""
+    return f"{row['tokens_per_s_per_gpu']:.0f}{interval}"
 
 
 def _verdict(name: str) -> str:

@@ -55,6 +55,15 @@ def worker_word(rows: pd.DataFrame) -> str:
     return "rank" if len(rows) and bool(rows["on_cpu"].all()) else "GPU"
 
 
+def unchecked_note(rows: pd.DataFrame) -> str:
+    """The sentence on rows that were not compared with one process as usual; empty if all were."""
+    if "unchecked" not in rows or not (marked := rows[rows["unchecked"].fillna("") != ""]).size:
+        return ""
+    runs = marked.groupby("unchecked")["contender"].unique()
+    words = [f"{', '.join(map(contender_label, names))} ({why})" for why, names in runs.items()]
+    return f"NOT COMPARED with one process as usual: {'; '.join(words)}."
+
+
 def tokens(value: float) -> str:
     """Tokens per second and GPU: whole tokens with commas."""
     return f"{value:,.0f}"

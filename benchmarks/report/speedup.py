@@ -16,6 +16,7 @@ from benchmarks.records.metrics import Summary, paired_ratio, ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.repeats import ratio_of_repeats
 from benchmarks.report.table import Column, Table, key_columns, table
 
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
@@ -50,7 +51,10 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
         return fields
     if row["record_id"] == base["record_id"]:
         return fields | {"speedup": 1.0}
-    ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+    if min(row["runs"], base["runs"]) > 1:
+        ratio = ratio_of_repeats(base, row)
+    else:
+        ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
     fields["speedup"] = ratio.median
     if row["evidence"] == "measured":
         why = doubts(ratio)
@@ -219,6 +223,8 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     over = f"Speed-up over {display.contender_label(options.base)}. "
     over *= bool(compared["speedup"].notna().any())
     caption = f"{over}GiB is the peak of the fullest {worker}."
+    if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:
+        caption += f" Medians over {runs.min()} runs or more; 95 % of next runs are in the ranges."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
         caption += f" Default degrees: {', '.join(map(display.contender_label, untuned))}."

@@ -150,9 +150,10 @@ def table(
     of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
     missing = {column: None for column in wanted if column not in data}
-    return Table(
+    made = Table(
         name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
     )
+    return replace(made, notes=(*made.notes, *filter(None, [display.unchecked_note(data)])))
 
 
 def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:

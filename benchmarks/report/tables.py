@@ -225,7 +225,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
             *((display.contender_label(c), len(g)) for c, g in groups.items()),
         ),
         keys=len(keys),
-        notes=_notes(rows),
+        notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
     )
 
 

@@ -18,10 +18,6 @@ from tests.unit.simulated_task import task
 from zeropp.layout import InfeasibleError
 from zeropp.price.programs import program_named
 
-# DeepSpeed recomputes groups of layers (``PipelineModule``: ``activation_checkpoint_interval``),
-# but all of a stage; its adapter has no other knob.
-_WHOLE_STAGES = {"deepspeed_3d"}
-
 
 def _schedules(contender: object, asked: TorchPPKnobs) -> set[str]:
     assert contender in (TORCHTITAN, TORCH_PP)
@@ -49,7 +45,7 @@ def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> Non
             for candidate, _ in contender.candidates(task(4, 8))
         }
         counts = found - {"auto"}
-        assert (len(counts) > 1) == (name not in _WHOLE_STAGES), (name, found)
+        assert len(counts) > 1, (name, found)
 
 
 def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() -> None:

@@ -83,6 +83,7 @@ def as_row(plan: Plan) -> PublishedRow:
         "schedule": plan.schedule.name if pipeline else "none",
         "micro_batch": str(plan.microbatch_size), "global_batch": str(plan.global_batch),
         "recompute": plan.recompute, "dtype": plan.precision,
+        "compiled": "yes" if plan.compile else "no",
         "cuts": " ".join(map(str, plan.cuts)) if pipeline else "",
     }  # fmt: skip
     if plan.recomputed:

@@ -40,7 +40,7 @@ def compiled(texts: list[str], folder: Path) -> str:
         ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "document.tex"],
         cwd=folder,
         check=True,
-        timeout=120,
+        timeout=300,
         capture_output=True,
     )
     return (folder / "document.log").read_text(errors="replace")
