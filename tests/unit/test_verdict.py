@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.records.simulated import BASES, TABLE, line_of, plan_record, read_table
 from benchmarks.report.frame import row_of
+from benchmarks.specification import SpecError
+from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.studies.claim_33 import study
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS, RepricedPlan
@@ -320,3 +322,23 @@ def test_assumptions_widen_an_interval_on_the_side_that_they_move() -> None:
     )  # 5 % of the places in a range from -1 to 1
     (moved, *_) = uncertainty.moved_medians("megatron_core")["1 sequence per GPU"]
     assert moved == (1.0, 0.5)
+
+
+def test_a_search_that_begins_elsewhere_is_refused() -> None:
+    (config,) = compose("config", ["experiment=claim_33", "search=magic"])
+    with pytest.raises(SpecError, match=r"^search=magic: must be one of known, fresh$"):
+        study.run(config)
+
+
+def test_a_fresh_search_has_no_settings_to_begin_with(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    begun = []
+    monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
+    monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
+    monkeypatch.setattr(study, "write_verdict", lambda *_: None)
+    monkeypatch.setattr(study.pd, "read_csv", lambda _: None)
+    monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
+    for begin in ("known", "fresh"):
+        words = ["experiment=claim_33_quick", f"search={begin}", f"report_dir={tmp_path}"]
+        (config,) = compose("config", words)
+        assert study.run(config) == 0
+    assert begun == [{"a cell": "a setting"}, {}]

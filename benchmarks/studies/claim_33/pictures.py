@@ -180,8 +180,10 @@ def assumptions_picture(uncertainty: Uncertainty) -> Picture:
         name, words = _OPPONENTS[column], groups[line]
         simulated = uncertainty.medians[name][words].value
         _bars(axis, simulated, changes[column, line][order], reach=1.15 * np.abs(changes).max())
-        axis.set_title(f"{BASELINES[name]}, {words}", fontsize=9)
-    axes[0, 0].set_yticks(range(len(order)), [ASSUMPTIONS[n].label for n in order], fontsize=8)
+        axis.set_title(BASELINES[name] if line == 0 else "", fontsize=9)
+        axis.set_ylabel(words if column == 0 else "")
+        axis.tick_params(labelsize=8)
+    axes[0, 0].set_yticks(range(len(order)), [ASSUMPTIONS[n].label for n in order])
     figure.supxlabel(
         "median speed of ZeroPP over that of the opponent (dotted: the same)", fontsize=9
     )
