@@ -4,7 +4,7 @@ tables follow from the committed rows."""
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -224,12 +224,10 @@ def test_a_row_has_only_plans_that_it_allows() -> None:
     never faster; and no row of DeepSpeed is faster than the best of all."""
     shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
     cell = Cell(replace(task(8, 64), shape=shape))
-    known = json.dumps(
-        {
-            "knobs": {"name": "deepspeed_best", "pp": 1, "tp": 8, "replicate": 1},
-            "microbatch_size": 8,
-        }
-    )
+    best = winner_of(cell, 0.01, COMPARED["deepspeed_best"])
+    assert best is not None
+    assert best.plan.layout.pp == 1  # a plan that DeepSpeed 3D must not begin with
+    known = json.dumps(asdict(best.candidate) | {"knobs": asdict(best.candidate.knobs)})
     names = [name for name, row in COMPARED.items() if row.contender.name == "deepspeed_3d"]
     plans = {name: winner_of(cell, 0.01, COMPARED[name], known) for name in names}
     speeds = {}
