@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from baselines.megatron_core import trainer as megatron
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import local_batch, open_batches
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 
@@ -68,6 +70,15 @@ def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple
         return mean, {"loss": mean.detach()}
 
     return model(tokens, positions, None, labels=labels), loss
+
+
+def without_last_reduction(spec: RunSpec) -> None:
+    """On a rank: a step of Megatron-Core's whose gradients are never finalised."""
+    batches, plan = open_batches(spec), spec.plan()
+    with mock.patch.object(megatron, "finalize_model_grads", return_value=None):
+        trainer = megatron.build(plan, spec.optimizer, torch.device("cpu"), spec.seed)
+        trainer.step(*local_batch(batches, plan.layout, 0, torch.device("cpu")))
+        trainer.step(*local_batch(batches, plan.layout, 1, torch.device("cpu")))
 
 
 def _uninitialised(*arguments: Any) -> Any:
