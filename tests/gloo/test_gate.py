@@ -58,8 +58,8 @@ OF_EACH_SORT = frozenset(
         "no weight decay",
     }
 )
-# Of the subtle faults, what bf16 rounds anyway: one more rounding of a gradient, of a moment, of the
-# scores, of the logits, or of what is sent, which some contenders do on purpose.
+# Of the subtle faults, what bf16 rounds anyway: one more rounding of a gradient, of a moment, of
+# scores, of logits, or of what is sent, which some contenders do on purpose.
 HIDDEN_IN_BF16 = {
     "gradients in bf16",
     "moments in bf16",
