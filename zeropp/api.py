@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from zeropp.parallel_model import ParallelModel
 from zeropp.plan import Plan
 from zeropp.settings import Settings, asked_for, read_keywords
 from zeropp.stages import check_ranks, own_layers, plan_layers
+
+if TYPE_CHECKING:
+    from zeropp.choose.recorder import Recorder
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -110,9 +114,10 @@ def parallelize(
         }
     )
     device = together(lambda: _device(settings.device, settings.mesh))
+    settings = replace(settings, device=device)
     sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
     plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
-    preflight.compare(lambda: _functions(settings, sizes))
+    preflight.compare(lambda: _functions(settings, sizes) | {"optimizer": str(plan.whole_groups)})
     held = together(lambda: own_layers(layers, plan, device, settings.tied))
     preflight.compare_values(held)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
@@ -134,7 +139,7 @@ def _sizes(
         settings.sample,
         settings.sample_keywords,
         recompute,
-        record_operators=_is_priced(settings, asked),
+        recorder=_recorder() if _is_priced(settings, asked) else None,
         measure_saved=bool(asked),
         tied=settings.tied,
     )
@@ -144,6 +149,12 @@ def _sizes(
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
     preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
     return sizes
+
+
+def _recorder() -> type[Recorder]:
+    from zeropp.choose.recorder import Recorder  # not loaded where nothing is priced
+
+    return Recorder
 
 
 def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:

@@ -51,11 +51,14 @@ TABLES = {"paper": "tables:paper_table"} | {
 @dataclass(frozen=True)
 class Options:
     """Options of a report: the contender over which speed-ups are given, the knobs of the
-    configuration that ablations are ``against``, and whether to draw every timeline."""
+    configuration that ablations are ``against``, whether to draw every timeline, and the contenders
+    and columns of the paper's table (empty: all)."""
 
     base: str = "deepspeed_3d"
     against: Mapping[str, str] = field(default_factory=dict)
     timelines: bool = False
+    contenders: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
 DEFAULTS = Options()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import COMPARED, PRICED
 
 Form = Callable[[float], str]
 
@@ -21,8 +21,9 @@ _STATUS = {"oom": "OOM", "ok": "–"}
 
 
 def contender_label(name: str) -> str:
-    """The label of a contender in tables and figures: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
-    known = PRICED.get(name)
+    """The label of a contender, or of a row of the verdict, in tables and figures: ``DeepSpeed 3D``
+    for ``deepspeed_3d``."""
+    known = PRICED.get(name) or COMPARED.get(name)
     return known.label if known else name
 
 

@@ -22,6 +22,7 @@ from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.speedup import SUBJECT, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
+from benchmarks.specification import SpecError
 
 
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -145,6 +146,8 @@ _KEYS = {
     "seq": Column("seq", "sequence", form=display.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
+# The columns of the paper's table of which ``Options.columns`` chooses; others are empty then.
+_CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
 _ALWAYS = ("model", "num_gpus")
 _COLUMNS = (
     *_KEYS.values(),
@@ -169,8 +172,22 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
     text."""
     compared = with_speedups(best_or_failed(rows), options.base)
+    if options.contenders:
+        _check("contenders", options.contenders, set(compared["contender"]))
+        compared = compared[compared["contender"].isin(options.contenders)]
+    if options.columns:
+        _check("columns", options.columns, _CHOSEN)
+        hidden = set(_CHOSEN) - set(options.columns)
+        ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
+        compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
     return table("paper", "Comparison", _COLUMNS, compared.assign(base=options.base, label=labels))
+
+
+def _check(option: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise SpecError(f"--{option}={name}: there are {', '.join(sorted(known))}")
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:

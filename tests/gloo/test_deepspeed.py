@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer, build
 from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
@@ -60,6 +62,12 @@ def build_with(optimizer: str, plan: Plan, *arguments: Any) -> DeepSpeedTrainer:
     return trainer
 
 
+def build_in_python(*arguments: Any) -> DeepSpeedTrainer:
+    """Build a trainer whose compiled blocks need no C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return build(*arguments)
+
+
 build_with_own = partial(build_with, "DeepSpeedZeroOptimizer")
 build_with_bf16 = partial(build_with, "BF16_Optimizer")
 TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": False}
@@ -79,3 +87,13 @@ TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": Fals
 def test_deepspeed_bf16_is_close(world: World, contender: dict[str, Any], builder: str) -> None:
     plan = request(4, {"name": "deepspeed_3d", **contender}, precision="bf16", model=TIED).plan()
     check(world, f"{__name__}:{builder}", plan, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [{"pp": 1, "tp": 2, "replicate_zero": 2}, {"pp": 2, "recompute": "full"}],
+    ids=str,
+)
+def test_compiled_blocks_have_the_same_gradients(world: World, contender: dict[str, Any]) -> None:
+    plan = request(4, {"name": "deepspeed_3d", "compile": True, **contender}).plan()
+    check(world, f"{__name__}:build_in_python", plan)

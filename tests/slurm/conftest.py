@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.launch.sweep_status import PointStatus
 from benchmarks.records.record import RunRecord, find_records, read_record
-from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
+from tests.slurm.cluster import SlurmCluster, unavailable
 from tests.slurm.commands import Command, call, server
+from tests.waiting import wait_until
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _RESULT_S = 560.0

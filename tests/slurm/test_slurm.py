@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 

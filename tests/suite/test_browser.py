@@ -43,9 +43,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     write_records(records, root / "runs")
     write_report([root / "runs"], root / "out", Console(quiet=True))
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=60_000)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=200_000)
         opened = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened.set_default_timeout(20_000)
+        opened.set_default_timeout(200_000)
         problems: list[str] = []
         opened.on("console", lambda message: problems.append(message.text))
         opened.on("pageerror", lambda error: problems.append(str(error)))

@@ -35,7 +35,7 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
         env=os.environ | {"ZEROPP_RECORDS": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ def compiled(texts: list[str], folder: Path) -> str:
         ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "document.tex"],
         cwd=folder,
         check=True,
-        timeout=120,
+        timeout=300,
         capture_output=True,
     )
     return (folder / "document.log").read_text(errors="replace")
@@ -133,6 +133,24 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
     mine = numbers[numbers["basis"] == "best plans"].set_index(keys)["tokens_per_s_per_gpu"]
     pd.testing.assert_series_equal(mine.sort_index(), best, rtol=1e-4)
     assert numbers["mfu"].between(0.05, 0.8).all()
+
+
+def test_contenders_and_columns_can_be_chosen(tmp_path: Path) -> None:
+    names = ("zeropp", "deepspeed_3d", "deepspeed_best", "megatron_core")
+    options = Options(contenders=names[2:], columns=("tokens_per_s_per_gpu", "speedup"))
+    claim = REFERENCE / "claim_33"
+    made = write_one_table("paper", [claim], out=tmp_path, options=options, console=QUIET)
+    latex = next(path for path in made.files if path.suffix == ".tex").read_text()
+    first = latex.partition(r"\toprule")[2].partition(r"\midrule")[0]
+    assert [label in first for label in ("DeepSpeed, best", "Megatron-Core", "ZeroPP")] == [1, 1, 0]
+    assert first.count("tokens/s &") == first.count("speed-up") == 2
+    assert "GiB" not in first
+    csv = pd.read_csv(next(path for path in made.files if path.suffix == ".csv"))
+    assert csv["mfu"].isna().all()
+    assert csv["speedup"].notna().any()
+    for wrong in (Options(contenders=("magic",)), Options(columns=("magic",))):
+        with pytest.raises(SpecError, match="=magic: there are "):
+            write_one_table("paper", [claim], out=tmp_path, options=wrong, console=QUIET)
 
 
 def test_an_empty_table_has_a_header(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ memory; the prices are those of the user's own layers (``zeropp.choose.layer_pri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any
+
+import torch
 
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
@@ -19,15 +21,15 @@ from zeropp.choose.planner import fastest
 from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
-from zeropp.engine.engine import groups_of
-from zeropp.engine.optimizer_trial import state_bytes
+from zeropp.engine.engine import group_names, groups_of
+from zeropp.engine.users_optimizer import Trial, try_optimizer
 from zeropp.engine.walk import LayerSizes
 from zeropp.knobs import StepKnobs
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
 from zeropp.plan import Plan, SizedPlan
-from zeropp.settings import Settings
-from zeropp.stages import check_ranks, cut_plan, shape_of, size_layers
+from zeropp.settings import ParameterName, Settings
+from zeropp.stages import check_ranks, cut_plan, shape_of, size_layers, whole_groups
 from zeropp.step_plan import drafts
 
 _CHUNKS = (1, 2, 4)
@@ -55,17 +57,17 @@ def plan_on_cluster(
         settings, chosen = choose(settings, auto_names, sizes, num_ranks)
     check_ranks(settings, num_ranks)
     assert settings.hardware is not None
-    sized = _sized(settings, sizes)
+    sized = _sized(settings, sizes, whole_groups(settings, sizes))
     prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
     price = _prices_of(prices).of(sized, settings.hardware)
     orders = (draft.complete() for draft in drafts(sized, price.stages))
     return fastest(orders, settings.hardware, price).plan, chosen
 
 
-def _sized(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
+def _sized(settings: Settings, sizes: Sequence[LayerSizes], whole: tuple[str, ...]) -> SizedPlan:
     """The plan of a step without its order of actions; layers weigh what they take."""
     assert settings.hardware is not None
-    plan = size_layers(settings, sizes)
+    plan = size_layers(settings, sizes, whole)
     passes = layer_passes(sizes, plan, settings.hardware)
     return cut_plan(plan, settings, [layer.total for layer in passes])
 
@@ -123,7 +125,10 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        self._prices = _prices_of(LayerPrices(sizes, _states(settings, sizes)))
+        groups, device = groups_of(settings, sizes), torch.device(settings.device or "cpu")
+        trial = try_optimizer(settings.optimizer, group_names(settings, sizes), device)
+        self._whole = trial.whole
+        self._prices = _prices_of(LayerPrices(sizes, _states(trial, groups, sizes)))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in auto_names}
@@ -151,7 +156,7 @@ class _Layers:
     def _size(self, task: Task, knobs: _LayerKnobs, microbatch_size: int) -> SizedPlan:
         del task, microbatch_size
         try:
-            return _sized(self.with_knobs(knobs), self._sizes)
+            return _sized(self.with_knobs(knobs), self._sizes, self._whole)
         except InfeasibleError as error:
             self.refused = str(error)
             raise
@@ -185,16 +190,17 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(settings: Settings, sizes: Sequence[LayerSizes]) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps depends on
-    each parameter's group."""
-    groups = groups_of(settings, sizes)
-    kept = state_bytes(settings.optimizer, sorted(set(groups.values())))
+def _states(
+    trial: Trial, groups: Mapping[ParameterName, str], sizes: Sequence[LayerSizes]
+) -> list[LayerState]:
+    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps, and
+    whether it needs a parameter whole, depends on the parameter's group."""
     states = []
     for index, layer in enumerate(sizes):
         counts = {name: prod(kind.shape) for name, kind in layer.kinds.items() if kind.trained}
-        state = sum(kept[groups[index, name]] * count for name, count in counts.items())
-        states.append(LayerState(4 * sum(counts.values()), state))
+        kept = sum(trial.state_bytes[groups[index, name]] * n for name, n in counts.items())
+        whole = sum(n for name, n in counts.items() if groups[index, name] in trial.whole)
+        states.append(LayerState(4 * sum(counts.values()), kept, 4 * whole))
     return states
 
 

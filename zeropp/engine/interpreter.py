@@ -220,6 +220,7 @@ class Interpreter:
             Op.REDUCE_GRAD: lambda action, _: chunks[action.stage].reduce(),
             Op.REDUCE_REPLICAS: lambda action, _: chunks[action.stage].reduce_over_replicas(),
             Op.REDUCE_TIED: lambda *_: update.sum_tied(),
+            Op.GATHER_WHOLE: self._gather_whole,
             Op.UPDATE: self._update,
             Op.GATHER_UPDATED: lambda *_: update.gather_updated(),
             Op.SEND_F: self._send,
@@ -339,6 +340,11 @@ class Interpreter:
         input_gradients = self._chunks[stage].backward(microbatch, gradients, split=split)
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
+
+    def _gather_whole(self, action: Action, step: _Step) -> None:
+        del action, step
+        self._channels.drain()  # so that what was sent is freed
+        self._parameters.gather_whole()
 
     def _update(self, action: Action, step: _Step) -> None:
         del action

@@ -42,7 +42,7 @@ from zeropp.literals import Recompute
 from zeropp.settings import ParameterName
 
 if TYPE_CHECKING:
-    from zeropp.engine.recorder import Recorder
+    from zeropp.choose.recorder import Recorder
     from zeropp.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -104,13 +104,13 @@ def walk(
     keywords: Mapping[str, Tensor],
     recompute: Recompute = "none",
     *,
-    record_operators: bool = True,
+    recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, ``keywords`` are
     its keyword inputs, and ``recompute`` is what inner layers have to be able to. Prices need
-    ``record_operators``; without it there are no ``operators``. Layers that use ``torch.func`` can
+    the ``recorder``; without it there are no ``operators``. Layers that use ``torch.func`` can
     run only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that
     may be one object.
 
@@ -125,7 +125,7 @@ def walk(
         _walk,
         layers,
         recompute=recompute,
-        recorder=_recorder() if record_operators else None,
+        recorder=recorder,
         tied=tied,
         hooks=saved_tensors_hooks if measure_saved else _no_hooks,
     )
@@ -137,12 +137,6 @@ def walk(
     devices = [sample.device] if sample.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training draws the same numbers as without this
         return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
-
-
-def _recorder() -> type[Recorder]:
-    from zeropp.engine.recorder import Recorder  # not loaded where nothing is priced
-
-    return Recorder
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
