@@ -75,7 +75,14 @@ from torch import Tensor
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
-from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory, remembered
+from benchmarks.worker.one_process import (
+    EXACT,
+    OneProcess,
+    Trajectory,
+    asks_for_narrow_sums,
+    remembered,
+    types_of,
+)
 from zeropp.choose.contender import Contender
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import Precision
@@ -143,7 +150,7 @@ def gate_optimizers(
     own optimizer with settings that all count). All ranks must call it."""
     first = torch.zeros(3, dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
-        alone = partial(OneProcess, spec, batches, device, ROUNDED[spec.precision])
+        alone = partial(OneProcess, spec, batches, device, types_of(spec))
         sizes = remembered(known, spec, device, "first", lambda: alone().first_gradient())
         first = torch.tensor(sizes, dtype=torch.float64, device=device)
     dist.broadcast(first, 0)
@@ -196,8 +203,7 @@ def expect(
             exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
             found = [_sizes(exact, shapes)]
             for halves in ways:
-                types = ROUNDED[spec.precision]
-                alone = OneProcess(spec, batches, device, types, halves=halves)
+                alone = OneProcess(spec, batches, device, types_of(spec), halves=halves)
                 found.append(_apart(exact, alone.train(optimizer, STEPS), shapes))
             return found, exact.updates
 
@@ -394,8 +400,7 @@ def order_checks(
     microbatches in another order; none where sums of two are the same in any order, or are asked
     for in bf16. All ranks must call it."""
     plan = replace(spec, model=replace(spec.model, dropout=0.0)).plan()  # masks have an order
-    asked = getattr(spec.contender, "grad_accum_dtype", "fp32") == "bf16"
-    if spec.precision == "fp32" or asked or plan.num_microbatches < 3:
+    if spec.precision == "fp32" or asks_for_narrow_sums(spec) or plan.num_microbatches < 3:
         return []
     rows = local_batch(batches, plan.layout, 0, device)
     updates = []
@@ -436,7 +441,7 @@ def losses_of_one_process(
     if dist.get_rank() == 0:
 
         def train() -> list[float]:
-            alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
+            alone = OneProcess(spec, batches, device, types_of(spec))
             return alone.train(spec.optimizer, steps, updates=False).losses
 
         values = remembered(known, spec, device, f"losses {spec.optimizer} {steps}", train)
