@@ -514,15 +514,15 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
 def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
     """The distances of each step, fp64 [steps], by (name, "" or "scale"): of the loss and the
     gradient norm, and of the updates of all parameters and of each."""
-    sizes = expected.update_norms / expected.update_norms.norm(dim=1, keepdim=True)
-    updates, scales = (
-        x.nan_to_num(nan=0.0) for x in (distances.updates * sizes, distances.scales * sizes**2)
-    )
+    sizes = expected.update_norms
+    updates = (distances.updates * sizes).nan_to_num(nan=0.0)  # an update of 0 by nothing
+    scales = (distances.scales * sizes.square()).nan_to_num(nan=0.0)
+    whole = sizes.norm(dim=1)
     found = {
         ("loss", ""): distances.losses,
         ("gradient norm", ""): distances.grad_norms,
-        ("all parameters", ""): updates.norm(dim=1),
-        ("all parameters", "scale"): scales.sum(dim=1),
+        ("all parameters", ""): updates.norm(dim=1) / whole,
+        ("all parameters", "scale"): scales.sum(dim=1) / whole.square(),
     }
     for index, name in enumerate(expected.shapes):
         found[name, ""] = distances.updates[:, index]
