@@ -46,8 +46,11 @@ Limits
     quantities are the loss, the gradient norm, and for each parameter and all of them together the
     update of one step: the L2 norm of its difference, and its scale, the part of the difference
     that points along the update. Rounding points anywhere, so that a scale of 1.01 is seen in
-    updates that bf16 rounds by 1 %. In bf16 the factor is 3 for the norm of many rounded numbers,
-    which is nearly the same for every order (docs/metrics.md has what was measured), otherwise 8.
+    updates that bf16 rounds by 1 %. The factor is 3 for the norm of an update's many rounded
+    numbers in the first step in bf16, which is nearly the same for every order (docs/metrics.md has
+    what was measured). Otherwise it is 8: for single numbers, and for later steps, because what
+    rounding has moved along the steepest direction in the first one is a single number, too, by
+    which all later updates differ.
     After the first step, two runs in bf16 that round differently are as far from each other as
     from the run in fp32. So the distance to a reference in bf16 shows no more than that to the one
     in fp32; the references in bf16 say how far is too far.
@@ -98,9 +101,9 @@ _BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 MAX_PARAMETERS = 100_000_000
 MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
-# How much further from the wider run a contender may be than one process with the run's types, in
-# the norm of an update, and in a single number.
-_FACTORS: dict[Precision, tuple[int, int]] = {"fp32": (8, 8), "bf16": (3, 8)}
+# How much further from the wider run a contender may be than one process with the run's types: by
+# default, and in bf16 in the norm of the first step's update.
+_FACTOR, _FIRST = 8, 3
 _ORDER = 2.0**-12  # of the update, that another order of microbatches may change in bf16
 _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model, of which the largest that fits
 _ORDERED = "all parameters, microbatches in another order"
@@ -503,11 +506,13 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
         if quantity == "scale" and spec.precision == "fp32":
             continue  # nothing is hidden there
         kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
-        rounds = max(float(of[name, quantity].max()) for of in rounding)
-        is_number = name in _NUMBERS or quantity == "scale"
-        limit = spec.measure.gate_tolerance + _FACTORS[spec.precision][is_number] * rounds
+        rounds = torch.stack([of[name, quantity] for of in rounding]).amax(dim=0)
+        limits = spec.measure.gate_tolerance + _FACTOR * rounds.max().expand(len(errors))
+        if spec.precision == "bf16" and name not in _NUMBERS and not quantity:
+            limits = limits.clone()
+            limits[0] = spec.measure.gate_tolerance + _FIRST * rounds[0]
         worst = name if name in expected.shapes else ""
-        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limit, worst))
+        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limits, worst))
     return [worst_check(checks) for checks in kinds.values()]
 
 
@@ -535,8 +540,8 @@ def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
     return max(checks, key=lambda check: check.error / check.limit)
 
 
-def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
+def _worst_step(kind: str, errors: Tensor, limits: Tensor, parameter: str) -> GateCheck:
     errors = errors.nan_to_num(nan=math.inf)  # where one process gets no numbers, as it diverges
-    step = int(errors.argmax())
-    error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
+    step = int((errors / limits).argmax())
+    error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
     return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)
