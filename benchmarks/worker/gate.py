@@ -88,7 +88,6 @@ from benchmarks.worker.one_process import (
 )
 from zeropp.choose.contender import Contender
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import Precision
 from zeropp.model import build_model, initial_std
 from zeropp.price import parameter_count
 from zeropp.shape import ModelShape
