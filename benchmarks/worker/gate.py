@@ -505,7 +505,9 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
         if quantity == "scale" and spec.precision == "fp32":
             continue  # nothing is hidden there
         kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
-        rounds = torch.stack([of[name, quantity] for of in rounding]).amax(dim=0)
+        rounds = (
+            torch.stack([of[name, quantity] for of in rounding]).nan_to_num(nan=0.0).amax(dim=0)
+        )
         limits = spec.measure.gate_tolerance + _FACTOR * rounds.max().expand(len(errors))
         if spec.precision == "bf16" and name not in _NUMBERS and not quantity:
             limits = limits.clone()
