@@ -258,7 +258,7 @@ def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -
 def test_megatron_core_without_its_last_reduction_ends_with_a_message(world: World) -> None:
     spec = spec_of(Case("megatron_core", "fp32", {}, REPLICAS, ()), REPLICAS)
     with pytest.raises(WorkerError, match="multiple communication calls outstanding"):
-        world.run(without_last_reduction, spec, size=2, timeout_s=120)
+        world.run(without_last_reduction, spec, size=2)
 
 
 @pytest.mark.parametrize("name", [name for name, needs in CAN_HAVE.items() if "tp" in needs])
