@@ -65,15 +65,13 @@ def _replay(point: Point, plan: Plan, runs_dir: Path, progress: SweepProgress) -
     step_s: list[float] = []
     rows: list[list[Any]] = []
     predicted: dict[str, Any] = {}
-    ranks = plan.layout.pipeline(0)
 
     def tell(done: int) -> None:
-        progress.update(point, f"traced {done} of {len(ranks)} ranks")
+        progress.update(point, f"traced {done} of {plan.layout.pp} ranks")
 
     try:
-        replayed, traces = replay_plan(
-            plan, spec.cluster, spec.contender.name, spec.optimizer, tell
-        )
+        traces = trace_plan(plan, spec.optimizer, tell)
+        replayed = replayed_plan(plan, spec.cluster, traces)
     except Exception as error:  # an error in the contender's code is the point's result
         ending = Ending("failed", f"{type(error).__name__}: {str(error).strip()[:500]}")
     else:
@@ -97,28 +95,28 @@ def _replay(point: Point, plan: Plan, runs_dir: Path, progress: SweepProgress) -
     )
 
 
-def replay_plan(
-    plan: Plan,
-    cluster: Cluster,
-    contender: str,
-    optimizer: OptimizerConfig,
-    tell: Callable[[int], None] = lambda _: None,
-) -> tuple[Replay, list[Trace]]:
-    """The second step of a plan, and the traces of the ranks of its first pipeline. ``tell`` is
-    called with how many of them are traced."""
-    from zeropp.emulate.clock import kernel_s, replay
+def trace_plan(
+    plan: Plan, optimizer: OptimizerConfig, tell: Callable[[int], None] = lambda _: None
+) -> list[Trace]:
+    """Trace the ranks of a plan's first pipeline; ``tell`` is called with how many are traced."""
     from zeropp.emulate.trace import trace_ranks
 
-    work = work_of(plan, cluster)
     traces: list[Trace] = []
-    build = CONTENDERS[contender].build
+    build, ranks = CONTENDERS[plan.contender].build, plan.layout.pipeline(0)
     tell(0)
-    for trace in trace_ranks(
-        plan, plan.layout.pipeline(0), optimizer=optimizer, build=build, steps=2
-    ):
+    for trace in trace_ranks(plan, ranks, optimizer=optimizer, build=build, steps=2):
         traces.append(trace)
         tell(len(traces))
-    replayed = replay(
+    return traces
+
+
+def replayed_plan(plan: Plan, cluster: Cluster, traces: Sequence[Trace]) -> Replay:
+    """The second step of a plan on a cluster, from the traces of the ranks of its first pipeline,
+    with the simulator's kernels of the plan's program."""
+    from zeropp.emulate.clock import kernel_s, replay
+
+    work = work_of(plan, cluster)
+    return replay(
         {trace.rank: trace.log for trace in traces},
         cluster,
         plan.layout.world,
@@ -126,4 +124,3 @@ def replay_plan(
         launch_s=work.device.launch_us * work.program.launch_factor * 1e-6,
         title=f"{plan.shape.name} {plan.contender} {plan.layout.world} GPUs",
     )
-    return replayed, traces

@@ -14,7 +14,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 from zeropp.cluster import Cluster, Device
@@ -80,10 +80,7 @@ def replay(
     }
     ranks = _Machine(logs, links, prices, launch_s, factors).run()
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
-    begin, end = (
-        max(time for ran in ranks.values() for step, time in ran.ends.items() if step <= until)
-        for until in (last - 1, last)
-    )
+    begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
     spans = [
         Span(names[rank], lane, action, max(start, begin) - begin, stop - begin)
@@ -116,7 +113,7 @@ class _Links:
     def __init__(self, logs: Logs, cluster: Cluster, world: int) -> None:
         self._cluster, self._world = cluster, world
         ranks = sorted(logs)
-        gaps = (b - a for a, b in zip(ranks, ranks[1:], strict=False))
+        gaps = (after - before for before, after in pairwise(ranks))
         self._stride = min(gaps, default=1)
         self.holders: dict[Hashable, set[int]] = defaultdict(set)  # of every part, who is here
         self._crossed: set[bool] = set()  # whether collectives beside compute cross nodes
@@ -195,6 +192,10 @@ class _Rank:
             if stream.name == COMPUTE:
                 self.waits[step][cause] += until - stream.end
             stream.end, stream.cause = until, cause
+
+    def end_of(self, last: int) -> float:
+        """When all has ended that was issued until the end of a step."""
+        return max((time for step, time in self.ends.items() if step <= last), default=0.0)
 
     def share_beside_collectives(self) -> float:
         """The share of its compute beside which collectives run."""

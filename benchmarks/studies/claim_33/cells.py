@@ -98,12 +98,14 @@ def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[C
 def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
     """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
     if its contender no longer has these knobs."""
-    contender, candidate = _candidate(setting)
+    contender, candidate = candidate_of(setting)
     plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
     return _record(cell, mode, "", contender.name, plan)
 
 
-def _candidate(setting: str) -> tuple[Contender[Any], Candidate[Any]]:
+def candidate_of(setting: str) -> tuple[Contender[Any], Candidate[Any]]:
+    """The contender and its candidate of a ``setting``; raises SpecError if it no longer has these
+    knobs."""
     values = json.loads(setting)
     contender = PRICED[values["knobs"]["name"]]
     knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
@@ -117,7 +119,7 @@ def winner_of(
     unless the contender no longer has its knobs."""
     begin = []
     with suppress(SpecError):
-        begin += [_candidate(known)[1]] if known else []
+        begin += [candidate_of(known)[1]] if known else []
     return search(cell.priced, contender, tolerance=tolerance, runner_up=False, known=begin).winner
 
 
