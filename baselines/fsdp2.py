@@ -1,7 +1,7 @@
 """What the two contenders on FSDP2 (``fsdp`` and ``torch_pp``) share.
 
-It builds the device mesh, wraps modules with ``fully_shard``, counts FSDP2's collectives, applies
-recomputation and ``torch.compile`` to blocks, and takes the global gradient norm.
+It builds the device mesh, wraps modules with ``fully_shard``, counts FSDP2's collectives, and takes
+the global gradient norm.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +24,9 @@ from baselines.private_names import (
     scale_all,
     with_real_tensors,
 )
-from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.optimizer import clip_factor, square_norm
 from zeropp.layout import Layout
 from zeropp.literals import Precision
-from zeropp.plan import Plan
 from zeropp.training import StepResult
 
 
@@ -93,17 +90,6 @@ class _CountedReduceScatter(DefaultReduceScatter):
     def __call__(self, *arguments: Any, **keywords: Any) -> dist.Work:
         self._counters["reduce_grad"] += 1
         return super().__call__(*arguments, **keywords)
-
-
-def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
-    """Wrap a transformer block's ``forward`` for recomputation (``recomputed``) and compilation (as
-    the plan says). It is called before ``fully_shard``, so that FSDP2's hooks stay outside."""
-    if recomputed:
-        block.forward = partial(
-            run_recomputed, block.forward, recompute=plan.recompute, random=plan.shape.dropout > 0
-        )
-    if plan.compile:
-        block.forward = torch.compile(block.forward)
 
 
 def finish_step(

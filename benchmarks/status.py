@@ -35,7 +35,7 @@ def _status() -> int:
     runs_dir = arguments.runs_dir.resolve()
     if not runs_dir.is_dir():
         raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
-    from benchmarks.launch.sweep_status import print_table, sweep_status  # not for --help
+    from benchmarks.launch.sweep_status import print_points, sweep_status  # not for --help
 
     status = sweep_status(runs_dir)
     if arguments.json:
@@ -43,7 +43,7 @@ def _status() -> int:
     elif not status.points:
         print(f"no points in {runs_dir}")
     else:
-        print_table(status.points)
+        print_points(status.points)
     for note in status.notes:
         print(f"note: {note}", file=sys.stderr)
     if status.problem:

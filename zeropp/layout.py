@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from zeropp.literals import Axis, Placement
+from zeropp.literals import Axis, Placement, ReplicateZero
 
 # The largest product of microbatches and stages: twice that of 64 ranks with 4 chunks and 512
 # microbatches. Planning takes some 20 s there; far above, it would seem to hang.
@@ -30,7 +29,8 @@ class Layout:
 
     ``shard`` is the number of ranks over which ZeRO-3 (FSDP) shards parameters, also known as
     ``dp_shard``. ``replicate`` is the number of such groups, also known as ``dp_replicate``; where
-    ``replicate_zero`` is 1, the optimizer state is sharded over them, too (ZeRO-1). The ranks of
+    ``replicate_zero`` is 1, the optimizer state is sharded over them, too (ZeRO-1); where it is 2,
+    so are the sums of gradients, which are reduced for every microbatch (ZeRO-2). The ranks of
     ``replicate`` x ``shard`` train on different sequences. ``chunks`` is the number of virtual
     stages per pipeline rank.
 
@@ -44,7 +44,7 @@ class Layout:
     shard: int = 1
     replicate: int = 1
     chunks: int = 1
-    replicate_zero: Literal[0, 1] = 0
+    replicate_zero: ReplicateZero = 0
     sequence_parallel: bool = False
     placement: Placement = "dp_inner"
 

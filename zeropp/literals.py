@@ -30,7 +30,7 @@ Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
-ReplicateZero = Literal[0, 1]
+ReplicateZero = Literal[0, 1, 2]  # the ZeRO stage over the replicas
 
 T = TypeVar("T")
 

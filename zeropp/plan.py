@@ -68,6 +68,7 @@ class SizedPlan:
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
+    sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
     prefetch: int = 1
     split_backward: bool = True
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
@@ -140,8 +141,8 @@ class SizedPlan:
     def step_end(self) -> StepEnd:
         """What follows the passes of a step."""
         replicas = self.layout.replicate > 1
-        zero1 = replicas and self.layout.replicate_zero == 1
-        return StepEnd(replicas, self.tied_stages, zero1)
+        sharded = replicas and self.layout.replicate_zero > 0
+        return StepEnd(replicas, self.tied_stages, sharded)
 
     def ordered(self, schedule: Schedule) -> Plan:
         """The same plan with the programs of a lowered ``schedule``, which must have the plan's

@@ -15,12 +15,31 @@ from zeropp.choose.planner import (
     asked_degrees,
     check_stages,
     one_order,
+    recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.choose.space import SearchPoint, Space, at_degrees, choices, one_member, zero_choices
+from zeropp.choose.space import (
+    SearchPoint,
+    Space,
+    at_degrees,
+    choices,
+    one_member,
+    placement_choices,
+    recompute_choices,
+    zero_choices,
+)
 from zeropp.choose.task import Task
-from zeropp.layout import InfeasibleError, microbatches_per_step
-from zeropp.literals import AT_LEAST_1, Auto, ReplicateZero, if_auto
+from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.literals import (
+    AT_LEAST_1,
+    Auto,
+    Placement,
+    Precision,
+    Recompute,
+    ReplicateZero,
+    WireType,
+    if_auto,
+)
 from zeropp.plan import SizedPlan
 from zeropp.price import cut_by_cost
 from zeropp.schedule.build import build
@@ -29,38 +48,43 @@ from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_plac
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedKnobs:
-    """Settings of DeepSpeed 3D. A knob that is ``auto`` is chosen by the tuner, or by a simple rule
+    """Settings of DeepSpeed. A knob that is ``auto`` is chosen by the tuner, or by a simple rule
     where the cluster has no prices (CPUs)."""
 
     name: Literal["deepspeed_3d"] = "deepspeed_3d"
     tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
-    replicate_zero: Literal[0, 1] | Auto = "auto"  # ZeRO stage; a pipeline allows no higher one
+    replicate_zero: ReplicateZero | Auto = "auto"  # ZeRO stage; 2 without a pipeline alone
+    # The type in which gradients of microbatches are added (``data_types.grad_accum_dtype``).
+    grad_accum_dtype: WireType | Auto = "auto"
+    # All-reduce a bucket; False, in a pipeline alone: reduce each rank's part of it to that rank.
+    use_multi_rank_bucket_allreduce: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    placement: Placement | Auto = "auto"  # which ranks share a node
+    compile: bool = False  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
 def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
-    """A plan of TP x PP x DP with ZeRO 0 or 1, whose stages are balanced by cost, with all sizes
+    """A plan of TP x PP x DP with ZeRO 0 to 2, whose stages are balanced by cost, with all sizes
     but without an order of actions.
 
-    Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, and one
-    stage per node. Raises InfeasibleError, whose message is one line.
+    Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, one stage
+    per node, ZeRO-1, sums in fp32. Raises InfeasibleError, whose message is one line.
     """
-    zero: ReplicateZero = if_auto(knobs.replicate_zero, 1)
-    if task.precision == "bf16" and zero == 0:
-        raise InfeasibleError(
-            "contender.replicate_zero=0: deepspeed_3d accumulates gradients of bf16 parameters in "
-            "fp32 with ZeRO-1 only (use 1)",
-            "bf16 needs ZeRO-1",
-        )
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, _simple_tp(task, knobs))))
-    layout = replace(degrees, replicate_zero=zero)
+    layout = replace(
+        degrees,
+        replicate_zero=if_auto(knobs.replicate_zero, 1),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
     placement = loop_placement(layout.pp, 1)
+    sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     plan = SizedPlan(
         contender="deepspeed_3d",
@@ -69,12 +93,55 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered("1f1b", placement, microbatches),
         cuts=(),
-        program="deepspeed_3d",
+        program=_program(knobs, layout, task.precision, sums),
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, layout.pp),
         reduce_every="step",
+        sum_dtype=sums,
+        compile=knobs.compile,
     )
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+
+
+def _program(knobs: DeepSpeedKnobs, layout: Layout, precision: Precision, sums: WireType) -> str:
+    """The program by DeepSpeed's engine and optimizer: ``PipelineEngine`` or the ordinary engine;
+    with ZeRO its own optimizer or, for bf16 with sums in fp32 and ZeRO-1, ``BF16_Optimizer``
+    (``runtime/engine.py``: ``_do_optimizer_sanity_check``). Raises InfeasibleError for what
+    DeepSpeed does not have."""
+    zero = layout.replicate_zero
+    if precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
+            "ZeRO only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    if precision == "fp32" and sums == "bf16":
+        raise InfeasibleError(
+            "contender.grad_accum_dtype=bf16: gradients of fp32 parameters are added in fp32 (use "
+            "fp32, or precision=bf16)",
+            "bf16 sums need bf16",
+        )
+    if layout.pp > 1 and zero == 2:
+        raise InfeasibleError(
+            f"contender.replicate_zero=2: DeepSpeed's pipelines have no ZeRO-2 (use 1, or "
+            f"contender.pp=1 instead of {layout.pp})",
+            "pipelines have no ZeRO-2",
+        )
+    by_bucket = zero == 2 or (zero == 1 and precision == sums)
+    if layout.pp == 1:
+        name = f"deepspeed_zero{zero}" if by_bucket else "deepspeed_ordinary"
+    else:
+        name = "deepspeed_3d_buckets" if sums == "bf16" else "deepspeed_3d"
+    if if_auto(knobs.use_multi_rank_bucket_allreduce, True):
+        return name
+    if layout.pp == 1 or not by_bucket:
+        raise InfeasibleError(
+            "contender.use_multi_rank_bucket_allreduce=False: only a pipeline whose sums have the "
+            "type of its parameters reduces by bucket without a wait of the host (use true)",
+            "buckets are not reduced to their owners",
+        )
+    return f"{name}+{precision}.zero1_all_reduces=false"
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -102,7 +169,7 @@ def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
 def with_deepspeed_exchanges(schedule: Schedule, tied: tuple[int, ...]) -> Schedule:
     """Add sends, receives and the final gradient reduction to a compute-only 1F1B schedule, in the
     order of DeepSpeed's ``TrainSchedule.steps``; it sums the gradients of ``tied`` stages before
-    they are reduced.
+    they are reduced. A single stage needs none: the ordinary engine reduces in its backward.
 
     DeepSpeed counts in time slots of one forward or backward pass each. A pass's output is sent in
     the slot after the pass. If that slot holds a backward pass, the gradient that this backward
@@ -126,7 +193,7 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
         out.append(action)
         unsent = sent
     sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
-    return (*out, *unsent, *sums, Action(stage, Op.REDUCE_GRAD))
+    return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
 
 
 def _slot(action: Action, last: int) -> int:
@@ -151,17 +218,46 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
     )
 
 
-_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
-    """All knobs to try at a point, none of them ``auto``. With bf16 DeepSpeed runs ZeRO-1 only."""
+    """All knobs to try at a point."""
     asked, degrees = point.asked, point.degrees
-    zeros: tuple[ReplicateZero, ...] = zero_choices(asked.replicate_zero, degrees)
-    if point.task.precision == "bf16" and asked.replicate_zero == "auto":
-        zeros = (1,)
-    for zero, recompute in product(zeros, choices(asked.recompute, _RECOMPUTE)):
-        yield at_degrees(asked, degrees, replicate_zero=zero, recompute=recompute)
+    largest = -(-point.task.shape.layers // degrees.pp)
+    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest)
+    for (zero, sums, all_reduce), placement, (recompute, blocks) in product(
+        _reductions(point), placement_choices(asked.placement, point), list(recomputed)
+    ):
+        yield at_degrees(
+            asked,
+            degrees,
+            replicate_zero=zero,
+            grad_accum_dtype=sums,
+            use_multi_rank_bucket_allreduce=all_reduce,
+            placement=placement,
+            recompute=recompute,
+            recompute_blocks=blocks,
+        )
+
+
+def _reductions(
+    point: SearchPoint[DeepSpeedKnobs],
+) -> Iterator[tuple[ReplicateZero, WireType, bool]]:
+    """(ZeRO stage, type of sums, whether buckets are all-reduced) to try. ZeRO-2 adds in fp32 at no
+    cost, as a rank has a part of the sums alone."""
+    asked, degrees, precision = point.asked, point.degrees, point.task.precision
+    known: set[ReplicateZero] = {1} if precision == "bf16" else {*zero_choices("auto", degrees)}
+    if degrees.pp == 1 and degrees.replicate > 1:
+        known.add(2)
+    for zero in choices(asked.replicate_zero, sorted(known)):
+        both: tuple[WireType, ...] = ("fp32", "bf16")
+        sums = both if precision == "bf16" and zero == 1 else both[:1]
+        for each in choices(asked.grad_accum_dtype, sums):
+            owners = degrees.pp > 1 and zero == 1 and precision == each and degrees.replicate > 1
+            ways = (True, False) if owners else (True,)
+            for way in choices(asked.use_multi_rank_bucket_allreduce, ways):
+                yield zero, each, way
 
 
 SPACE = Space(families=families, members=one_member, tensor=True)
@@ -182,5 +278,5 @@ DEEPSPEED_3D = Contender(
         "distutils.ccompiler",
     ),
     takes_fake_tensors=False,  # docs/simulator.md says why
-    filler="baselines.deepspeed_3d.trainer:fill",
+    filler="baselines.deepspeed_3d.pipeline:fill",
 )

@@ -79,7 +79,7 @@ def observe_instructions(engine: Any, observed: Callable[[type, Handler], Handle
 
 def is_tied_copy(parameter: Any) -> bool:
     """Whether a parameter is a tied layer's copy, which an earlier stage holds, too."""
-    return bool(parameter.ds_pipe_replicated)
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def reduced_gradients(
@@ -90,7 +90,7 @@ def reduced_gradients(
     ``parameters`` are the module's; ``copies``: over how many data-parallel ranks they are
     replicated.
     """
-    if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank keeps its partition
+    if hasattr(optimizer, "averaged_gradients"):  # each rank keeps its partition
         for group, partition in enumerate(optimizer.params_in_partition):
             parts = optimizer.averaged_gradients[group]
             for parameter, part in zip(partition, parts, strict=False):

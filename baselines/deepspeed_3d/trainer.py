@@ -1,184 +1,97 @@
-"""DeepSpeed 3D on one rank: DeepSpeed's own engine runs the step; this file builds the model for
-it, feeds it batches and reads its gradients, counters and times."""
+"""DeepSpeed on one rank: DeepSpeed's own engine runs the step; this file builds the model for it,
+feeds it batches and reads its gradients, counters and times. ``pipeline`` and ``ordinary`` are its
+two engines."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from math import prod
-from types import MethodType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from deepspeed.runtime.pipe import schedule as instructions
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils.checkpoint import checkpoint
 
+from baselines.blocks import prepare_block
 from baselines.deepspeed_3d.private_names import (
-    DTYPE_CODES,
-    OPS,
-    CutPipeline,
     forbid_shared_memory_collectives,
     is_tied_copy,
-    observe_instructions,
-    partition_uniform,
     reduced_gradients,
 )
-from baselines.deepspeed_3d.tensor_parallel import (
-    cut_logits,
-    cut_piece,
-    vocabulary_cross_entropy,
-    whole_parameter,
-)
+from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
 from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.layout import Layout
-from zeropp.model import build_piece
+from zeropp.model import Block, build_piece
 from zeropp.plan import Plan
+from zeropp.price.programs import program_named
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
-_TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
-TIED_NAME = f"tied_modules.{_TIED}"
-_TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
-_LARGEST_BUCKET = 500_000_000  # elements that are reduced at once, DeepSpeed's default
+TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-
-class Factory(nn.Module):
-    """A layer type for DeepSpeed's ``LayerSpec``, which builds the layers of a ``PipelineModule``
-    from a type and arguments: making one calls ``make(index)`` and returns that module."""
-
-    def __new__(cls, make: Callable[[int], nn.Module], index: int) -> Any:
-        return make(index)
-
-
-def tie(
-    layers: list[LayerSpec], make: Callable[[int], nn.Module], group: dist.ProcessGroup
-) -> list[LayerSpec]:
-    """The layers for tied embeddings: the head computes its logits with the embedding's weight.
-
-    As always with DeepSpeed's tied layers, every stage that uses the embedding holds a copy, and
-    the copies' gradients are summed.
-    """
-
-    def make_norm(index: int) -> nn.Module:
-        head = make(index)
-        del head.output
-        head.forward = head.norm.forward  # type: ignore[union-attr]
-        return head
-
-    def logits(embedding: nn.Module, x: Tensor) -> Tensor:
-        return cut_logits(x, embedding.tokens.weight, group)  # type: ignore[union-attr, arg-type]
-
-    last = len(layers) - 1
-    tied = {"tied_weight_attr": ["tokens.weight"]}
-    return [
-        TiedLayerSpec(_TIED, Factory, make, 0, **tied),
-        *layers[1:-1],
-        LayerSpec(Factory, make_norm, last),
-        TiedLayerSpec(_TIED, Factory, make, 0, forward_fn=logits, **tied),
-    ]
-
-
-def fill(plan: Plan, message: Tensor) -> None:
-    """Fill a received message of integers with what the neighbouring stage would have sent, for a
-    rank that is traced without its peers.
-
-    A *boundary* is the activation that one stage sends to the next; all boundaries of a plan have
-    one shape, which is sent before the first one (``PipelineEngine._send_tensor_meta``). Under
-    tensor parallelism a rank sends only its part of each boundary, after integers that describe the
-    part (``PartitionedTensor.to_meta``): these are an int64 ``message``, any other is the shape.
-    """
-    numbers = _partition(plan) if message.dtype == torch.int64 else _shapes(plan)
-    message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
-
-
-def _boundary(plan: Plan) -> list[int]:
-    return [plan.microbatch_size, plan.shape.seq, plan.shape.hidden]
-
-
-def _partition(plan: Plan) -> list[int]:
-    shape, tp = _boundary(plan), plan.layout.tp
-    rank = plan.layout.coordinates(dist.get_rank())["tp"]
-    return [len(shape), *shape, tp, rank, *partition_uniform(prod(shape), tp)]
-
-
-def _shapes(plan: Plan) -> list[int]:
-    codes, shape = DTYPE_CODES, _boundary(plan)
-    code = codes[torch.bfloat16 if plan.precision == "bf16" else torch.float32]
-    if plan.layout.tp == 1:
-        return [_TENSOR, code, len(shape), *shape]
-    place, part = len(_partition(plan)), prod(shape) // plan.layout.tp
-    return [_TUPLE, 2, codes[torch.int64], 1, place, code, 1, part]
 
 
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
-    return DeepSpeedTrainer(plan, optimizer, device, seed)
+    if plan.layout.pp > 1:
+        from baselines.deepspeed_3d.pipeline import PipelineTrainer as Trainer
+    else:
+        from baselines.deepspeed_3d.ordinary import OrdinaryTrainer as Trainer
+    return Trainer(plan, optimizer, device, seed)
 
 
-class DeepSpeedTrainer:
-    """A ``zeropp.training.Trainer`` that runs DeepSpeed's ``PipelineEngine``."""
+class DeepSpeedTrainer(ABC):
+    """A ``zeropp.training.Trainer`` that runs one of DeepSpeed's engines."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        layout, shape = plan.layout, plan.shape
         self._plan, self._device = plan, device
-        topology = _join_topology(layout)
-        self._group = _own_group(topology.get_axis_comm_lists("model"))
-        group = self._group
-
-        def make(index: int) -> nn.Module:
-            piece = build_piece(shape, index, seed, device)
-            cut_piece(piece, group)
-            return piece
-
-        layers = [LayerSpec(Factory, make, index) for index in range(shape.num_pieces)]
-        module = CutPipeline(
-            plan.cuts,
-            layers=tie(layers, make, group) if shape.tied_embeddings else layers,
-            topology=topology,
-            loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),
-            activation_checkpoint_interval=1 if plan.recompute == "full" else 0,
-            activation_checkpoint_func=_recompute,
-            checkpointable_layers=["Block"],
-        )
+        self._topology = _join_topology(plan.layout)
+        self._group = _own_group(self._topology.get_axis_comm_lists("model"))
+        self._stage = plan.layout.coordinates(dist.get_rank())["pp"]
+        arguments = self._arguments(seed)
+        module = arguments["model"]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module,
             optimizer=build_optimizer(module.parameters(), optimizer),
             config=_config(plan, sum(parameter.numel() for parameter in module.parameters())),
+            **arguments,
         )
         self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
         self._counters: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self._begin = 0.0
         self._passes: Counter[Op] = Counter()
-        observe_instructions(self._engine, self._observed)
+
+    @abstractmethod
+    def _arguments(self, seed: int) -> dict[str, Any]:
+        """The model, and what else ``deepspeed.initialize`` needs for this engine."""
+
+    @abstractmethod
+    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Run a step over these microbatches; the mean loss over all ranks."""
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
         size = self._plan.microbatch_size
-        batches = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
         self._passes.clear()
         self._begin = time.perf_counter()
-        loss = self._engine.train_batch(batches)
-        return StepResult(float(loss), self._grad_norm)
+        return StepResult(self._train(batches), self._grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
@@ -188,7 +101,7 @@ class DeepSpeedTrainer:
                 values = safe_get_full_fp32_param(parameter)  # the fp32 master weights
             whole = whole_parameter(parameter, values, self._group)
             if not is_tied_copy(parameter):
-                yield name.replace(TIED_NAME, "0"), whole.float().cpu()
+                yield name.replace(f"tied_modules.{TIED}", "0"), whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
@@ -202,26 +115,18 @@ class DeepSpeedTrainer:
         """See ``Trainer.spans``."""
         return list(self._spans or [])
 
-    def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
-        """Wrap DeepSpeed's handler of an instruction, so that instructions which are actions of a
-        schedule are counted and timed; handlers of others are returned as they are."""
-        trainer = self
-        op = OPS.get(kind)
-        if op is Op.REDUCE_TIED and self._engine.stage_id not in self._plan.tied_stages:
-            op = None  # DeepSpeed gives every stage the instruction
-
-        def observed(engine: Any, **arguments: Any) -> None:
-            if kind is instructions.OptimizerStep:
-                trainer._clip()
-            with nullcontext() if op is None else trainer._action(op):
-                MethodType(run, engine)(**arguments)
-
-        return observed
+    def _piece(self, index: int, seed: int) -> nn.Module:
+        """One piece of the model, this rank's part of it."""
+        piece = build_piece(self._plan.shape, index, seed, self._device)
+        cut_piece(piece, self._group)
+        if isinstance(piece, Block):
+            prepare_block(piece, self._plan, recomputed=self._plan.recomputes(self._stage, index))
+        return piece
 
     @contextmanager
     def _action(self, op: Op) -> Iterator[None]:
         """Mark an action for the profiler, count it, and record its span while spans are on."""
-        stage = self._engine.stage_id
+        stage = self._stage
         action = str(Action(stage, op, self._passes[op] if op.has_microbatch else None))
         start = self._clock()
         with record_function(action):
@@ -269,17 +174,13 @@ class DeepSpeedTrainer:
         yield from reduced_gradients(self._optimizer, parameters, copies)
 
 
-def _join_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """Let DeepSpeed use the process group that exists, and number the ranks as it does."""
+def _join_topology(layout: Layout) -> ProcessTopology:
+    """Let DeepSpeed use the process group that exists, and number the ranks as the layout does."""
     forbid_shared_memory_collectives()
     deepspeed.init_distributed(verbose=False)
-    return PipeModelDataParallelTopology(
-        num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
-    )
-
-
-def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
-    return checkpoint(function, *arguments, use_reentrant=False)
+    names = {"pp": "pipe", "replicate": "data", "tp": "model"}
+    axes = [(names[axis], size) for axis, size in layout.axes if axis in names]
+    return ProcessTopology([name for name, _ in axes], [size for _, size in axes])
 
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
@@ -297,23 +198,30 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
 def _config(plan: Plan, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
 
-    In fp32, ZeRO-1 makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has: at
-    DeepSpeed's default of 5e8 elements 3.7 GiB (``runtime/zero/stage_1_and_2.py``). In bf16,
-    ``immediate_grad_update`` (DeepSpeed's default is off) saves a copy of all gradients in 16 bits,
-    and 8 of the 26 bytes per parameter that a microbatch's gradients move.
+    ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has
+    (``runtime/zero/stage_1_and_2.py``); DeepSpeed's default of 5e8 takes 1.9 GiB for them in bf16,
+    and leaves a longer reduction for the end. In bf16, ``immediate_grad_update`` (DeepSpeed's default is
+    off) saves a copy of all gradients in 16 bits, and 8 of the 26 bytes per parameter that a
+    microbatch's gradients move.
     """
-    bucket = min(parameters, _LARGEST_BUCKET)
+    program = program_named(plan.program)
+    state = program.state(plan.precision)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "train_batch_size": plan.global_batch,
         "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
-        "zero_optimization": {"stage": plan.layout.replicate_zero, "reduce_bucket_size": bucket},
+        "zero_optimization": {
+            "stage": plan.layout.replicate_zero,
+            "reduce_bucket_size": min(parameters, state.bucket or parameters),
+            "use_multi_rank_bucket_allreduce": state.zero1_all_reduces,
+            "overlap_comm": program.overlap_reduction,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 30,
     }
     if plan.precision == "bf16":
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": plan.sum_dtype}
     return config

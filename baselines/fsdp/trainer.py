@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from baselines.blocks import prepare_block
 from baselines.fsdp2 import (
     count_collectives,
     data_mesh,
     finish_step,
     full,
-    prepare_block,
     shard,
     world_mesh,
 )

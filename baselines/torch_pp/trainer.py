@@ -31,13 +31,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from baselines.blocks import prepare_block
 from baselines.fsdp2 import (
     count_collectives,
     data_mesh,
     finish_step,
     full,
     local,
-    prepare_block,
     shard,
     world_mesh,
 )

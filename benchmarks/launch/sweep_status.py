@@ -5,7 +5,7 @@ Attempts that are over and have no record get one first, with the reason that Sl
 
 from __future__ import annotations
 
-import sys
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from benchmarks.launch.alive import age_s, is_alive
 from benchmarks.launch.attempt import close_abandoned
@@ -32,9 +31,9 @@ from benchmarks.records.events import of_kind, rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
-_OPTIONAL = ("evidence", "ended", "detail", "job", "nodes", "log")  # left out if they are empty
-_LOG_WIDTH = 140  # columns that a terminal needs to show the logs' paths in the table
-_FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
+_NOT_ENDED = ("running", "suspended", "waiting", "missing")  # their detail is a few words
+_INDENT = "    "  # of what is told of the point above
+_FILE_WIDTH = 10_000  # letters per line where the output is no terminal, so that none is folded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ def _status(
         return status(state="corrupt", detail=problems[-1], log=str(point))
     if number:
         return status(state="waiting", job=number)
-    return status(state="missing", detail="the same command submits or runs it")
+    return status(state="missing", detail="run the same command again")
 
 
 def _queued(point: SubmittedPoint, job: QueuedJob) -> PointStatus:
@@ -192,24 +191,39 @@ def _words(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def print_table(points: list[PointStatus]) -> None:
-    """The points as a table. A terminal too narrow for paths shows the logs of those points below
-    it that did not end well."""
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
-    narrow = console.width < _LOG_WIDTH
-    shown = [name for name in _OPTIONAL if not (narrow and name == "log")]
-    columns = [name for name in shown if any(getattr(point, name) for point in points)]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("point", "state", *columns):
-        is_whole = heading in ("point", "state", "evidence", "ended", "job")
-        table.add_column(heading, overflow="fold", no_wrap=is_whole)
+def print_points(points: list[PointStatus]) -> None:
+    """Every point with its state and what is known of it, and below it, where it did not end well,
+    the reason and the log, each on a line of its own. A terminal folds long lines between words; in
+    a file they stay whole. The last line counts the states."""
+    console = Console(highlight=False)
+    width = console.width if console.is_terminal else _FILE_WIDTH
+    names = max(len(point.spec_id) for point in points)
+    states = max(len(point.state) for point in points)
     for point in points:
-        colour = _COLOURS.get(point.state, "red")
-        cells = (escape(getattr(point, name)) for name in columns)
-        table.add_row(point.spec_id, f"[{colour}]{point.state}[/]", *cells)
-    console.print(table)
-    for point in points if narrow else ():
-        if point.log and point.state != "ok":
-            console.print(f"{point.spec_id}: {point.log}", soft_wrap=True, markup=False)
+        has_ended = point.state not in _NOT_ENDED
+        facts = [point.evidence, point.ended, "" if has_ended else point.detail]
+        facts += [f"job {point.job}"] * bool(point.job) + [f"on {point.nodes}"] * bool(point.nodes)
+        row = f"{point.spec_id:<{names}}  {point.state:<{states}}  {', '.join(filter(None, facts))}"
+        first, *more = _folded(row, width)
+        line = Text(first)
+        line.stylize(_COLOURS.get(point.state, "red"), names + 2, names + 2 + len(point.state))
+        console.print(line, soft_wrap=True)
+        if has_ended:
+            more += _folded(f"{_INDENT}{point.detail}", width)
+        if point.log and point.state not in ("ok", "waiting"):
+            more.append(f"{_INDENT}{point.log}")
+        for text in more:
+            console.print(text, soft_wrap=True, markup=False)
     counts = Counter(point.state for point in points)
     console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The lines of a text, of which only a single word may be wider than ``width``."""
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

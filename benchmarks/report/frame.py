@@ -69,7 +69,8 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
         words.append(f"U={asked} (run as {unit})")
     elif unit not in (0, plan.get("num_microbatches")):
         words.append(f"U={unit}")
-    words += ["zero1"] * bool(degrees.get("replicate_zero"))
+    if stage := degrees.get("replicate_zero"):
+        words.append(f"zero{stage}")
     words += ["sp"] * (knobs.get("sequence_parallel") is True)
     if knobs.get("recompute", "auto") not in ("auto", "none"):
         words.append(f"{knobs['recompute']} recompute")

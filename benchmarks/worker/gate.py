@@ -15,6 +15,15 @@ What is compared
     Adam's epsilon is as large as gradients are. With the usual 1e-8 rounding would change the sign
     of an update where a gradient is near zero, and scaled gradients would give the same update.
 
+Two parts of a run in bf16
+    What bf16 rounds hides a few percent of a gradient. So the same configuration is compared in
+    fp32 first, where nothing is hidden, and then in bf16, for mistakes that only bf16 has: weights,
+    sums or losses in too narrow a type, copies in bf16 that are not those of the masters. A
+    configuration that cannot run in fp32 is compared in bf16 alone, and the record says so.
+    In bf16 the first step is also taken with the microbatches in another order (``order_check``).
+    Each microbatch is rounded as before, so that only the rounding of their sum can differ: by
+    1e-7 if it is summed in fp32, by 1e-3 if in bf16.
+
 The initial weights
     They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention scores of
     a narrow model are nearly equal, and rounding would hide the gradients of queries and keys.
@@ -25,15 +34,24 @@ The learning rate
     step.
 
 Limits
-    One process is trained twice: with the types of the run, and with the next wider ones (fp64 for
-    an fp32 run, fp32 for a bf16 run). The difference of the two is what rounding does to a
-    quantity. A contender rounds as much, in another order, and may differ from the wider run by
+    One process is trained with the next wider types (fp64 for an fp32 run, fp32 for a bf16 run),
+    and twice with the types of the run: as it is, and with every matrix product in halves, as
+    tensor parallelism rounds it. The larger distance of the two from the wider run is what rounding
+    does to a quantity. A contender rounds as much, in yet another order, and may differ from the
+    wider run by
 
-        gate_tolerance * |quantity| + 8 * max(what rounding does, u * |quantity|)
+        gate_tolerance * |quantity| + factor * (what rounding does)
 
-    where u is the unit roundoff of the run's compute type (2^-24 in fp32, 2^-9 in bf16), and what
-    rounding does to a quantity is the largest of the three steps, relative to the quantity. A
-    quantity of a parameter is the L2 norm of its update in one step.
+    where what rounding does is the largest of the three steps, relative to the quantity. The
+    quantities are the loss, the gradient norm, and for each parameter and all of them together the
+    update of one step: the L2 norm of its difference, and its scale, the part of the difference
+    that points along the update. Rounding points anywhere, so that a scale of 1.01 is seen in
+    updates that bf16 rounds by 1 %. The factor is 3 for the norm of many rounded numbers, which is
+    nearly the same for every order (the largest that was measured is 1.6: docs/metrics.md), and 8
+    for single numbers.
+    After the first step, two runs in bf16 that round differently are as far from each other as
+    from the run in fp32. So the distance to a reference in bf16 shows no more than that to the one
+    in fp32; the references in bf16 say how far is too far.
     The true gradient of a key's bias is zero, because the softmax does not change if a number is
     added to all scores: rounding is then larger than the update, and nothing can be compared.
     ``not_compared`` names the kinds of parameter whose limit is above half of the update.
@@ -45,24 +63,21 @@ schedule and microbatches: the gate finds mistakes in parallelism, which do not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
+from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory
 from zeropp.choose.contender import Contender
-from zeropp.engine.chunk import seed_piece
-from zeropp.engine.optimizer import build_optimizer
-from zeropp.layout import Layout
-from zeropp.literals import Precision
-from zeropp.model import build_model, cross_entropy, initial_std
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.model import build_model, initial_std
 from zeropp.price import parameter_count
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig, Trainer
@@ -71,136 +86,31 @@ STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
 _LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
 _BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
-_MAX_PARAMETERS = 100_000_000
-_ROUNDINGS = 8
-_UNIT_ROUNDOFF: dict[Precision, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+MAX_PARAMETERS = 100_000_000
+_SEQ = 64  # of a reduced model
+# How much further from the wider run a contender may be than one process with the run's types.
+_NORM, _NUMBER = 3, 8
+_ORDER = 2.0**-12  # of the update, that another order of microbatches may change in bf16
+_HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model, of which the largest that fits
+_ORDERED = "all parameters, microbatches in another order"
+_NUMBERS = ("loss", "gradient norm")
 _MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
 _BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared
 
 
 @dataclass(frozen=True)
-class NumberTypes:
-    """The number types of one training run: of the parameters that the optimizer updates
-    (``masters``), and of the copies with which the model computes. Gradients are summed in the type
-    of ``masters``."""
+class Distances:
+    """How far some steps are from those of one process, relative to its values.
 
-    masters: torch.dtype
-    compute: torch.dtype
-
-
-# With the types of the run, one process makes rounding errors like those of any contender.
-ROUNDED: dict[Precision, NumberTypes] = {
-    "fp32": NumberTypes(torch.float32, torch.float32),
-    "bf16": NumberTypes(torch.float32, torch.bfloat16),
-}
-# With the next wider types, it makes almost none.
-EXACT: dict[Precision, NumberTypes] = {
-    "fp32": NumberTypes(torch.float64, torch.float64),
-    "bf16": NumberTypes(torch.float32, torch.float32),
-}
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """Some steps of one process, with one entry per step: mean loss (nats per token), global L2
-    norm of the gradient before clipping, and the change of each parameter by name (fp32, on the
-    CPU)."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    updates: list[dict[str, Tensor]]
-
-
-class OneProcess:
-    """The whole model of a spec on one device, in the given types: what every contender is compared
-    with. Nothing in it is distributed; gradients come from one backward per microbatch, and the
-    optimizer is torch's."""
-
-    def __init__(
-        self, spec: RunSpec, batches: BatchSource, device: torch.device, types: NumberTypes
-    ) -> None:
-        self._spec, self._batches, self._device = spec, batches, device
-        self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
-        self._working = build_model(spec.model, spec.seed, device).to(types.compute)
-        if spec.model.dropout:
-            drawn_in = ROUNDED[spec.precision].compute
-            for block in list(self._working)[1:-1]:
-                block.dropout = _Dropout(spec.model.dropout, drawn_in)
-
-    def first_gradient(self) -> tuple[float, float, float]:
-        """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
-        changed."""
-        loss = self._accumulate(0)
-        norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
-        weights = nn.utils.get_total_norm(list(self._masters.parameters()))
-        return loss, float(norm), float(weights)
-
-    def train(self, config: OptimizerConfig, steps: int) -> Trajectory:
-        """Train for some steps, from the current parameters on."""
-        optimizer = build_optimizer(self._masters.parameters(), config)
-        trajectory = Trajectory([], [], [])
-        for step in range(steps):
-            before = {name: p.detach().clone() for name, p in self._masters.named_parameters()}
-            trajectory.losses.append(self._accumulate(step))
-            limit = config.clip_norm or math.inf
-            norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
-            trajectory.grad_norms.append(float(norm))
-            optimizer.step()
-            trajectory.updates.append(
-                {
-                    name: (parameter.detach() - before[name]).float().cpu()
-                    for name, parameter in self._masters.named_parameters()
-                }
-            )
-        return trajectory
-
-    def _accumulate(self, step: int) -> float:
-        """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
-        takes one microbatch at a time, so that memory does not grow with the batch."""
-        self._masters.zero_grad()
-        pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
-        for master, working in pairs:
-            working.data.copy_(master.data)
-        inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
-        count = self._spec.global_batch // self._spec.candidate.microbatch_size
-        total = 0.0
-        for number, (x, y) in enumerate(
-            zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        ):
-            loss = cross_entropy(self._forward(x, step, number), y) / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            for master, working in pairs:
-                if working.grad is not None:
-                    fresh = working.grad.to(master.dtype)
-                    master.grad = fresh if master.grad is None else master.grad + fresh
-                    working.grad = None
-        return total
-
-    def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
-        hidden = tokens
-        for index, piece in enumerate(self._working):
-            if self._spec.model.dropout:
-                seed_piece(self._spec.seed, step, microbatch, index)
-            hidden = piece(hidden)
-        return hidden
-
-
-class _Dropout(nn.Module):
-    """Dropout with the masks of ``nn.Dropout`` on an input of type ``drawn_in``.
-
-    From one seed, a GPU draws different masks for different types, but the run with wider types
-    must drop the same elements as the run itself.
+    ``losses`` and ``grad_norms``: fp64 [steps]; ``updates`` (the norm of an update's difference)
+    and ``scales`` (the size of its part along the update): fp64 [steps, parameters]. A value that
+    is missing or not a number is infinite.
     """
 
-    def __init__(self, probability: float, drawn_in: torch.dtype) -> None:
-        super().__init__()
-        self._probability, self._drawn_in = probability, drawn_in
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Input and output have the same shape, which may be any."""
-        kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
-        return x * kept / (1 - self._probability)
+    losses: Tensor
+    grad_norms: Tensor
+    updates: Tensor
+    scales: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +118,9 @@ class Expected:
     """What one process does with an optimizer. It is equal on all ranks except for ``updates``.
 
     ``losses`` and ``grad_norms``: fp64 [steps]. ``update_norms``: fp64 [steps, parameters], in the
-    order of ``shapes``. ``loss_rounding``, ``grad_norm_rounding`` (numbers) and ``update_rounding``
-    (fp64 [parameters]): the largest relative change of them by rounding in any step.
-    ``total_rounding``: that of the update of all parameters together. ``updates``: the update of
-    every parameter by name, one mapping per step, on rank 0 only.
+    order of ``shapes``. ``rounding``: how far from it one process with the types of the run is,
+    once per way of rounding. ``updates``: the update of every parameter by name, one mapping per
+    step, on rank 0 only.
     """
 
     optimizer: OptimizerConfig
@@ -219,10 +128,7 @@ class Expected:
     losses: Tensor
     grad_norms: Tensor
     update_norms: Tensor
-    loss_rounding: float
-    grad_norm_rounding: float
-    update_rounding: Tensor
-    total_rounding: float
+    rounding: Sequence[Distances]
     updates: Sequence[dict[str, Tensor]]
 
 
@@ -266,67 +172,74 @@ def in_effect(
 def expect(
     spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
 ) -> Expected:
-    """Let rank 0 train the whole model alone, with the types of the run and with wider ones, and
+    """Let rank 0 train the whole model alone, with wider types and twice with those of the run, and
     broadcast the results. All ranks must call it."""
     named = build_model(spec.model, 0, "meta").named_parameters()
     shapes = {name: parameter.shape for name, parameter in named}
-    table = torch.zeros(STEPS, 6 + 2 * len(shapes), dtype=torch.float64, device=device)
+    count = len(shapes)
+    tables = torch.zeros(3, STEPS, 2 + 2 * count, dtype=torch.float64, device=device)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
-        exact, rounded = (
-            OneProcess(spec, batches, device, types[spec.precision]).train(optimizer, STEPS)
-            for types in (EXACT, ROUNDED)
-        )
+        rounded = ROUNDED[spec.precision]
+        exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
         updates = exact.updates
-        table = _tabulate(exact, rounded, list(shapes)).to(device)
-    dist.broadcast(table, 0)
-    sizes, roundings = table.cpu().chunk(2, dim=1)
-    relative = (roundings / sizes).nan_to_num(nan=0.0).max(dim=0).values
+        tables[0] = _sizes(exact, shapes).to(device)
+        for table, halves in ((tables[1], False), (tables[2], True)):
+            alone = OneProcess(spec, batches, device, rounded, halves=halves)
+            table.copy_(_apart(exact, alone.train(optimizer, STEPS), shapes))
+    dist.broadcast(tables, 0)
+    sizes, *apart = tables.cpu()
+    relative = [(table / sizes).nan_to_num(nan=0.0) for table in apart]
     return Expected(
         optimizer=optimizer,
         shapes=shapes,
         losses=sizes[:, 0],
         grad_norms=sizes[:, 1],
-        update_norms=sizes[:, 3:],
-        loss_rounding=float(relative[0]),
-        grad_norm_rounding=float(relative[1]),
-        update_rounding=relative[3:],
-        total_rounding=float(relative[2]),
+        update_norms=sizes[:, 2 : 2 + count],
+        rounding=[_distances_in(table) for table in relative],
         updates=updates,
     )
 
 
-def _tabulate(exact: Trajectory, rounded: Trajectory, names: Sequence[str]) -> Tensor:
-    """One row per step: loss, gradient norm, norm of the whole update and of each parameter's
-    update, and then the difference of the rounded run in each of these."""
+def _sizes(exact: Trajectory, names: Iterable[str]) -> Tensor:
+    """One row per step: loss, gradient norm, and twice the norm of each parameter's update."""
     rows = []
-    for step in range(STEPS):
-        wide, narrow = exact.updates[step], rounded.updates[step]
-        norms = [norm_of(wide[name]) for name in names]
-        differences = [norm_of(narrow[name].double() - wide[name]) for name in names]
-        loss, norm = exact.losses[step], exact.grad_norms[step]
-        sizes = [loss, norm, math.hypot(*norms), *norms]
-        off = [rounded.losses[step] - loss, rounded.grad_norms[step] - norm]
-        rows.append([*sizes, *map(abs, off), math.hypot(*differences), *differences])
+    for loss, norm, updates in zip(exact.losses, exact.grad_norms, exact.updates, strict=True):
+        norms = [norm_of(updates[name]) for name in names]
+        rows.append([loss, norm, *norms, *norms])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def _apart(exact: Trajectory, other: Trajectory, names: Iterable[str]) -> Tensor:
+    """The differences of another trajectory in the quantities of ``_sizes``: for updates their
+    norms, and then their parts along the updates."""
+    rows = []
+    for step, (wide, narrow) in enumerate(zip(exact.updates, other.updates, strict=True)):
+        pairs = [_difference(narrow[name], wide[name]) for name in names]
+        loss = abs(other.losses[step] - exact.losses[step])
+        norm = abs(other.grad_norms[step] - exact.grad_norms[step])
+        rows.append([loss, norm, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _difference(update: Tensor, expected: Tensor) -> tuple[float, float]:
+    """(L2 norm of what an update differs from the expected one, the part of it that points along
+    the expected one)."""
+    wanted = expected.flatten().double()
+    apart = update.flatten().double() - wanted
+    norm = norm_of(wanted)
+    return norm_of(apart), abs(float(apart @ wanted)) / norm if norm else 0.0
+
+
+def _distances_in(table: Tensor) -> Distances:
+    """A table with the columns of ``_sizes``."""
+    updates, scales = table[:, 2:].chunk(2, dim=1)
+    return Distances(table[:, 0], table[:, 1], updates, scales)
 
 
 def norm_of(values: Tensor) -> float:
     """The L2 norm, summed in fp64."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-@dataclass(frozen=True)
-class Observed:
-    """The differences from one process, relative to its values and the largest of all ranks.
-
-    ``losses`` and ``grad_norms``: fp64 [steps]; ``updates``: fp64 [steps, parameters]. A value that
-    is missing or not a number is infinite.
-    """
-
-    losses: Tensor
-    grad_norms: Tensor
-    updates: Tensor
 
 
 def observe(
@@ -336,8 +249,9 @@ def observe(
     batches: BatchSource,
     device: torch.device,
     expected: Expected,
-) -> Observed:
-    """Train as many steps as the reference and compare after each. All ranks must call it."""
+) -> Distances:
+    """Train as many steps as the reference and compare after each; the distances are the largest of
+    all ranks. All ranks must call it."""
     before = _copies(trainer)
     rows = []
     for step, updates in enumerate(expected.updates):
@@ -345,20 +259,15 @@ def observe(
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
         scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
-        distances = _distances(
-            before, after, updates=updates, shapes=expected.shapes, device=device
-        )
+        pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
         sizes = expected.update_norms[step].tolist()
-        ratios = (  # -1 stays -1
-            distance if distance <= 0 else distance / size if size else math.inf
-            for distance, size in zip(distances, sizes, strict=True)
-        )
-        rows.append([*scalars, *ratios])
+        rows.append([*scalars])
+        for part in zip(*pairs, strict=True):  # the norms, then the parts along the updates
+            rows[-1] += [_relative(x, size) for x, size in zip(part, sizes, strict=True)]
         before = after
     table = torch.tensor(rows, dtype=torch.float64).nan_to_num(nan=math.inf).to(device)
     dist.all_reduce(table, dist.ReduceOp.MAX)
-    table = torch.where(table < 0, math.inf, table).cpu()  # a parameter that no rank gave
-    return Observed(table[:, 0], table[:, 1], table[:, 2:])
+    return _distances_in(torch.where(table < 0, math.inf, table).cpu())  # what no rank gave
 
 
 def _copies(trainer: Trainer) -> dict[str, Tensor]:
@@ -366,16 +275,23 @@ def _copies(trainer: Trainer) -> dict[str, Tensor]:
     return {name: parameter.clone() for name, parameter in trainer.full_parameters()}
 
 
-def _distances(
+def _relative(difference: float, size: float) -> float:
+    """A difference relative to what was expected; -1, which says that there is none, stays."""
+    if difference <= 0:
+        return difference
+    return difference / size if size else math.inf
+
+
+def _differences(
     before: dict[str, Tensor],
     after: dict[str, Tensor],
     *,
     updates: dict[str, Tensor],
     shapes: dict[str, torch.Size],
     device: torch.device,
-) -> Iterator[float]:
-    """Per parameter, the L2 norm of the difference between this rank's update and that of rank 0's
-    one process; -1 for parameters that this rank does not hold."""
+) -> Iterator[tuple[float, float]]:
+    """Per parameter, the ``_difference`` between this rank's update and that of rank 0's one
+    process; -1 for parameters that this rank does not hold."""
     for names in _batches(shapes):
         sizes = [shapes[name].numel() for name in names]
         wanted = torch.empty(sum(sizes), device=device)
@@ -384,10 +300,9 @@ def _distances(
         dist.broadcast(wanted, 0)
         for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
             if name in after:
-                seen = after[name].double() - before[name]
-                yield norm_of(seen.flatten() - update)
+                yield _difference(after[name].double() - before[name], update)
             else:
-                yield -1.0
+                yield -1.0, -1.0
 
 
 def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
@@ -411,18 +326,76 @@ def run_gate(
     """Train the contender and one process, and return the fields of a GateResult, which are equal
     on all ranks. All ranks must call it."""
     small, source, left_out = gated_spec(spec, contender, batches)
-    plan = small.plan()
     checks: list[GateCheck] = []
     with initial_std(small.model.hidden**-0.5):
-        for optimizer in gate_optimizers(small, source, device):
-            expected = expect(small, source, device, optimizer)
-            trainer = contender.build(plan, optimizer, device, small.seed)
-            observed = observe(
-                trainer, plan.layout, batches=source, device=device, expected=expected
-            )
-            checks += checks_of(small, expected, observed)
-            del trainer
+        for part in gate_parts(small):
+            sgd, own = gate_optimizers(part, source, device)
+            for optimizer in (sgd, own):
+                expected = expect(part, source, device, optimizer)
+                trainer = contender.build(part.plan(), optimizer, device, part.seed)
+                layout = part.plan().layout
+                seen = observe(trainer, layout, batches=source, device=device, expected=expected)
+                checks += checks_of(part, expected, seen)
+                del trainer
+            checks += order_checks(part, contender, source, device, sgd)
+    kinds = {check.kind for check in checks}
+    if spec.precision == "bf16":
+        if "loss (sgd, fp32)" not in kinds:
+            left_out.append("fp32: this configuration has no plan in fp32")
+        if not any(kind.startswith(_ORDERED) for kind in kinds):
+            left_out.append("the type of sums: fewer than 3 microbatches, or sent in bf16 as asked")
     return asdict(gate_result(small, checks, left_out))
+
+
+def gate_parts(spec: RunSpec) -> list[RunSpec]:
+    """The specs that are compared one after another: of a bf16 run its twin in fp32 first, if that
+    has a plan."""
+    if spec.precision == "fp32":
+        return [spec]
+    narrow = [name for name, value in vars(spec.contender).items() if value == "bf16"]
+    knobs: Any = replace(spec.contender, **dict.fromkeys(narrow, "fp32"))  # type: ignore[type-var]
+    twin = replace(spec, precision="fp32", contender=knobs)
+    try:
+        twin.plan()
+    except InfeasibleError:
+        return [spec]
+    return [twin, spec]
+
+
+def order_checks(
+    spec: RunSpec,
+    contender: Contender[Any],
+    batches: BatchSource,
+    device: torch.device,
+    sgd: OptimizerConfig,
+) -> list[GateCheck]:
+    """Of a bf16 run, the first step's update of all parameters against that with its microbatches
+    in another order; none where sums of two are the same in any order, or are asked for in bf16.
+    All ranks must call it."""
+    size = spec.candidate.microbatch_size
+    asked = "bf16" in vars(spec.contender).values()
+    if spec.precision == "fp32" or asked or spec.global_batch // size < 3:
+        return []
+    plan = replace(spec, model=replace(spec.model, dropout=0.0)).plan()  # masks have an order
+    updates = []
+    for source in (batches, replace(batches, rotated=size)):
+        trainer = contender.build(plan, sgd, device, spec.seed)
+        before = _copies(trainer)
+        trainer.step(*local_batch(source, plan.layout, 0, device))
+        updates.append({name: p - before[name] for name, p in trainer.full_parameters()})
+        del trainer
+    first, second = updates
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for name, update in first.items():
+        squares += squares.new_tensor([norm_of(update - second[name]), norm_of(update)]).square()
+    dist.all_reduce(squares)  # replicas count as often in both
+    error = float((squares[0] / squares[1]).sqrt().nan_to_num(nan=math.inf))
+    limit = spec.measure.gate_tolerance + _ORDER
+    return [
+        GateCheck(
+            kind=f"{_ORDERED} (sgd, bf16)", worst="", step=1, error=min(error, _MOST), limit=limit
+        )
+    ]
 
 
 def gated_spec(
@@ -438,29 +411,28 @@ def gated_spec(
 
 def gate_shape(shape: ModelShape) -> ModelShape:
     """The shape itself or, if it is too large, a narrow one with the same family, depth and
-    numbers of heads."""
-    if parameter_count(shape) <= _MAX_PARAMETERS:
+    numbers of heads: as wide as fits, as wider updates are rounded less."""
+    if parameter_count(shape) <= MAX_PARAMETERS:
         return shape
-    hidden = shape.heads * 8
-    return replace(
-        shape,
-        name=f"{shape.name} (reduced to hidden {hidden}, seq 64)",
-        hidden=hidden,
-        ffn=2 * hidden,
-        seq=64,
-    )
+    shapes = [_reduced(shape, shape.heads * width) for width in _HEADS]
+    return next((s for s in shapes if parameter_count(s) <= MAX_PARAMETERS), shapes[-1])
+
+
+def _reduced(shape: ModelShape, hidden: int) -> ModelShape:
+    name = f"{shape.name} (reduced to hidden {hidden}, seq {_SEQ})"
+    return replace(shape, name=name, hidden=hidden, ffn=2 * hidden, seq=_SEQ)
 
 
 def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[str]) -> GateResult:
     """The result of all checks, in which those with plain SGD come first."""
-    by_name = {check.kind: check for check in reversed(checks)}
+    by_name = {check.kind: check for check in checks}
     blind = [check.kind for check in checks if check.limit > _BLIND]
     seen = [check.error for check in checks if check.worst and check.kind not in blind]
     return GateResult(
         passed=all(check.error <= check.limit for check in checks),
         tolerance=spec.measure.gate_tolerance,
-        loss_error=by_name["loss (sgd)"].error,
-        grad_norm_error=by_name["gradient norm (sgd)"].error,
+        loss_error=by_name[f"loss (sgd, {spec.precision})"].error,
+        grad_norm_error=by_name[f"gradient norm (sgd, {spec.precision})"].error,
         parameter_error=max(seen, default=0.0),
         shape=spec.model.name,
         checks=list(checks),
@@ -468,42 +440,47 @@ def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[s
     )
 
 
-def checks_of(spec: RunSpec, expected: Expected, observed: Observed) -> list[GateCheck]:
+def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[GateCheck]:
     """The checks of the steps with one optimizer: loss, gradient norm, all parameters together, and
-    for each kind of parameter (its name without the piece's number) the worst parameter and
-    step."""
+    for each kind of parameter (its name without the piece's number) the worst parameter and step;
+    in bf16 also their scales."""
+    words = f"({expected.optimizer.kind}, {spec.precision})"
+    rounding = [quantities(expected, distances) for distances in expected.rounding]
     kinds: dict[str, list[GateCheck]] = {}
+    for (name, quantity), errors in quantities(expected, observed).items():
+        if quantity == "scale" and spec.precision == "fp32":
+            continue  # nothing is hidden there
+        kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
+        rounds = max(float(of[name, quantity].max()) for of in rounding)
+        factor = _NORM if name not in _NUMBERS and not quantity else _NUMBER
+        limit = spec.measure.gate_tolerance + factor * rounds
+        worst = name if name in expected.shapes else ""
+        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limit, worst))
+    return [worst_check(checks) for checks in kinds.values()]
+
+
+def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
+    """The distances of each step, fp64 [steps], by (name, "" or "scale"): of the loss and the
+    gradient norm, and of the updates of all parameters and of each."""
+    sizes = expected.update_norms / expected.update_norms.norm(dim=1, keepdim=True)
+    updates, scales = (
+        x.nan_to_num(nan=0.0) for x in (distances.updates * sizes, distances.scales * sizes**2)
+    )
+    found = {
+        ("loss", ""): distances.losses,
+        ("gradient norm", ""): distances.grad_norms,
+        ("all parameters", ""): updates.norm(dim=1),
+        ("all parameters", "scale"): scales.sum(dim=1),
+    }
     for index, name in enumerate(expected.shapes):
-        limit = _limit(spec, float(expected.update_rounding[index]))
-        kind = f"{name.partition('.')[2]} ({expected.optimizer.kind})"
-        check = _worst_step(kind, observed.updates[:, index], limit, name)
-        kinds.setdefault(kind, []).append(check)
-    return [*total_checks(spec, expected, observed), *map(worst_check, kinds.values())]
-
-
-def total_checks(spec: RunSpec, expected: Expected, observed: Observed) -> Iterator[GateCheck]:
-    """Loss, gradient norm and the updates of all parameters together, each in its worst step."""
-    sizes = expected.update_norms
-    updates = (observed.updates * sizes).nan_to_num(nan=0.0).norm(dim=1) / sizes.norm(dim=1)
-    for name, errors, measured in (
-        ("loss", observed.losses, expected.loss_rounding),
-        ("gradient norm", observed.grad_norms, expected.grad_norm_rounding),
-        ("all parameters", updates, expected.total_rounding),
-    ):
-        kind = f"{name} ({expected.optimizer.kind})"
-        yield _worst_step(kind, errors, _limit(spec, measured))
+        found[name, ""] = distances.updates[:, index]
+        found[name, "scale"] = distances.scales[:, index]
+    return found
 
 
 def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
     """The check with the largest error in relation to its limit."""
     return max(checks, key=lambda check: check.error / check.limit)
-
-
-def _limit(spec: RunSpec, measured: float) -> float:
-    """The relative limit of a number that rounding was seen to change by ``measured``; the module's
-    docstring has the formula."""
-    unit = _UNIT_ROUNDOFF[spec.precision]
-    return spec.measure.gate_tolerance + _ROUNDINGS * max(measured, unit)
 
 
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:

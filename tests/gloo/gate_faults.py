@@ -24,45 +24,72 @@ from benchmarks.records.record import GateCheck
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
-from benchmarks.worker.gate import Expected, checks_of, expect, gate_optimizers, gated_spec, observe
-from tests.gloo.gate_place import Fault, Place, Prepare, building, gradients_of
+from benchmarks.worker.gate import (
+    Expected,
+    checks_of,
+    expect,
+    gate_optimizers,
+    gate_parts,
+    gated_spec,
+    observe,
+    order_checks,
+)
+from tests.gloo.gate_place import Edit, Fault, Place, Prepare, editing, feeding, scaled_part
 from tests.gloo.megatron_faults import MEGATRON_FAULTS
 from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
 from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
+from tests.gloo.subtle_faults import SUBTLE_FAULTS, SUBTLE_LATER, SUBTLE_OPTIMIZER_FAULTS
+from zeropp.choose.contender import Contender
 from zeropp.engine import chunk
-from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import Block, initial_std
 
 CPU = torch.device("cpu")
-Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
 
 
-def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
-    """On a rank: for each fault the checks that fail, with the run's own optimizer for faults in
-    what optimizers do, and with plain SGD for others; ``none`` is no fault, and passes both."""
+def find(
+    spec: RunSpec, faults: list[str], parts: Callable[[RunSpec], list[RunSpec]] = gate_parts
+) -> dict[str, list[GateCheck]]:
+    """On a rank: for each fault the checks that fail in the first part of the gate that finds it,
+    with the run's own optimizer for faults in what optimizers do, and with plain SGD for others;
+    ``none`` is no fault, and passes all."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it
     contender = CONTENDERS[spec.contender.name]
     spec, batches, _ = gated_spec(spec, contender, open_batches(spec))
-    plan = spec.plan()
-    at = plan.layout.coordinates(dist.get_rank())
-    place = Place(plan, plan.layout.dp_index(dist.get_rank()), at["pp"], at["tp"])
     found: dict[str, list[GateCheck]] = {name: [] for name in faults}
     with initial_std(spec.model.hidden**-0.5), _kept_groups():
-        sgd, own = gate_optimizers(spec, batches, CPU)
-        in_own = [name for name in faults if name in OPTIMIZER_FAULTS]
-        for optimizer, names in ((sgd, [n for n in faults if n not in in_own]), (own, in_own)):
-            expected = expect(spec, batches, CPU, optimizer)
-            first = _first_step(expected)
-            for name in dict.fromkeys(["none", *names]):
-                seen = expected if name in LATER else first
-                with FAULTS[name](place) as prepare:
-                    trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
-                    observed = observe(
-                        trainer, plan.layout, batches=batches, device=CPU, expected=seen
-                    )
-                checks = checks_of(spec, seen, observed)
-                found[name] += [check for check in checks if not check.error <= check.limit]
-    return found  # the comparison above finds NaN, too
+        for part in parts(spec):
+            plan = part.plan()
+            at = plan.layout.coordinates(dist.get_rank())
+            place = Place(plan, plan.layout.dp_index(dist.get_rank()), at["pp"], at["tp"])
+            sgd, own = gate_optimizers(part, batches, CPU)
+            for optimizer, is_own in ((sgd, False), (own, True)):
+                expected = expect(part, batches, CPU, optimizer)
+                first = _first_step(expected)
+                for name in dict.fromkeys(["none", *faults]):
+                    if found.get(name) or (name != "none" and (name in IN_OWN) != is_own):
+                        continue
+                    seen = expected if name in LATER else first
+                    with FAULTS[name](place) as prepare:
+                        trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
+                        observed = observe(
+                            trainer, plan.layout, batches=batches, device=CPU, expected=seen
+                        )
+                    found.setdefault(name, []).extend(_failed(checks_of(part, seen, observed)))
+            for name in [name for name in faults if not found[name] and name not in IN_OWN]:
+                with (
+                    FAULTS[name](place) as prepare,
+                    mock.patch.object(Contender, "build", _then(Contender.build, prepare)),
+                ):
+                    found[name] += _failed(order_checks(part, contender, batches, CPU, sgd))
+    return {name: found[name] for name in faults}
+
+
+def _failed(checks: list[GateCheck]) -> list[GateCheck]:
+    return [check for check in checks if not check.error <= check.limit]  # NaN, too
+
+
+def _then(build: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
+    return lambda *arguments: prepare(build(*arguments))
 
 
 def _first_step(expected: Expected) -> Expected:
@@ -104,43 +131,6 @@ def _nothing(place: Place) -> Iterator[Prepare]:
     yield lambda trainer: trainer
 
 
-def _editing(edit: Callable[[Place], Edit]) -> Fault:
-    """Edit this rank's gradients right before its optimizer applies them."""
-
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        apply, steps = edit(place), [0]
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            steps[0] += 1
-            apply(gradients_of(optimizer), steps[0])
-
-        def build(*arguments: Any) -> torch.optim.Optimizer:
-            optimizer = build_optimizer(*arguments)
-            optimizer.register_step_pre_hook(before)
-            return optimizer
-
-        with building(build):
-            yield lambda trainer: trainer
-
-    return fault
-
-
-def _scaled_part(begin: float, end: float, factor: float) -> Fault:
-    """Scale a part of the gradients: from ``begin`` to ``end`` of all elements on this rank."""
-
-    def apply(gradients: list[Tensor], step: int) -> None:
-        del step
-        total = sum(gradient.numel() for gradient in gradients)
-        first, last, start = int(begin * total), int(end * total), 0
-        for gradient in gradients:
-            piece = slice(max(first - start, 0), max(last - start, 0))
-            gradient.view(-1)[piece] *= factor
-            start += gradient.numel()
-
-    return _editing(lambda place: apply)
-
-
 def _idle(where: Callable[[Place, int], bool]) -> Fault:
     """The optimizer changes nothing on some ranks, or in some steps."""
 
@@ -151,7 +141,7 @@ def _idle(where: Callable[[Place, int], bool]) -> Fault:
 
         return apply
 
-    return _editing(edit)
+    return editing(edit)
 
 
 def _not_zeroed(place: Place) -> Edit:
@@ -177,7 +167,7 @@ def _swapped_targets(place: Place) -> Iterator[Prepare]:
         pair = (second, first) if place.dp_index == 0 else (first, second)
         return inputs, torch.cat((*pair, *rest))
 
-    yield _feeding(swap)
+    yield feeding(swap)
 
 
 @contextmanager
@@ -190,16 +180,7 @@ def _replica_left_out(place: Place) -> Iterator[Prepare]:
             return inputs, targets
         return inputs[:size].repeat(count, 1), targets[:size].repeat(count, 1)
 
-    yield _feeding(repeat)
-
-
-def _feeding(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Prepare:
-    def prepare(trainer: Any) -> Any:
-        step = trainer.step
-        trainer.step = lambda inputs, targets: step(*change(inputs, targets))
-        return trainer
-
-    return prepare
+    yield feeding(repeat)
 
 
 def _scaled_norm_weight(factor: float) -> Fault:
@@ -274,6 +255,7 @@ def _other_masks(place: Place) -> Iterator[Prepare]:
 
 # What shows in the second step or later, and what is compared in all steps; other faults are found
 # in the first step.
+IN_OWN = {**OPTIMIZER_FAULTS, **SUBTLE_OPTIMIZER_FAULTS}  # in what optimizers do
 LATER = {
     "none",
     "the optimizer idle from step 2",
@@ -281,17 +263,18 @@ LATER = {
     "betas swapped",
     "bias correction one step ahead",
     "weights read before they are gathered",
+    *SUBTLE_LATER,
 }
 FAULTS: dict[str, Fault] = {
     "none": _nothing,
-    "a quarter of the parameters never updated": _scaled_part(0.4, 0.65, 0.0),
-    "a quarter of the gradients doubled": _scaled_part(0.4, 0.65, 2.0),
-    "a quarter of the gradients times 1.05": _scaled_part(0.4, 0.65, 1.05),
+    "a quarter of the parameters never updated": editing(scaled_part(0.4, 0.65, 0.0)),
+    "a quarter of the gradients doubled": editing(scaled_part(0.4, 0.65, 2.0)),
+    "a quarter of the gradients times 1.05": editing(scaled_part(0.4, 0.65, 1.05)),
     "a norm's weight never updated": _scaled_norm_weight(0.0),
     "a norm's gradient doubled": _scaled_norm_weight(2.0),
     "a norm's gradient times 1.05": _scaled_norm_weight(1.05),
     "the optimizer idle from step 2": _idle(lambda place, step: step > 1),
-    "gradients not zeroed": _editing(_not_zeroed),
+    "gradients not zeroed": editing(_not_zeroed),
     "targets of two microbatches swapped": _swapped_targets,
     "input gradients of two microbatches mixed": _swapped_input_gradients,
     "one data-parallel rank never updated": _idle(lambda place, step: place.dp_index == 1),
@@ -303,4 +286,6 @@ FAULTS: dict[str, Fault] = {
     "other dropout masks": _other_masks,
     **OPTIMIZER_FAULTS,
     **MEGATRON_FAULTS,
+    **SUBTLE_FAULTS,
+    **SUBTLE_OPTIMIZER_FAULTS,
 }

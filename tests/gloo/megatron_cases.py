@@ -19,7 +19,8 @@ from baselines.megatron_core import trainer as megatron
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
-from benchmarks.worker.gate import ROUNDED, OneProcess, run_gate
+from benchmarks.worker.gate import run_gate
+from benchmarks.worker.one_process import ROUNDED, OneProcess
 
 CPU = torch.device("cpu")
 

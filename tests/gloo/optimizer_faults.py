@@ -26,7 +26,7 @@ from zeropp.training import OptimizerConfig
 Hook = Callable[[torch.optim.Optimizer, int], None]  # before a step, which is counted from 1
 
 
-def _with(**changes: Callable[[OptimizerConfig], float]) -> Fault:
+def with_settings(**changes: Callable[[OptimizerConfig], float]) -> Fault:
     """The optimizer has other settings than those that were asked for."""
 
     @contextmanager
@@ -43,7 +43,7 @@ def _with(**changes: Callable[[OptimizerConfig], float]) -> Fault:
     return fault
 
 
-def _before_steps(make: Callable[[OptimizerConfig], Hook]) -> Fault:
+def before_steps(make: Callable[[OptimizerConfig], Hook]) -> Fault:
     """Something is done to the optimizer of this rank right before each of its steps."""
 
     @contextmanager
@@ -126,13 +126,15 @@ def _pieces(parameters: list[nn.Parameter], begin: float, end: float) -> Iterato
 
 
 OPTIMIZER_FAULTS: dict[str, Fault] = {
-    "learning rate 1 % low": _with(lr=lambda asked: 0.99 * asked.lr),
-    "learning rate a fifth low": _with(lr=lambda asked: 0.8 * asked.lr),
-    "betas swapped": _with(beta1=lambda asked: asked.beta2, beta2=lambda asked: asked.beta1),
-    "another epsilon": _with(eps=lambda asked: asked.eps / 10),
-    "bias correction one step ahead": _before_steps(_one_step_ahead),
-    "no weight decay": _with(weight_decay=lambda asked: 0.0),
-    "no weight decay of a twentieth": _before_steps(_small_ones_keep),
-    "clipped per rank": _before_steps(_clipped_per_rank),
-    "not clipped": _before_steps(_twice_as_large),
+    "learning rate 1 % low": with_settings(lr=lambda asked: 0.99 * asked.lr),
+    "learning rate a fifth low": with_settings(lr=lambda asked: 0.8 * asked.lr),
+    "betas swapped": with_settings(
+        beta1=lambda asked: asked.beta2, beta2=lambda asked: asked.beta1
+    ),
+    "another epsilon": with_settings(eps=lambda asked: asked.eps / 10),
+    "bias correction one step ahead": before_steps(_one_step_ahead),
+    "no weight decay": with_settings(weight_decay=lambda asked: 0.0),
+    "no weight decay of a twentieth": before_steps(_small_ones_keep),
+    "clipped per rank": before_steps(_clipped_per_rank),
+    "not clipped": before_steps(_twice_as_large),
 }

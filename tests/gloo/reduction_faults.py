@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 
-from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
+from baselines.deepspeed_3d.pipeline import PipelineTrainer
 from baselines.megatron_core.trainer import MegatronTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
@@ -30,7 +30,7 @@ def tied_gradients(times: int) -> Fault:
     @contextmanager
     def fault(place: Place) -> Iterator[Prepare]:
         def prepare(trainer: Any) -> Any:
-            if isinstance(trainer, DeepSpeedTrainer):
+            if isinstance(trainer, PipelineTrainer):
                 # DeepSpeed's table of handlers: the only place between two of its instructions.
                 handlers = trainer._engine._INSTRUCTION_MAP
                 kind = instructions.ReduceTiedGrads
@@ -83,7 +83,7 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
             return step(inputs, targets)
 
         trainer.step = counted
-        if isinstance(trainer, DeepSpeedTrainer) and place.pp == 0:
+        if isinstance(trainer, PipelineTrainer) and place.pp == 0:
             handlers = trainer._engine._INSTRUCTION_MAP
             handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
         if isinstance(trainer, MegatronTrainer) and place.pp == 0:

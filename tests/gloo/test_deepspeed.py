@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from baselines.deepspeed_3d.trainer import DeepSpeedTrainer, build
 from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
 from tests.gloo.world import World
+from zeropp.plan import Plan
 from zeropp.training import OptimizerConfig
 
 BUILDER = "baselines.deepspeed_3d.trainer:build"
@@ -21,7 +24,13 @@ TIED = {"tied_embeddings": True}
         ({"pp": 2, "tp": 2}, TIED),
         ({"pp": 2, "replicate_zero": 1}, LLAMA),
         ({"pp": 2, "replicate_zero": 1, "recompute": "full"}, TIED),
+        (
+            {"pp": 2, "tp": 1, "placement": "pp_inner", "recompute": "full", "recompute_blocks": 1},
+            {},
+        ),
         ({"pp": 1, "tp": 2, "replicate_zero": 1}, LLAMA | TIED),
+        ({"pp": 1, "tp": 2, "replicate_zero": 2, "recompute": "full"}, TIED),
+        ({"pp": 1, "tp": 1, "replicate_zero": 0}, {}),
         ({"pp": 4, "recompute": "full"}, {}),
     ],
     ids=str,
@@ -44,7 +53,29 @@ def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1))
 
 
-def test_deepspeed_bf16_is_close(world: World) -> None:
-    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": 1}
-    plan = request(8, contender, precision="bf16", model=TIED).plan()
-    check(world, BUILDER, plan, tolerance=2e-2)
+def build_with(optimizer: str, plan: Plan, *arguments: Any) -> DeepSpeedTrainer:
+    """Build a trainer, in which DeepSpeed must have chosen its optimizer of that name."""
+    trainer = build(plan, *arguments)
+    assert type(trainer._optimizer).__name__ == optimizer
+    return trainer
+
+
+build_with_own = partial(build_with, "DeepSpeedZeroOptimizer")
+build_with_bf16 = partial(build_with, "BF16_Optimizer")
+TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": False}
+
+
+@pytest.mark.parametrize(
+    ("contender", "builder"),
+    [
+        ({"pp": 2, "tp": 2, "replicate_zero": 1}, "build_with_bf16"),
+        ({"pp": 2, "replicate_zero": 1, **TO_OWNERS}, "build_with_own"),
+        ({"pp": 1, "tp": 2, "replicate_zero": 1}, "build_with_bf16"),
+        ({"pp": 1, "tp": 1, "replicate_zero": 1, "grad_accum_dtype": "bf16"}, "build_with_own"),
+        ({"pp": 1, "tp": 2, "replicate_zero": 2}, "build_with_own"),
+    ],
+    ids=str,
+)
+def test_deepspeed_bf16_is_close(world: World, contender: dict[str, Any], builder: str) -> None:
+    plan = request(4, {"name": "deepspeed_3d", **contender}, precision="bf16", model=TIED).plan()
+    check(world, f"{__name__}:{builder}", plan, tolerance=2e-2)

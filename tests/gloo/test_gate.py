@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
-from benchmarks.worker.gate import Expected, Observed, checks_of
+from benchmarks.worker.gate import Distances, Expected, checks_of
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.megatron_faults import MEGATRON_FAULTS
 from tests.gloo.world import World
@@ -203,20 +203,18 @@ def test_an_optimizer_that_would_hardly_move_is_compared_too(
 
 def test_what_is_not_a_number_is_an_infinite_error_that_json_can_express() -> None:
     spec = spec_of(CASES[0], TWO_STAGES)
+    zero, nothing, infinite = (torch.full((3,), value) for value in (0.0, torch.nan, torch.inf))
     expected = Expected(
         optimizer=OptimizerConfig(),
         shapes={"1.weight": torch.Size([1])},
-        losses=torch.full((3,), torch.nan),
-        grad_norms=torch.full((3,), torch.nan),
-        update_norms=torch.full((3, 1), torch.nan),
-        loss_rounding=0.0,
-        grad_norm_rounding=0.0,
-        update_rounding=torch.zeros(1),
-        total_rounding=0.0,
+        losses=nothing,
+        grad_norms=nothing,
+        update_norms=nothing[:, None],
+        rounding=[Distances(zero, zero, zero[:, None], zero[:, None])],
         updates=[],
     )
-    infinite = torch.full((3,), torch.inf)
-    checks = checks_of(spec, expected, Observed(infinite, infinite, infinite[:, None]))
+    observed = Distances(infinite, infinite, infinite[:, None], infinite[:, None])
+    checks = checks_of(spec, expected, observed)
     assert [check.error for check in checks] == [1e12] * 4
     assert all(check.error > check.limit for check in checks)
 

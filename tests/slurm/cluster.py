@@ -8,19 +8,23 @@ bounded, and ``stop`` ends every daemon that ``start`` started, however far the 
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
+import socket
 import stat
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
+from tests.slurm.commands import LIMIT_S
+
 NODES, GPUS_PER_NODE = 10, 4
 SHARED_NODES = 6  # of the main partition; each of the others is one test's, to break it
-_CLIENT_TIMEOUT_S = 30
 _END_S = 3
 _HOSTS = Path("/etc/hosts")
 _HOSTS_MARK = "# zeropp-slurm-test"
@@ -51,9 +55,9 @@ def unavailable() -> str:
 class SlurmCluster:
     """The daemons of one test session."""
 
-    def __init__(self, directory: Path, first_port: int = 26810) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._first_port = first_port
+        self._first_port = _free_ports(2 + NODES)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.names = [f"zpnode{index}" for index in range(NODES)]
 
@@ -76,7 +80,7 @@ class SlurmCluster:
             self.start_node(name)
         everywhere = ("--partition=apart", f"--nodes={NODES}", f"--ntasks={NODES}")
         probe = ("srun", *everywhere, "--immediate=20", "true")
-        wait_until(lambda: self._succeeds(*probe), 120, "a probe job on every node")
+        wait_until(lambda: self._succeeds(*probe), "a probe job on every node")
 
     def stop(self) -> None:
         """End every job and daemon; safe to call at any time, any number of times."""
@@ -95,7 +99,7 @@ class SlurmCluster:
         """Start slurmctld with the state that the last one left, and wait for its answer."""
         recover = [] if (self.directory / "state" / "job_state").exists() else ["-c"]
         self._spawn("slurmctld", "slurmctld", "-D", *recover)
-        wait_until(lambda: self._succeeds("scontrol", "ping"), 120, "slurmctld")
+        wait_until(lambda: self._succeeds("scontrol", "ping"), "slurmctld")
 
     def stop_controller(self) -> None:
         """Take slurmctld away; jobs go on."""
@@ -138,22 +142,24 @@ class SlurmCluster:
         steps = [p for p in psutil.process_iter(["cmdline"]) if self._is_step_on(p, name)]
         return [slurmd, *steps, *(child for step in steps for child in _children(step))]
 
-    def run(self, *command: str, timeout_s: float = _CLIENT_TIMEOUT_S) -> str:
-        """The output of a client; raises CalledProcessError or TimeoutExpired."""
+    def run(self, *command: str) -> str:
+        """The output of a client; raises RuntimeError with what it said."""
         done = subprocess.run(
             command,
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
-            check=True,
+            timeout=LIMIT_S,
+            check=False,
         )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.returncode}: {done.stderr}")
         return done.stdout
 
     def _succeeds(self, *command: str) -> bool:
         try:
             self.run(*command)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        except (RuntimeError, subprocess.TimeoutExpired):
             return False
         return True
 
@@ -200,7 +206,7 @@ class SlurmCluster:
         options = [f"--{name}={path}" for name, path in files.items()]
         # The directory of a test is deep and writable by root alone: --force accepts that.
         self._spawn("munged", "munged", "--foreground", "--force", *options)
-        wait_until(socket.exists, 60, "munged")
+        wait_until(socket.exists, "munged")
 
     def _start_database(self) -> None:
         """MariaDB with slurmdbd before it: what sacct reads."""
@@ -211,15 +217,15 @@ class SlurmCluster:
         places = (f"--datadir={data}", f"--socket={socket}", f"--pid-file={data}/pid")
         self._spawn("mariadbd", "mariadbd", "--no-defaults", "--user=root", *places, *options)
         admin = ("mariadb-admin", "--no-defaults", f"--socket={socket}")
-        wait_until(lambda: self._succeeds(*admin, "ping"), 120, "mariadbd")
+        wait_until(lambda: self._succeeds(*admin, "ping"), "mariadbd")
         self._spawn("slurmdbd", "slurmdbd", "-D")
-        wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), 120, "slurmdbd")
+        wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), "slurmdbd")
 
     def _add_account(self) -> None:
         """slurmctld enters its cluster when it starts; then there can be an account in it."""
         add = ("sacctmgr", "--immediate", "add")
         account = (*add, "account", _ACCOUNT, "cluster=zeropp")
-        wait_until(lambda: self._succeeds(*account), 120, "the cluster's entry in slurmdbd")
+        wait_until(lambda: self._succeeds(*account), "the cluster's entry in slurmdbd")
         self.run(*add, "user", "root", f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
 
     def _spawn(self, name: str, *command: str) -> None:
@@ -266,13 +272,24 @@ class SlurmCluster:
         return any(_variable(child, "SLURMD_NODENAME") == node for child in _children(process))
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     """Poll until the condition holds; raises TimeoutError that names what did not come."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:g} s")
+            raise TimeoutError(f"{what}: not within {LIMIT_S:g} s")
         time.sleep(0.2)
+
+
+def _free_ports(number: int) -> int:
+    """The first of so many free ports in a row, where neither ranks nor outgoing connections of
+    this machine take any."""
+    while True:
+        first = random.randrange(10_000, 20_000 - number)
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + number):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def _lines(path: Path) -> list[str]:

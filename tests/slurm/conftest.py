@@ -20,7 +20,7 @@ import pytest
 from benchmarks.launch.sweep_status import PointStatus
 from benchmarks.records.record import RunRecord, find_records, read_record
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
-from tests.slurm.commands import Command, call, preload
+from tests.slurm.commands import Command, call, server
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _RESULT_S = 560.0
@@ -117,13 +117,14 @@ class Suite:
         (record,) = self.records()
         return record
 
-    def wait_for_records(self, number: int, seconds: float = 120) -> list[RunRecord]:
+    def wait_for_records(self, number: int) -> list[RunRecord]:
         """Wait until this many attempts have recorded themselves."""
+        recorded = "*/*/record.json"  # and not what a script writes late, beside it
         what = f"{number} records below {self.runs}"
-        self._wait(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
+        self._wait(lambda: len(list(self.runs.glob(recorded))) >= number, what)
         return self.records()
 
-    def wait_for_steps(self, number: int, seconds: float = 120) -> Path:
+    def wait_for_steps(self, number: int) -> Path:
         """Wait until all ranks of an attempt have measured this many steps; returns it."""
 
         def stepping() -> list[Path]:
@@ -134,14 +135,14 @@ class Suite:
                     found.append(attempt)
             return found
 
-        self._wait(stepping, seconds, f"{number} steps below {self.runs}")
+        self._wait(stepping, f"{number} steps below {self.runs}")
         return stepping()[-1]
 
     @staticmethod
     def _num_ranks(attempt: Path) -> int:
         return int(json.loads((attempt / "spec.json").read_text())["num_gpus"])
 
-    def wait_for_all_steps(self, number: int, seconds: float = 120) -> dict[int, Path]:
+    def wait_for_all_steps(self, number: int) -> dict[int, Path]:
         """Wait until all ranks of so many attempts have measured two steps; the attempts by the
         seeds of their points."""
 
@@ -154,22 +155,24 @@ class Suite:
             return found
 
         what = f"steps of {number} attempts below {self.runs}"
-        self._wait(lambda: len(stepping()) >= number, seconds, what)
+        self._wait(lambda: len(stepping()) >= number, what)
         return stepping()
 
-    def wait_for_lost(self, number: int, seconds: float = 120) -> None:
+    def wait_for_lost(self, number: int) -> None:
         """Wait until ``benchmarks.status`` has recorded so many attempts as lost."""
 
         def lost() -> bool:
             self.status()
             return sum(record.status == "lost" for record in self.records()) >= number
 
-        self._wait(lost, seconds, f"{number} lost attempts of {self.runs}")
+        self._wait(lost, f"{number} lost attempts of {self.runs}")
 
-    def wait_for_states(self, expected: list[str], seconds: float = 120) -> None:
-        """Wait until no point is in the queue, then compare the states."""
-        self.wait_until_idle(seconds)
-        self._wait(lambda: self.states() == expected, 120, f"{expected} of {self.runs}")
+    def wait_for_states(self, expected: list[str]) -> None:
+        """Wait until the points have these states; where none of them waits or runs, until Slurm's
+        queue is empty, too: while a job leaves its node, its point is still under way."""
+        if not {"waiting", "running"} & set(expected):
+            self.wait_until_idle()
+        self._wait(lambda: self.states() == expected, f"{expected} of {self.runs}")
 
     def workers(self) -> list[int]:
         """Processes of ranks below this suite's runs."""
@@ -180,14 +183,14 @@ class Suite:
                 found.append(process.pid)
         return found
 
-    def wait_until_idle(self, seconds: float = 120) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until none of the suite's points waits or runs."""
-        self._wait(lambda: not self.queue(), seconds, f"an empty queue of {self.runs}")
+        self._wait(lambda: not self.queue(), f"an empty queue of {self.runs}")
 
-    def _wait(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+    def _wait(self, condition: Callable[[], object], what: str) -> None:
         """``wait_until``, with what Slurm says of its jobs and nodes where it took too long."""
         try:
-            wait_until(condition, seconds, what)
+            wait_until(condition, what)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{_account(self.cluster)}") from None
 
@@ -254,7 +257,7 @@ def running(
         given = item.callspec.params if hasattr(item, "callspec") else {}
         return pool.submit(item.obj, suite=Suite(cluster, folder), **given)
 
-    preload()
+    server()
     with ThreadPoolExecutor(max(1, len(chosen))) as pool:
         yield {item.nodeid: begin(pool, item) for item in chosen}
 

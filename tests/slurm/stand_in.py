@@ -16,7 +16,7 @@ from pathlib import Path
 OK, RAISES, TAKES_MEMORY, GOES_ON = range(4)
 _TAKEN_BYTES = 600 * 2**20
 _STEPS, _ENDLESS = 3, 10_000
-_WAIT_S = 30.0
+_WAIT_S = 300.0
 
 
 def wait_for_the_others(directory: Path) -> None:
@@ -70,10 +70,10 @@ def main() -> None:
             sys.exit(1)
         if behaviour == TAKES_MEMORY:
             taken = bytearray(_TAKEN_BYTES) if rank == 1 else b""
-            time.sleep(60)
+            time.sleep(_WAIT_S)  # until Slurm ends it
             del taken
         if behaviour == RAISES:
-            time.sleep(60)
+            time.sleep(_WAIT_S)
         write("done")
 
 

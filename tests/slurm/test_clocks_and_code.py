@@ -45,7 +45,7 @@ def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
     suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
     attempt = suite.wait_for_steps(3)
     suite.environment = {}
-    suite.wait_for_records(1, 200)
+    suite.wait_for_records(1)
     record = suite.only_record()
     assert (record.status, record.interrupted) == ("timeout", False)  # and not preempted
     assert "time limit" in record.reason
@@ -87,7 +87,7 @@ def test_the_checkout_is_edited_before_the_job_starts(suite: Suite) -> None:
     with (mine / "zeropp" / "plan.py").open("a") as file:
         file.write("# edited\n")
     suite.cluster.run("scontrol", "release", *suite.queue())
-    suite.wait_for_records(2, 200)
+    suite.wait_for_records(2)
     kept, changed = sorted(suite.records(), key=lambda record: record.spec["seed"])
     assert [kept.status, changed.status] == ["ok", "ok"], (kept.reason, changed.reason)
     assert (kept.notes, kept.code_digest) == ([], before)

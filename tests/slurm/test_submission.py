@@ -33,13 +33,17 @@ def stand_before(suite: Suite, program: str, script: str) -> None:
 
 
 def test_twice_at_once_with_a_slow_sbatch(suite: Suite) -> None:
-    stand_before(suite, "sbatch", 'sleep 2; exec "$real" "$@"')
+    go = suite.directory / "go"
+    stand_before(suite, "sbatch", f'until [ -e {go} ]; do sleep 0.1; done; exec "$real" "$@"')
     both = [suite.start(*HELD), suite.start(*HELD)]
-    assert [command.wait(200) for command in both] == [0, 0], [c.printed for c in both]
+    waits = "waiting for another process"
+    wait_until(lambda: any(waits in command.printed for command in both), "one of them to wait")
+    go.touch()
+    assert [command.wait() for command in both] == [0, 0], [c.printed for c in both]
     assert len(suite.queue()) == 1
     assert sum(command.printed.count("left alone") for command in both) == 1
     assert sum("0 of 1 points to run" in command.printed for command in both) == 1
-    assert sum("waiting for another process" in command.printed for command in both) == 1
+    assert sum(waits in command.printed for command in both) == 1
     assert len(list(suite.runs.glob("slurm/*/submission.json"))) == 1
 
 
@@ -69,14 +73,17 @@ def test_interrupted_while_submitting(suite: Suite, stage: str, number: signal.S
     points = 2 if "num_gpus=2,4" in more else 1
     if program == "squeue":  # asked only where something was submitted before
         suite.stand_in("seed=10", *asked[1:])
-    slow = f"touch {suite.directory}/began; sleep 3; touch {suite.directory}/over"
+    began, go, over = (suite.directory / name for name in ("began", "go", "over"))
+    slow = f"touch {began}; until [ -e {go} ]; do sleep 0.1; done; touch {over}"
     stand_before(suite, program, f'case "$*" in *"{words}"*) {slow};; esac; exec "$real" "$@"')
     command = suite.start(*asked)
-    wait_until((suite.directory / "began").exists, 100, f"a call of {program}")
+    wait_until(began.exists, f"a call of {program}")
     os.kill(command.pid, number)
-    assert command.wait(60) != 0
+    assert command.wait() != 0
     assert "Traceback" not in command.printed
-    time.sleep(4)  # a program that outlived its launcher would have submitted by now
+    go.touch()
+    time.sleep(2)  # a program that outlived its launcher would go on now
+    assert not over.exists()
     suite.environment.clear()
     suite.stand_in(*asked)
     points += program == "squeue"
@@ -88,13 +95,13 @@ def test_interrupted_while_it_waits_for_another_submission(suite: Suite) -> None
     go = suite.directory / "go"
     stand_before(suite, "sbatch", f'until [ -e {go} ]; do sleep 0.2; done; exec "$real" "$@"')
     first = suite.start(*HELD)
-    wait_until((suite.runs / ".lock").exists, 100, "the lock of the first")
+    wait_until((suite.runs / ".lock").exists, "the lock of the first")
     second = suite.start(*HELD)
-    wait_until(lambda: "waiting for another process" in second.printed, 100, "the second to wait")
+    wait_until(lambda: "waiting for another process" in second.printed, "the second to wait")
     os.kill(second.pid, signal.SIGINT)
-    assert second.wait(60) == 130
+    assert second.wait() == 130
     go.touch()
-    assert first.wait(100) == 0
+    assert first.wait() == 0
     assert len(suite.queue()) == 1
 
 
@@ -117,9 +124,9 @@ def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     assert len(suite.queue()) == 1
     assert suite.stand_in(*HELD).count("left alone") == 1
     suite.cluster.run("scancel", *suite.report_jobs())
-    wait_until(lambda: not suite.report_jobs(), 120, "the end of the report job")
+    wait_until(lambda: not suite.report_jobs(), "the end of the report job")
     assert "report      job " in suite.stand_in(*HELD)
-    wait_until(lambda: len(suite.report_jobs()) == 1, 120, "the new report job")
+    wait_until(lambda: len(suite.report_jobs()) == 1, "the new report job")
     assert "report      job " not in suite.stand_in(*HELD)
 
 
@@ -138,8 +145,7 @@ def test_odd_paths_comments_setups_and_neighbours(suite: Suite) -> None:
     setup = "launcher.setup=['yes | head -n 1 >/dev/null']"  # ends with the status of head
     comment = '+launcher.sbatch.comment="two words"'
     odd.stand_in("seed=3,0", comment, setup, "+launcher.sbatch.nodelist=zpnode5")
-    odd.wait_for_records(1)
-    assert odd.states() == ["ok", "running"]
+    odd.wait_for_states(["ok", "running"])
     assert len(list(odd.runs.glob("slurm/*/*-0-1.log"))) == 1
     record = odd.only_record()
     odd.cluster.run("scancel", *odd.queue())

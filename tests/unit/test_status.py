@@ -1,4 +1,4 @@
-"""benchmarks.status: every point in one line, with what there is to say of it."""
+"""benchmarks.status: every point with its state, and the reason of those that did not end well."""
 
 from __future__ import annotations
 
@@ -25,18 +25,42 @@ def printed(
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_line_a_point_and_only_columns_with_something_in_them(
+REASON = "contender.pp=3: " + "a long reason with /a/path/that/no/line/holds/" + "x" * 60
+
+
+def test_a_reason_has_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_from_mapping(mapping())
-    reason = "contender.pp=3: " + "a long reason, " * 9
-    write_unstarted(spec, tmp_path, new_header("local"), Ending("infeasible", reason))
-    heading, row, counts = printed(tmp_path, monkeypatch, capsys)
-    assert heading.split() == ["point", "state", "evidence", "ended", "detail"]
-    assert row.split()[:3] == [spec.spec_id, "infeasible", "measured"]
-    assert " 0 s ago " in row or " 1 s ago " in row
-    assert row.strip().endswith(reason.strip())
+    write_unstarted(spec, tmp_path, new_header("local"), Ending("infeasible", REASON))
+    row, reason, counts = printed(tmp_path, monkeypatch, capsys)
+    assert row.split()[:3] == [spec.spec_id, "infeasible", "measured,"]
+    assert row.endswith((" 0 s ago", " 1 s ago"))
+    assert reason == f"    {REASON}"
     assert counts == "1 infeasible"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = {"COLUMNS": str(columns), "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    for name, value in terminal.items():
+        monkeypatch.setenv(name, value)
+    reason = "rank 1: RuntimeError: " + "expected all tensors on one device " * 9
+    spec = spec_from_mapping(mapping())
+    header = new_header("local")
+    write_unstarted(spec, tmp_path, header, Ending("failed", f"{reason}{REASON}"))
+    first, *folded, long, counts = printed(tmp_path, monkeypatch, capsys)
+    assert first.split()[:2] == [spec.spec_id, "failed"]
+    assert 3 <= len(folded) <= 2 + len(reason) // (columns - 20)
+    assert all(line.startswith("    ") and len(line) <= columns for line in folded)
+    assert " ".join([*folded, long]).split() == f"{reason}{REASON}".split()
+    assert long.split() == [REASON.split()[-1]]  # a word that is too long stays whole
+    assert counts == "1 failed"
 
 
 def test_nothing_was_run(
@@ -52,7 +76,8 @@ def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     write_unstarted(spec, tmp_path, new_header("slurm"), Ending("failed", "not submitted"))
     with started(spec, new_header("local"), tmp_path) as attempt:
         EventWriter(attempt, 0).write("step", index=7, seconds=1.0)
-        _, row, counts = printed(tmp_path, monkeypatch, capsys)
+        row, log, counts = printed(tmp_path, monkeypatch, capsys)
+    assert log == f"    {attempt / 'rank_000.log'}"
     assert row.split()[:4] == [spec.spec_id, "running", "step", "7"]
     assert "s ago" in row  # of a point that hangs, this is what shows it
     assert counts == "1 running"
@@ -64,8 +89,9 @@ def test_a_suspended_job_is_not_said_to_run(
     submitted(attempt, "7")
     job = replace(RUNNING, state="SUSPENDED")
     monkeypatch.setattr(sweep_status, "query_slurm", lambda runs_dir: view_of(attempt, job))
-    _, row, counts = printed(attempt.parents[1], monkeypatch, capsys)
+    row, _, counts = printed(attempt.parents[1], monkeypatch, capsys)
     assert row.split()[:4] == [attempt.parent.name, "suspended", "step", "0"]
+    assert row.endswith("ago, 9:00 left, job 7_0, on node7")
     assert counts == "1 suspended"
 
 
@@ -75,7 +101,7 @@ def test_a_point_without_a_plan_is_gone_once_a_search_has_found_one(
     asked = spec_from_mapping(mapping() | {"contender": {"name": "zeropp", "pp": "auto"}})
     header = new_header("simulate")
     write_unstarted(asked, tmp_path, header, Ending("infeasible", "no choice fits"))
-    assert "infeasible" in printed(tmp_path, monkeypatch, capsys)[1]
+    assert "infeasible" in printed(tmp_path, monkeypatch, capsys)[0]
     write_unstarted(spec_from_mapping(mapping()), tmp_path, header, Ending("ok"))
-    _, row, counts = printed(tmp_path, monkeypatch, capsys)
+    row, counts = printed(tmp_path, monkeypatch, capsys)
     assert (row.split()[1], counts) == ("ok", "1 ok")

@@ -173,7 +173,8 @@ def describe(plan: SizedPlan) -> str:
         words.append(f"V={layout.chunks}")
     if plan.activation_cap:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
-    words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
+    words += [f"zero{layout.replicate_zero}"] * (layout.replicate_zero > 0)
+    words += ["sp"] * layout.sequence_parallel
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":

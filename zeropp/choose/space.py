@@ -197,6 +197,8 @@ _OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
 
 
 def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
-    """A function that gives the values of all other knobs."""
+    """A function that gives the values of all other knobs, and whether gradients are reduced for
+    every microbatch (ZeRO-2), which compute does depend on."""
     names = (field.name for field in fields(cast("Any", knobs)))
-    return attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))
+    others = attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))
+    return lambda of: (others(of), getattr(of, "replicate_zero", 0) == 2)

@@ -208,21 +208,28 @@ def replica_s(
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
         return 0.0
-    program, layout = work.program, plan.layout
+    program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
+    pieces = sizes
     if not program.flat_chunks:
         sizes = [sum(sizes)]
-    scatters = layout.replicate_zero and not program.state(plan.precision).zero1_all_reduces
+    scatters = layout.replicate_zero and not state.zero1_all_reduces
     reduce = gather_s if scatters else all_reduce_s
     sent = sent_bytes(plan, program)
     seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
     if program.flat_chunks:
         part = 1 / layout.replicate if scatters else 1.0
         seconds += _summing_s(plan, work, sizes, part, several=False)
-    if program.overlap_reduction:
+    bucket = state.bucket if layout.replicate_zero else 0
+    if bucket:  # each is a collective of its own, or one for every rank with a part of it
+        more = sum(sizes) // bucket + (replicas.size if scatters else 0)
+        seconds += more * reduce(cluster, replicas, 0.0)
+    if state.copied:
+        seconds += stream_s(work.device, state.copied * sum(sizes), len(sizes))
+    if program.overlap_reduction:  # what comes last is exposed: the first piece, or its bucket
         hidden = cost.backward_input + cost.backward_weight
-        exposed = max(seconds - hidden, seconds / len(_pieces(plan, stage)))
-        seconds = _slowed(cluster, seconds, exposed)
+        last = max(pieces[0], min(bucket, sum(sizes))) / sum(sizes)
+        seconds = _slowed(cluster, seconds, max(seconds - hidden, seconds * last))
     return seconds
 
 

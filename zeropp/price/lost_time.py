@@ -86,7 +86,15 @@ def _without_gathers(price: PlanPrice) -> PlanPrice:
 
 
 def _without_reductions(price: PlanPrice) -> PlanPrice:
-    return _changed(price, lambda cost, _: replace(cost, reduce_grad=0.0, reduce_replicas=0.0))
+    return _changed(
+        price,
+        lambda cost, extras: replace(
+            cost,
+            reduce_grad=0.0,
+            reduce_replicas=0.0,
+            backward_weight=_less(cost.backward_weight, extras.reductions),
+        ),
+    )
 
 
 def _without_transfers(price: PlanPrice) -> PlanPrice:

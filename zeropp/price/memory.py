@@ -54,7 +54,8 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
         "parameters": whole * _parameter_bytes(plan, program) / layout.shard
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
-        "gradients": whole * state.gradients / layout.shard + whole * state.half_gradients,
+        "gradients": whole * state.gradients / layout.shard / _gradient_replicas(layout)
+        + whole * state.half_gradients,
         "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (ends + more) * summed,
@@ -86,13 +87,29 @@ def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     return each
 
 
+def _gradient_replicas(layout: Layout) -> int:
+    """The number of replicas over which ZeRO-2 shards the sums of gradients."""
+    return layout.replicate if layout.replicate_zero == 2 else 1
+
+
 def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float:
-    """Bytes of the two buffers into which DeepSpeed's ZeRO-1 copies gradients in fp32, each of at
-    most 5e8 elements (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``, ``reduce_gradients``;
-    baselines/deepspeed_3d makes them no larger than the rank's parameters)."""
-    if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
-        return 2 * FP32 * min(parameters, 5e8)
-    return 0.0
+    """Bytes of the two buffers into which DeepSpeed's ZeRO copies gradients, each of a bucket
+    (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``, ``reduce_gradients``;
+    baselines/deepspeed_3d makes them no larger than the rank's parameters), and of the copy that a
+    reduction beside a backward makes of them."""
+    bucket = program.state(plan.precision).bucket
+    if not bucket or not plan.layout.replicate_zero:
+        return 0.0
+    beside = _bucket_copy(plan, program, parameters) * program.overlap_reduction
+    return 2 * element_bytes(plan.precision) * min(parameters, bucket) + beside
+
+
+def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:
+    """Bytes of the copy of a bucket, or of a parameter that is larger, which DeepSpeed's ZeRO
+    reduces (``runtime/zero/stage_1_and_2.py``: ``allreduce_bucket``)."""
+    shape, bucket = plan.shape, program.state(plan.precision).bucket
+    largest = max(shape.vocab, shape.ffn) * shape.hidden / plan.layout.tp
+    return element_bytes(plan.precision) * min(parameters, max(bucket, largest))
 
 
 def shares_ends(plan: SizedPlan, program: Program) -> bool:
@@ -176,11 +193,13 @@ def _cast_bytes(plan: SizedPlan) -> int:
 
 
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
-    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: in bf16 all of them, cast
-    to 16 bits; in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
-    ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them;
+    otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most 5e8 elements at a time, in
+    one tensor (``runtime/engine.py``: ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
+    if program.state(plan.precision).bucket and plan.layout.replicate_zero:
+        return _bucket_copy(plan, program, parameters) * (not program.overlap_reduction)
     return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
 
 

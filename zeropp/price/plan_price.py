@@ -50,6 +50,8 @@ class StageExtras:
     transfer_backward: float = 0.0
     recomputation: float = 0.0  # part of ``backward_input``
     accumulation: float = 0.0  # weight gradients added outside their product; in backward_weight
+    # Exposed reductions over the replicas of all microbatches but the last; in backward_weight.
+    reductions: float = 0.0
 
     @property
     def tensor(self) -> float:

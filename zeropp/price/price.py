@@ -184,9 +184,13 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
     cost = _stage_cost(job, stage)
     over_replicas = replica_s(plan, cluster, work, stage=stage, cost=cost)
+    earlier = 0.0
+    if plan.layout.replicate_zero == 2:  # reduces for every microbatch
+        earlier = over_replicas * (1 - 1 / plan.num_microbatches)
+    weight = cost.backward_weight + earlier
     return _TimedStage(
-        cost=replace(cost, reduce_replicas=over_replicas),
-        extras=_extras(job, stage),
+        cost=replace(cost, backward_weight=weight, reduce_replicas=over_replicas),
+        extras=replace(_extras(job, stage), reductions=earlier),
         parameters=stage_parameters(plan, stage),
     )
 

@@ -56,6 +56,10 @@ class StateBytes:
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
+    # The most gradients that ZeRO reduces at once, from one of two buffers of so many into which it
+    # copies them; a larger parameter goes alone. 0: all of a stage, without buffers.
+    bucket: int = 0
+    copied: int = 0  # moved through memory by a reduction over the replicas: casts, copies, mean
 
 
 @dataclass(frozen=True, kw_only=True)

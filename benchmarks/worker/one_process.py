@@ -1,0 +1,171 @@
+"""One process that trains the whole model of a spec: what every contender is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import BatchSource
+from zeropp.engine.chunk import seed_piece
+from zeropp.engine.optimizer import build_optimizer
+from zeropp.literals import Precision
+from zeropp.model import build_model, cross_entropy
+from zeropp.training import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class NumberTypes:
+    """The number types of one training run: of the parameters that the optimizer updates
+    (``masters``), and of the copies with which the model computes. Gradients are summed in the type
+    of ``masters``."""
+
+    masters: torch.dtype
+    compute: torch.dtype
+
+
+# With the types of the run, one process makes rounding errors like those of any contender.
+ROUNDED: dict[Precision, NumberTypes] = {
+    "fp32": NumberTypes(torch.float32, torch.float32),
+    "bf16": NumberTypes(torch.float32, torch.bfloat16),
+}
+# With the next wider types, it makes almost none.
+EXACT: dict[Precision, NumberTypes] = {
+    "fp32": NumberTypes(torch.float64, torch.float64),
+    "bf16": NumberTypes(torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Some steps of one process, with one entry per step: mean loss (nats per token), global L2
+    norm of the gradient before clipping, and the change of each parameter by name (fp32, on the
+    CPU; none where updates were not asked for)."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    updates: list[dict[str, Tensor]]
+
+
+class OneProcess:
+    """The whole model of a spec on one device, in the given types. Nothing in it is distributed;
+    gradients come from one backward per microbatch, and the optimizer is torch's.
+
+    ``halves``: every matrix product of a linear layer is computed in halves, each of them rounded,
+    as two tensor-parallel ranks round what they then add up. It is as right as the whole product,
+    and rounds in another way.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        batches: BatchSource,
+        device: torch.device,
+        types: NumberTypes,
+        *,
+        halves: bool = False,
+    ) -> None:
+        self._spec, self._batches, self._device = spec, batches, device
+        self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
+        self._working = build_model(spec.model, spec.seed, device).to(types.compute)
+        if spec.model.dropout:
+            drawn_in = ROUNDED[spec.precision].compute
+            for block in list(self._working)[1:-1]:
+                block.dropout = _Dropout(spec.model.dropout, drawn_in)
+        if halves:
+            for module in self._working.modules():
+                if isinstance(module, nn.Linear):
+                    module.forward = partial(_in_halves, module)
+
+    def first_gradient(self) -> tuple[float, float, float]:
+        """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
+        changed."""
+        loss = self._accumulate(0)
+        norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
+        weights = nn.utils.get_total_norm(list(self._masters.parameters()))
+        return loss, float(norm), float(weights)
+
+    def train(self, config: OptimizerConfig, steps: int, *, updates: bool = True) -> Trajectory:
+        """Train for some steps, from the current parameters on; ``updates``: whether the trajectory
+        has them."""
+        optimizer = build_optimizer(self._masters.parameters(), config)
+        trajectory = Trajectory([], [], [])
+        for step in range(steps):
+            named = dict(self._masters.named_parameters()) if updates else {}
+            before = {name: parameter.detach().clone() for name, parameter in named.items()}
+            trajectory.losses.append(self._accumulate(step))
+            limit = config.clip_norm or math.inf
+            norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
+            trajectory.grad_norms.append(float(norm))
+            optimizer.step()
+            trajectory.updates.append(
+                {
+                    name: (parameter.detach() - before[name]).float().cpu()
+                    for name, parameter in named.items()
+                }
+            )
+        return trajectory
+
+    def _accumulate(self, step: int) -> float:
+        """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
+        takes one microbatch at a time, so that memory does not grow with the batch."""
+        self._masters.zero_grad()
+        pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
+        for master, working in pairs:
+            working.data.copy_(master.data)
+        inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
+        count = self._spec.global_batch // self._spec.candidate.microbatch_size
+        total = 0.0
+        for number, (x, y) in enumerate(
+            zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        ):
+            loss = cross_entropy(self._forward(x, step, number), y) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            for master, working in pairs:
+                if working.grad is not None:
+                    fresh = working.grad.to(master.dtype)
+                    master.grad = fresh if master.grad is None else master.grad + fresh
+                    working.grad = None
+        return total
+
+    def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
+        hidden = tokens
+        for index, piece in enumerate(self._working):
+            if self._spec.model.dropout:
+                seed_piece(self._spec.seed, step, microbatch, index)
+            hidden = piece(hidden)
+        return hidden
+
+
+def _in_halves(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's output for ``x`` [..., in]: every half of it is a sum over two halves of ``in``,
+    so that both the products and those of the input's gradient are rounded in halves."""
+    first, second = (
+        torch.cat([F.linear(part, rows) for rows in weight.chunk(2)], dim=-1)
+        for part, weight in zip(x.chunk(2, dim=-1), layer.weight.chunk(2, dim=1), strict=True)
+    )
+    total = first + second
+    return total if layer.bias is None else total + layer.bias
+
+
+class _Dropout(nn.Module):
+    """Dropout with the masks of ``nn.Dropout`` on an input of type ``drawn_in``.
+
+    From one seed, a GPU draws different masks for different types, but the run with wider types
+    must drop the same elements as the run itself.
+    """
+
+    def __init__(self, probability: float, drawn_in: torch.dtype) -> None:
+        super().__init__()
+        self._probability, self._drawn_in = probability, drawn_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Input and output have the same shape, which may be any."""
+        kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
+        return x * kept / (1 - self._probability)

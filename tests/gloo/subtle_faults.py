@@ -1,0 +1,333 @@
+"""Small faults, most of them within what bf16 rounds: a percent of a gradient, another epsilon,
+sums or weights in a narrower type, copies of weights that are late. The gate's score on bf16 runs is
+counted with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.gloo.gate_place import (
+    Edit,
+    Fault,
+    Feed,
+    Place,
+    Prepare,
+    building,
+    editing,
+    feeding,
+    gradients_of,
+    local,
+    parameters_of,
+    scaled_part,
+)
+from tests.gloo.optimizer_faults import before_steps, with_settings
+from zeropp.engine import flat, sharding
+from zeropp.engine.optimizer import build_optimizer
+from zeropp.training import OptimizerConfig
+
+NARROW = torch.bfloat16
+
+
+def _rounded(tensor: Tensor) -> None:
+    """Leave in a tensor what bf16 would keep of it."""
+    tensor.copy_(tensor.to(NARROW))
+
+
+def _patched(owner: Any, name: str, make: Callable[[Place, Any], Any]) -> Fault:
+    """An attribute is replaced by what ``make`` makes of the place and of the original."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        with mock.patch.object(owner, name, make(place, getattr(owner, name))):
+            yield lambda trainer: trainer
+
+    return fault
+
+
+def _feeding(make: Callable[[Place], Feed]) -> Fault:
+    """What a rank is given is changed."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        yield feeding(make(place))
+
+    return fault
+
+
+def _after_steps(act: Callable[[torch.optim.Optimizer], None]) -> Fault:
+    """Something is done to a bf16 run's optimizer right after each of its steps."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        def build(*arguments: Any) -> torch.optim.Optimizer:
+            optimizer = build_optimizer(*arguments)
+            if place.plan.precision == "bf16":
+                optimizer.register_step_post_hook(lambda made, *_: act(made))
+            return optimizer
+
+        with building(build):
+            yield lambda trainer: trainer
+
+    return fault
+
+
+@torch.no_grad()
+def _narrow_masters(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in parameters_of(optimizer):
+        _rounded(local(parameter))
+
+
+def _narrow_moments(*names: str) -> Callable[[torch.optim.Optimizer], None]:
+    def act(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for name in names:
+                _rounded(local(state[name]))
+
+    return act
+
+
+def _narrow_gradients(place: Place) -> Edit:
+    def edit(gradients: list[Tensor], step: int) -> None:
+        del step
+        for gradient in gradients if place.plan.precision == "bf16" else ():
+            _rounded(gradient)
+
+    return edit
+
+
+@contextmanager
+def _narrow_sums(place: Place) -> Iterator[Prepare]:
+    """The gradients of a bf16 run's microbatches are summed in bf16."""
+    zeros, take = flat.zeros, flat.FlatParameters._take_sums
+    policy = "baselines.fsdp2.MixedPrecisionPolicy"
+    with ExitStack() as stack:
+        if place.plan.precision == "bf16":
+
+            def narrow(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+                del dtype
+                return zeros(size, NARROW, device)
+
+            def widened(self: flat.FlatParameters) -> Tensor:
+                return take(self).float()
+
+            both = {"param_dtype": NARROW, "reduce_dtype": NARROW}
+            made = torch.distributed.fsdp.MixedPrecisionPolicy
+            stack.enter_context(mock.patch.object(flat, "zeros", narrow))
+            stack.enter_context(mock.patch.object(flat.FlatParameters, "_take_sums", widened))
+            stack.enter_context(mock.patch(policy, return_value=made(**both)))
+        yield lambda trainer: trainer
+
+
+def _narrow_wire(place: Place, types: Any) -> Any:
+    """Reductions of a bf16 run are sent in bf16."""
+    narrow = place.plan.precision == "bf16"
+    return lambda master, compute, wire: types(master, compute, NARROW if narrow else wire)
+
+
+def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
+    """Gathers send the masters of so many updates before (0: the first ones, for ever), in the last
+    ``part`` of a flat buffer; in bf16 runs only, unless ``always``."""
+
+    def make(place: Place, original: Callable[[flat.FlatParameters], None]) -> Any:
+        seen: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
+
+        def gather(self: flat.FlatParameters) -> None:
+            values = seen.setdefault(self, [])
+            if not values or not torch.equal(values[-1], self.master):
+                values.append(self.master.clone())
+            stale = values[0] if late == 0 else values[max(0, len(values) - 1 - late)]
+            begin = int((1 - part) * len(stale))
+            wrong = torch.cat([self.master[:begin], stale[begin:]])
+            true, self.master = self.master, wrong
+            try:
+                original(self)
+            finally:
+                self.master = true
+
+        return gather if always or place.plan.precision == "bf16" else original
+
+    return _patched(flat.FlatParameters, "_gather", make)
+
+
+def _norm_eps(eps: float) -> Fault:
+    def make(place: Place, original: Any) -> Any:
+        del place, original
+        return lambda norm, x: F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, eps)
+
+    return _patched(nn.LayerNorm, "forward", make)
+
+
+def _other_gelu(place: Place, original: Any) -> Any:
+    del place
+    return lambda x, approximate="none": original(x)
+
+
+def _attention(factor: float) -> Fault:
+    """The scale of the scores is multiplied."""
+
+    def make(place: Place, original: Any) -> Any:
+        del place
+        return lambda q, k, v, **more: original(q, k, v, scale=factor * q.shape[-1] ** -0.5, **more)
+
+    return _patched(F, "scaled_dot_product_attention", make)
+
+
+def _whole_attention(place: Place, original: Any) -> Any:
+    """Every token sees the tokens after it."""
+    del place
+    return lambda q, k, v, is_causal, **more: original(q, k, v, is_causal=False, **more)
+
+
+def _narrow_softmax(place: Place, original: Any) -> Any:
+    """A bf16 run's scores and their softmax are rounded to bf16."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    return attention if place.plan.precision == "bf16" else original
+
+
+def _narrow_loss(place: Place, original: Any) -> Any:
+    """The loss of a bf16 run is computed in bf16."""
+
+    def loss(logits: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        return original(logits.to(NARROW), *arguments, **keywords).float()
+
+    return loss if place.plan.precision == "bf16" else original
+
+
+def _scaled_loss(factor: float) -> Fault:
+    def make(place: Place, original: Any) -> Any:
+        del place
+        return lambda *arguments, **more: factor * original(*arguments, **more)
+
+    return _patched(F, "cross_entropy", make)
+
+
+def _token(place: Place) -> Feed:
+    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = inputs.clone()
+        inputs[0, 0] = (inputs[0, 0] + (place.dp_index == 0)) % place.plan.shape.vocab
+        return inputs, targets
+
+    return change
+
+
+def _target(place: Place) -> Feed:
+    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        targets = targets.clone()
+        targets[-1] = targets[-1].roll(1) if place.dp_index == 0 else targets[-1]
+        return inputs, targets
+
+    return change
+
+
+def _dropped(place: Place) -> Feed:
+    """The last microbatch is that before it again."""
+    size = place.plan.microbatch_size
+
+    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        pair = (torch.cat([x[:-size], x[-2 * size : -size]]) for x in (inputs, targets))
+        return next(pair), next(pair)
+
+    return change
+
+
+def _coupled_decay(asked: OptimizerConfig) -> Callable[[torch.optim.Optimizer, int], None]:
+    """Weight decay is added to the gradient, as in Adam's first form (L2)."""
+
+    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+        del step
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        for parameter, gradient in zip(
+            parameters_of(optimizer), gradients_of(optimizer), strict=True
+        ):
+            gradient.add_(local(parameter.detach()), alpha=asked.weight_decay)
+
+    return hook
+
+
+def _clipped_to(factor: float) -> Callable[[OptimizerConfig], Any]:
+    def make(asked: OptimizerConfig) -> Any:
+        del asked
+
+        def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+            del step
+            for gradient in gradients_of(optimizer):
+                gradient.mul_(factor)
+
+        return hook
+
+    return make
+
+
+def _without_second_correction(asked: OptimizerConfig) -> Any:
+    """The second moment is not corrected for its bias."""
+
+    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+        root = (1 - asked.beta2**step) ** 0.5
+        for group in optimizer.param_groups:
+            group["eps"], group["lr"] = asked.eps / root, asked.lr / root
+            group["weight_decay"] = asked.weight_decay * root
+
+    return hook
+
+
+SUBTLE_OPTIMIZER_FAULTS: dict[str, Fault] = {
+    "beta1 0.89": with_settings(beta1=lambda asked: 0.89),
+    "beta2 0.99": with_settings(beta2=lambda asked: 0.99),
+    "beta2 0.999": with_settings(beta2=lambda asked: 0.999),
+    "epsilon a tenth larger": with_settings(eps=lambda asked: 1.1 * asked.eps),
+    "learning rate 2 % high": with_settings(lr=lambda asked: 1.02 * asked.lr),
+    "weight decay a tenth low": with_settings(weight_decay=lambda asked: 0.9 * asked.weight_decay),
+    "weight decay coupled": before_steps(_coupled_decay),
+    "clipped to 2 % more": before_steps(_clipped_to(1.02)),
+    "second moment not corrected": before_steps(_without_second_correction),
+    "moments in bf16": _after_steps(_narrow_moments("exp_avg", "exp_avg_sq")),
+}
+SUBTLE_FAULTS: dict[str, Fault] = {
+    "gradients 1 % too large": editing(scaled_part(0.0, 1.0, 1.01)),
+    "gradients 1 % too small": editing(scaled_part(0.0, 1.0, 0.99)),
+    "the last tenth of the gradients 3 % too large": editing(scaled_part(0.9, 1.0, 1.03)),
+    "a hundredth of the gradients halved": editing(scaled_part(0.5, 0.51, 0.5)),
+    "a thousandth of the parameters never updated": editing(scaled_part(0.5, 0.501, 0.0)),
+    "gradients in bf16": editing(_narrow_gradients),
+    "sums in bf16": _narrow_sums,
+    "reductions sent in bf16": _patched(sharding, "Types", _narrow_wire),
+    "masters in bf16": _after_steps(_narrow_masters),
+    "norm epsilon 1e-4": _norm_eps(1e-4),
+    "norm epsilon 1e-3": _norm_eps(1e-3),
+    "GELU's other formula": _patched(F, "gelu", _other_gelu),
+    "scores 1 % larger": _attention(1.01),
+    "scores 5 % larger": _attention(1.05),
+    "tokens see the next ones": _patched(F, "scaled_dot_product_attention", _whole_attention),
+    "softmax in bf16": _patched(F, "scaled_dot_product_attention", _narrow_softmax),
+    "loss in bf16": _patched(F, "cross_entropy", _narrow_loss),
+    "loss half a percent low": _scaled_loss(0.995),
+    "one token wrong": _feeding(_token),
+    "targets of one sequence shifted": _feeding(_target),
+    "a microbatch dropped": _feeding(_dropped),
+    "updated parameters never gathered": _copies(0),
+    "copies in bf16 never refreshed": _copies(0, always=False),
+    "copies late by a step": _copies(1),
+    "a tenth of the copies never refreshed": _copies(0, part=0.1, always=False),
+    "a tenth of the copies late by a step": _copies(1, part=0.1),
+}
+# What shows in the second step or later.
+SUBTLE_LATER = {
+    *("beta1 0.89", "beta2 0.99", "beta2 0.999", "moments in bf16", "second moment not corrected"),
+    *("updated parameters never gathered", "copies in bf16 never refreshed"),
+    *("copies late by a step", "a tenth of the copies never refreshed"),
+    "a tenth of the copies late by a step",
+}
