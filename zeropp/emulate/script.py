@@ -161,10 +161,11 @@ class _CudaIsHere(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run one function of torch."""
-        args, kwargs = map(_on_cpu, args), {n: _on_cpu(v) for n, v in (kwargs or {}).items()}
+        if function is torch.device:
+            return _on_cpu(function(*args, **(kwargs or {})))
         if function is torch.Tensor.cuda:
-            return torch.Tensor.to(next(iter(args)), "cpu")
-        return function(*args, **kwargs)
+            return args[0]
+        return function(*map(_on_cpu, args), **{n: _on_cpu(v) for n, v in (kwargs or {}).items()})
 
 
 def _on_cpu(value: object) -> object:
