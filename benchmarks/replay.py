@@ -12,7 +12,8 @@ from statistics import fmean
 from benchmarks.launch.running import say
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, command
-from zeropp.cluster import NEWEST, cluster_of
+from benchmarks.specification.compose import preset
+from zeropp.cluster import NEWEST, Cluster
 
 _WORDS = {
     "gather": "gathers of parameters",
@@ -45,7 +46,7 @@ def main() -> int:
         raise SpecError(f"--ranks={options.ranks}: must be at least 1")
     if not options.script.is_file():
         raise SpecError(f"script={options.script}: no such file")
-    cluster = cluster_of(options.cluster)
+    cluster = preset("cluster", options.cluster, Cluster)
     from zeropp.emulate.clock import kernel_s, replay
     from zeropp.emulate.script import ScriptError, trace_script
 

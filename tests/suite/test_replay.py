@@ -96,7 +96,7 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
     [
         (None, "--ranks 4", "script=missing.py: no such file"),
         ("", "--ranks 0", "--ranks=0: must be at least 1"),
-        ("", "--ranks 4 --cluster moon", "cluster='moon': must be one of a100"),
+        ("", "--ranks 4 --cluster moon", "cluster='moon': no such preset"),
         ("", "--ranks 4", "ended on rank 0 after 0 steps of an optimizer (needed: 2)"),
         ("1 / 0", "--ranks 4", "rank 0 cannot be emulated: ZeroDivisionError: division by zero"),
     ],
