@@ -71,15 +71,15 @@ def main() -> int:
         for cause in _WORDS:
             waits[cause].append(waited.get(cause, 0.0))
     peak = max(trace.peak_bytes for trace in traces) / 2**30
-    say(f"{replayed.step_s:.4f} s per step on {options.ranks} x {cluster.name} (replayed)")
-    say(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4f} s")
+    print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
+    print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
     for cause, words in _WORDS.items():
-        say(f"  waits for {words}, mean of the ranks: {fmean(waits[cause]):.4f} s")
+        print(f"  waits for {words}, mean of the ranks: {fmean(waits[cause]):.4g} s")
     memory = f"{peak:.2f} of the device's {cluster.device.memory_gib:g} GiB"
-    say(f"  tensors at the peak of the fullest rank: {memory}")
+    print(f"  tensors at the peak of the fullest rank: {memory}")
     if options.timeline:
         replayed.timeline.write_chrome(options.timeline)
-        say(f"  timeline: {options.timeline}")
+        print(f"  timeline: {options.timeline}")
     return 0
 
 
