@@ -42,8 +42,10 @@ else:
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
 # The optimizer group of a parameter, by its name.
 GroupOf = Callable[[ParameterName, nn.Parameter], str]
-# From flat tensors, by the name of their optimizer group, to an optimizer of them.
-MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
+# From tensors, by the name of their optimizer group, to an optimizer of them, or several.
+MakeOptimizer = Callable[
+    [Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 _AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
 _OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
 
@@ -82,9 +84,9 @@ class Settings(StepKnobs):
     mesh: DeviceMesh | None = None
     """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
-    """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
-    element by element, from flat fp32 tensors by group: ``lambda groups:
-    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``."""
+    """A configuration, or a function that makes an optimizer, or a list of several, from fp32
+    tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
+    flat shards, but whole parameters in the groups where a trial shows that it needs them."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
     down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""

@@ -38,6 +38,7 @@ SECTIONS = {
     ),
     "Timelines": Section(figures=("timelines:step_timelines",)),
     "Loss": Section(figures=("charts:loss_curves",)),
+    "Attempts": Section({"attempts": "tables:attempts_table"}),
     "Evidence": Section(
         {"evidence": "evidence:evidence_table", "published": "evidence:published_table"},
         ("evidence:evidence_distance_figure", "evidence:published_figure"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -167,7 +168,7 @@ class Derived:
     memory_kind: str
     source: dict[str, Any]
     spread: float
-    unstable: bool
+    steps_unsettled: str  # why the median of its steps cannot be relied on; empty if it can
     runs: int  # that the row is the median of
     run_spread: float  # of the logarithm of a run's time, over all repeated configurations
     run_freedom: int
@@ -243,7 +244,12 @@ def _fail_what_leaves_the_band(rows: list[dict[str, Any]]) -> None:
     fine = [row for row in rows if row["status"] == "ok" and row["losses"] and row["trained"]]
     runs = [Losses(r["trained"], r["contender"], r["precision"], r["losses"]) for r in fine]
     for place, why in apart_from_others(runs).items():
-        fine[place] |= {"status": "failed", "reason": why, "samples_step_s": [], "unstable": False}
+        fine[place] |= {
+            "status": "failed",
+            "reason": why,
+            "samples_step_s": [],
+            "steps_unsettled": "",
+        }
         timed = [name for name in fine[place] if name.startswith(_TIMED)]
         fine[place] |= dict.fromkeys([*timed, "spread"], math.nan)
 
@@ -253,12 +259,12 @@ def _throughput(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     for a failure."""
     measured = record.provenance == "measured"
     low = median = high = spread = math.nan
-    unstable = False
+    unsettled = ""
     if record.status == "ok" and record.step_s:
         time = summarise(record.step_s)
-        median, spread, unstable = time.median, time.spread, time.unstable and measured
+        median, spread, unsettled = time.median, time.spread, time.doubt if measured else ""
         low, high = (time.low, time.high) if measured else (math.nan, math.nan)
-    columns: dict[str, Any] = {"spread": spread, "unstable": unstable}
+    columns: dict[str, Any] = {"spread": spread, "steps_unsettled": unsettled}
     # The ends of a rate's interval are those of the step time, the other way round.
     for end, step, slow in (("", median, median), ("_low", low, high), ("_high", high, low)):
         columns[f"step_s{end}"] = step
@@ -318,6 +324,9 @@ def _row_at(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: {error}") from None
 
 
+_ATTEMPT = ["record_id", "status", "reason", "ended_at", "source"]
+
+
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows sorted by model size, then by the other columns of a cell, then by contender."""
     keys = ["evidence", "basis", "parameters", *CELL[:-2], "contender"]
@@ -327,11 +336,19 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows for tables: per cell, contender and configuration the latest success, or the latest
     attempt if none succeeded. Runs of a configuration with the same files are one row, with their
-    median."""
+    median. The column ``unsuccessful`` has the other attempts that did not succeed, each as a
+    mapping of its ``_ATTEMPT`` columns."""
     ranked = frame.assign(_ok=frame["status"] == "ok")
     ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
     keys = [*CELL, "contender", "layout"]
     kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
+    others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
+    others = others[~others["_ok"]].set_index(keys)
+    unsuccessful: dict[Any, list[dict[str, Any]]] = {}
+    for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
+        unsuccessful.setdefault(key, []).append(attempt)
+    named = kept[keys].itertuples(index=False, name=None)
+    kept = kept.assign(unsuccessful=[unsuccessful.get(key, []) for key in named])
     return in_order(with_repeats(kept, frame, keys))
 
 
@@ -364,4 +381,7 @@ def notes_of(rows: pd.DataFrame) -> list[str]:
         f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
         "(slurm.neighbours in their records)"
     )
-    return [*filter(None, caveats)] + [beside] * bool(shared.any())
+    attempts = [attempt["status"] for others in rows["unsuccessful"] for attempt in others]
+    counts = ", ".join(f"{number} {status}" for status, number in Counter(attempts).items())
+    hidden = f"{counts}: other attempts at configurations shown here (table: attempts)"
+    return [*filter(None, caveats)] + [beside] * bool(shared.any()) + [hidden] * bool(attempts)

@@ -62,7 +62,7 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
             low, high = (math.exp(s * half_width([len(runs)], spread, freedom)) for s in (-1, 1))
             faster = row["step_s"] / median(runs)
             row |= {"runs": len(runs), "run_spread": spread, "run_freedom": freedom}
-            row |= {"unstable": False, "spread": spread}
+            row |= {"steps_unsettled": "", "spread": spread}
             for name, best in (("step_s", median(runs)), *((n, row[n] * faster) for n in _RATES)):
                 row |= {name: best, f"{name}_low": best * low, f"{name}_high": best * high}
         lines.append(row)
@@ -79,6 +79,6 @@ def ratio_of_repeats(top: Mapping[Any, Any], bottom: Mapping[Any, Any]) -> Summa
         median=ratio,
         low=ratio * math.exp(-half),
         high=ratio * math.exp(half),
-        spread=0.0,  # that of the steps says nothing here
+        spread=math.nan,  # that of the steps says nothing here
         count=sum(runs) * _MANY,
     )

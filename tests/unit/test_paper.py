@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.report import Options
-from benchmarks.report.display import gib, model_label, tflops
+from benchmarks.report.display import Unit, flops_unit, memory_unit, model_label
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.table import write_table
 from benchmarks.report.tables import paper_grids, paper_table
@@ -172,12 +173,18 @@ def test_latex_compiles_and_fits_the_text(
     assert "Float too large" not in log
 
 
-def test_numbers_are_rounded_by_size() -> None:
-    assert [gib(x) for x in (0.0114, 0.99961, 4.561, 9.996, 74.84)] == [
-        "0.011",
-        "1.00",
-        "4.56",
-        "10.0",
-        "74.8",
-    ]
-    assert [tflops(x) for x in (0.00281, 161.94)] == ["0.00281", "161.9"]
+@pytest.mark.parametrize(
+    ("unit", "name", "texts"),
+    [
+        (memory_unit, "GiB", {0.0114: "0.011", 0.99961: "1.00", 9.996: "10.0", 74.84: "74.8"}),
+        (memory_unit, "MiB", {0.0004: "0.4", 0.0114: "12", 0.5: "512", 0.9999: "1,024"}),
+        (flops_unit, "TFLOP/s", {0.00281: "0.00281", 4.561: "4.56", 161.94: "161.9"}),
+        (flops_unit, "GFLOP/s", {0.000458: "0.458", 0.01116: "11.2", float("nan"): "nan"}),
+    ],
+)
+def test_a_column_has_one_unit_and_numbers_are_rounded_by_size(
+    unit: Callable[[Iterable[float]], Unit], name: str, texts: dict[float, str]
+) -> None:
+    chosen = unit(texts)
+    assert chosen.name == name
+    assert [chosen.form(value) for value in texts] == list(texts.values())

@@ -79,5 +79,5 @@ class WholeParameters:
         """This rank's span, of which every rank has a part; ``part``: what it has of all spans."""
         taken = part.new_empty(len(self._span))
         dist.all_to_all_single(taken, part, self._taken, self._given, group=self._group)
-        pieces = taken.split(self._taken)
+        pieces = torch.split(taken, self._taken)
         return torch.cat([pieces[rank] for rank in self._in_order])
