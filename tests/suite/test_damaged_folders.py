@@ -155,7 +155,7 @@ def test_points_of_a_damaged_submission_are_not_submitted_again(
     (whole / "slurm" / "sweep" / "submission.json").write_text('{"arrays": [')
     launcher = {"kind": "slurm", "report_dir": "report", "dry_run": False}
     places = {"runs_dir": str(whole), "report_dir": str(whole.parent)}
-    config = {**places, "rerun": "missing", "launcher": launcher}
+    config = {**places, "rerun": "missing", "repeats": 1, "launcher": launcher}
     assert launch_points(POINTS[1:], [config] * 3) == []
     printed = capsys.readouterr()
     assert printed.err.count("left alone") == 3

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -190,9 +192,10 @@ def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
     options["simulate"]["traced_runs"] = str(runs)
     for kind in order:
         points = many[kind]
-        config = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
+        config: dict[str, Any] = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
+        config |= {"rerun": "missing", "repeats": 1}
         launcher = {"kind": kind, **options[kind]}
-        launch_points(points, [config | {"rerun": "missing", "launcher": launcher}] * len(points))
+        launch_points(points, [config | {"launcher": launcher}] * len(points))
 
 
 def start_all(
@@ -212,6 +215,8 @@ def start_all(
             die_before_touch(runs, last_touch)
         run_all(many, order, runs)
         os._exit(0)
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(1)
 
