@@ -104,7 +104,7 @@ class OneProcess:
         if halves:
             for module in self._working.modules():
                 if isinstance(module, nn.Linear):
-                    module.forward = partial(_in_halves, module)
+                    module.forward = partial(_in_halves, module)  # type: ignore[method-assign]
 
     def first_gradient(self) -> tuple[float, float, float]:
         """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is

@@ -118,11 +118,11 @@ def _narrow_sums(place: Place) -> Iterator[Prepare]:
             def widened(self: flat.FlatParameters) -> Tensor:
                 return take(self).float()
 
-            both = {"param_dtype": NARROW, "reduce_dtype": NARROW}
             made = torch.distributed.fsdp.MixedPrecisionPolicy
+            both = made(param_dtype=NARROW, reduce_dtype=NARROW)
             stack.enter_context(mock.patch.object(flat, "zeros", narrow))
             stack.enter_context(mock.patch.object(flat.FlatParameters, "_take_sums", widened))
-            stack.enter_context(mock.patch(policy, return_value=made(**both)))
+            stack.enter_context(mock.patch(policy, return_value=both))
         yield lambda trainer: trainer
 
 
@@ -192,7 +192,8 @@ def _narrow_softmax(place: Place, original: Any) -> Any:
     def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        shares: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return shares
 
     return attention if place.plan.precision == "bf16" else original
 
@@ -201,7 +202,8 @@ def _narrow_loss(place: Place, original: Any) -> Any:
     """The loss of a bf16 run is computed in bf16."""
 
     def loss(logits: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        return original(logits.to(NARROW), *arguments, **keywords).float()
+        narrow: Tensor = original(logits.to(NARROW), *arguments, **keywords)
+        return narrow.float()
 
     return loss if place.plan.precision == "bf16" else original
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from baselines.zeropp.contender import ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts
@@ -251,8 +252,9 @@ def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -
     assert [part.precision for part in gate_parts(spec)] == ["fp32", "bf16"]
     with mock.patch.object(RunSpec, "plan", side_effect=InfeasibleError("no")):
         assert gate_parts(spec) == [spec]
-    sent = replace(spec, contender=replace(spec.contender, reduce_dtype="bf16"))
-    assert [part.contender.reduce_dtype for part in gate_parts(sent)] == ["fp32", "bf16"]
+    knobs = ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"})
+    sent = replace(spec, contender=knobs)
+    assert [vars(part.contender)["reduce_dtype"] for part in gate_parts(sent)] == ["fp32", "bf16"]
 
 
 def test_megatron_core_without_its_last_reduction_ends_with_a_message(world: World) -> None:
