@@ -328,12 +328,14 @@ def test_a_search_that_begins_elsewhere_is_refused() -> None:
         study.run(config)
 
 
-def test_a_fresh_search_has_no_settings_to_begin_with(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_fresh_search_has_no_settings_to_begin_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = []
     monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
     monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
     monkeypatch.setattr(study, "write_verdict", lambda *_: None)
-    monkeypatch.setattr(study.pd, "read_csv", lambda _: None)
+    monkeypatch.setattr(pd, "read_csv", lambda _: None)
     monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
     for begin in ("known", "fresh"):
         words = ["experiment=claim_33_quick", f"search={begin}", f"report_dir={tmp_path}"]
