@@ -31,8 +31,9 @@ from zeropp.parallel_model import ParallelModel
 
 MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 2, 10, 60, 2, 1.0
 # How far gradients may be from one process's, in fp64. Gemma's norms add up the gradients of their
-# weights in fp32, so that it matters where a batch is cut: after ten steps of a plain loop, too.
-BOUNDS = {"gemma": 5e-6, "gemma2": 5e-6, "gemma3_text": 5e-6}
+# weights in fp32, so that it matters where a batch is cut: after ten steps of a plain loop, too. So
+# do Cohere's.
+BOUNDS = {"cohere": 5e-6, "gemma": 5e-6, "gemma2": 5e-6, "gemma3_text": 5e-6}
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 4}
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 24, "head_dim": 4}
 _WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
