@@ -344,12 +344,12 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
     others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
     others = others[~others["_ok"]].set_index(keys)
-    unsuccessful: dict[Any, list[dict[str, Any]]] = {}
+    unsuccessful: dict[Any, list[dict[Any, Any]]] = {}
     for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
         unsuccessful.setdefault(key, []).append(attempt)
     named = kept[keys].itertuples(index=False, name=None)
-    kept = kept.assign(unsuccessful=[unsuccessful.get(key, []) for key in named])
-    return in_order(with_repeats(kept, frame, keys))
+    lists: list[Any] = [unsuccessful.get(key, []) for key in named]
+    return in_order(with_repeats(kept.assign(unsuccessful=lists), frame, keys))
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
