@@ -8,10 +8,11 @@ from collections.abc import Callable
 LIMIT_S = 400.0  # ends what hangs; nothing is expected to take nearly as long
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Poll until the condition holds; raises TimeoutError that names what did not come."""
+def wait_until(condition: Callable[[], object], what: str, every_s: float = 0.2) -> None:
+    """Ask every so many seconds until the condition holds; raises TimeoutError that names what did
+    not come."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {LIMIT_S:g} s")
-        time.sleep(0.2)
+        time.sleep(every_s)

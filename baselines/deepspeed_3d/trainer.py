@@ -48,10 +48,12 @@ def build(
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
     if plan.layout.pp > 1:
-        from baselines.deepspeed_3d.pipeline import PipelineTrainer as Trainer
-    else:
-        from baselines.deepspeed_3d.ordinary import OrdinaryTrainer as Trainer
-    return Trainer(plan, optimizer, device, seed)
+        from baselines.deepspeed_3d.pipeline import PipelineTrainer
+
+        return PipelineTrainer(plan, optimizer, device, seed)
+    from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
+
+    return OrdinaryTrainer(plan, optimizer, device, seed)
 
 
 class DeepSpeedTrainer(ABC):

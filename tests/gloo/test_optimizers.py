@@ -90,6 +90,12 @@ def of_all(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Calla
     return lambda groups: make([*groups["matrices"], *groups["others"]])
 
 
+def two_fused(groups: Groups) -> list[torch.optim.Optimizer]:
+    """Two that can leave an update out without the host."""
+    rates = {"matrices": 0.05, "others": 0.02}
+    return [torch.optim.AdamW(groups[name], lr=lr, fused=True) for name, lr in rates.items()]
+
+
 WHOLE: dict[str, Callable[[Groups], Any]] = {
     "muon and adamw": muon_and_adamw,
     "own muon": of_all(lambda p: OwnMuon(p, lr=0.1, momentum=0.9)),
@@ -108,6 +114,7 @@ ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True, maximize=True),
 }
 KINDS = {name: of_all(make) for name, make in ELEMENTWISE.items()} | WHOLE
+KINDS["two fused"] = two_fused
 
 
 class Choosing(nn.Module):
@@ -185,7 +192,7 @@ def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
 
 def kinds_of(number: int) -> list[str]:
     """The kinds of optimizers that train in a leg."""
-    return [*KINDS] if number < 2 else ["momentum", "muon and adamw"]
+    return [*ELEMENTWISE, *WHOLE] if number < 2 else ["momentum", "muon and adamw"]
 
 
 def go_on(place: Path, number: int) -> None:
@@ -314,7 +321,7 @@ def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
     cpu = torch.device("cpu")
     for kind, make in KINDS.items():
         trial = try_optimizer(make, ["matrices", "others"], cpu)
-        both = () if kind in ELEMENTWISE else ("matrices", "others")
+        both = ("matrices", "others") if kind in WHOLE else ()
         assert trial.whole == (("matrices",) if kind == "muon and adamw" else both), kind
     kept = try_optimizer(KINDS["muon and adamw"], ["matrices", "others"], cpu).state_bytes
     assert kept == {"matrices": 4.0, "others": 8.0}
@@ -327,10 +334,10 @@ def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
     assert try_optimizer(begins_with_0, ["matrices", "others"], cpu).whole
 
 
-def scheduled() -> tuple[list[float], int, list[str]]:
+def scheduled(kind: str) -> tuple[list[float], int, list[str]]:
     """The learning rates of two optimizers after steps of one scheduler, how many parameters they
     have whole here, and what a NaN in a batch leaves as it was."""
-    with parallel("muon and adamw", {"shard": 2}) as model:
+    with parallel(kind, {"shard": 2}) as model:
         schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda step: 1 / (1 + step))
         inputs, targets, late, rare = (part[model.rows] for part in data(0).values())
         for _ in range(2):
@@ -348,8 +355,9 @@ def scheduled() -> tuple[list[float], int, list[str]]:
         )
 
 
-def test_two_optimizers_are_scheduled_and_skipped_as_one(world: World) -> None:
-    (rates, first, changed), (_, second, _) = world.run(scheduled, size=2)
+@pytest.mark.parametrize("kind", ["muon and adamw", "two fused"])
+def test_two_optimizers_are_scheduled_and_skipped_as_one(world: World, kind: str) -> None:
+    (rates, first, changed), (_, second, _) = world.run(scheduled, kind, size=2)
     assert rates == pytest.approx([0.05 / 3, 0.02 / 3])
-    assert (first, second) == (2, 2)  # of four matrices
+    assert (first, second) == ((2, 2) if kind in WHOLE else (0, 0))  # of four matrices
     assert changed == []

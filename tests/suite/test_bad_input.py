@@ -51,7 +51,7 @@ CASES = [
     ("contender=magic", "try deepspeed_3d, fsdp"),
     ("--bogus", "unrecognized arguments: --bogus (see --help)"),
     ("model=gpt_9t", "try gpt_14_6b"),
-    ("experiment=claim", "try claim_33, demo"),
+    ("experiment=claim", "try claim_33, claim_33_quick, demo"),
     ("+foo=1", "foo=1: unknown key"),
     ("model.hidden=0", "model.hidden=0: must be at least 1"),
     ("measure.timeout_s=-1", "measure.timeout_s=-1: must be at least 1"),

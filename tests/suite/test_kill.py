@@ -115,6 +115,8 @@ def test_two_ctrl_c_end_a_sweep_with_one_line(launcher: subprocess.Popen[str], r
         start(launcher, runs / str(between_s))
         if is_last:
             launcher.stdin.close()
+        for rank in ranks_of(runs).values():
+            rank.suspend()  # so that it does not end by itself
         for wait_s in (between_s, 0):
             launcher.send_signal(signal.SIGINT)
             time.sleep(wait_s)

@@ -4,7 +4,7 @@ tables follow from the committed rows."""
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.records.simulated import BASES, TABLE, line_of, plan_record, read_table
 from benchmarks.report.frame import row_of
+from benchmarks.specification import SpecError
+from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.studies.claim_33 import study
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS, RepricedPlan
@@ -222,12 +224,10 @@ def test_a_row_has_only_plans_that_it_allows() -> None:
     never faster; and no row of DeepSpeed is faster than the best of all."""
     shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
     cell = Cell(replace(task(8, 64), shape=shape))
-    known = json.dumps(
-        {
-            "knobs": {"name": "deepspeed_best", "pp": 1, "tp": 8, "replicate": 1},
-            "microbatch_size": 8,
-        }
-    )
+    best = winner_of(cell, 0.01, COMPARED["deepspeed_best"])
+    assert best is not None
+    assert best.plan.layout.pp == 1  # a plan that DeepSpeed 3D must not begin with
+    known = json.dumps(asdict(best.candidate) | {"knobs": asdict(best.candidate.knobs)})
     names = [name for name, row in COMPARED.items() if row.contender.name == "deepspeed_3d"]
     plans = {name: winner_of(cell, 0.01, COMPARED[name], known) for name in names}
     speeds = {}
@@ -320,3 +320,23 @@ def test_assumptions_widen_an_interval_on_the_side_that_they_move() -> None:
     )  # 5 % of the places in a range from -1 to 1
     (moved, *_) = uncertainty.moved_medians("megatron_core")["1 sequence per GPU"]
     assert moved == (1.0, 0.5)
+
+
+def test_a_search_that_begins_elsewhere_is_refused() -> None:
+    (config,) = compose("config", ["experiment=claim_33", "search=magic"])
+    with pytest.raises(SpecError, match=r"^search=magic: must be one of known, fresh$"):
+        study.run(config)
+
+
+def test_a_fresh_search_has_no_settings_to_begin_with(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    begun = []
+    monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
+    monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
+    monkeypatch.setattr(study, "write_verdict", lambda *_: None)
+    monkeypatch.setattr(study.pd, "read_csv", lambda _: None)
+    monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
+    for begin in ("known", "fresh"):
+        words = ["experiment=claim_33_quick", f"search={begin}", f"report_dir={tmp_path}"]
+        (config,) = compose("config", words)
+        assert study.run(config) == 0
+    assert begun == [{"a cell": "a setting"}, {}]

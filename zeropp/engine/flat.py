@@ -428,7 +428,7 @@ class FlatParameters:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply what ``finish`` has set, and all other gradients of what this rank updates."""
-        for gradient in (self.gradient(), self.whole and self.whole.gradient):
+        for gradient in (self.gradient(), self.whole.gradient if self.whole else None):
             if gradient is not None:
                 gradient.mul_(factor)
 

@@ -72,7 +72,7 @@ def made_optimizer(
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
     with _refusal(f"cannot be made from {_GIVEN}"):
-        made: object = asked(groups)
+        made: Any = asked(groups)
         parts = list(made) if isinstance(made, list | tuple) else [made]
         for part in parts or [made]:
             if not isinstance(part, torch.optim.Optimizer):
@@ -142,22 +142,19 @@ def _steps(
     """An optimizer of tensors of these shapes, by group, after two steps. The numbers of a group
     are the same in any shape; tensors have them, or with ``late`` they are NaN until the optimizer
     is made."""
-    groups, numbers = {}, {}
+    groups: dict[str, list[nn.Parameter]] = {}
+    numbers: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parts in shapes.items():
-        generator = torch.Generator().manual_seed(0)
-        sizes = [prod(shape) for shape in parts]
+        generator, sizes = torch.Generator().manual_seed(0), [prod(shape) for shape in parts]
         drawn = torch.randn(2, 2 * _ELEMENTS, generator=generator)[:, : sum(sizes)].to(device)
-        numbers[name] = [
-            [row.view(shape).clone() for row in piece]
-            for shape, piece in zip(parts, drawn.split(sizes, dim=1), strict=True)
-        ]
-        groups[name] = [
-            nn.Parameter(values * torch.nan if late else values) for values, _ in numbers[name]
-        ]
+        groups[name] = []
+        for shape, piece in zip(parts, torch.split(drawn, sizes, dim=1), strict=True):
+            values, gradient = (row.view(shape).clone() for row in piece)
+            groups[name].append(nn.Parameter(values * torch.nan if late else values))
+            numbers.append((groups[name][-1], values, gradient))
     optimizer = made_optimizer(asked, groups)
-    for name, parts in groups.items():
-        for part, (values, gradient) in zip(parts, numbers[name], strict=True):
-            part.data, part.grad = values, gradient
+    for parameter, values, gradient in numbers:
+        parameter.data, parameter.grad = values, gradient
     with _refusal(f"{_kind(optimizer)} cannot take a step"):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + _LR

@@ -39,10 +39,8 @@ class WholeParameters:
         # need not be in the order of the buffer.
         self._given = [len(layout.owned.intersect(span)) for span in layout.spans]
         held = [owned.intersect(self._span) for owned in layout.all_owned]
-        self._taken, self._places = (
-            [len(part) for part in held],
-            [p.inside(self._span) for p in held],
-        )
+        self._taken = [len(part) for part in held]
+        self._places = [part.inside(self._span) for part in held]
         self._in_order = sorted(range(len(held)), key=lambda rank: held[rank].begin)
         self._slots = layout.whole_slots()
         nothing = torch.full((len(self._slots),), torch.nan, dtype=dtype, device=device)
@@ -79,5 +77,5 @@ class WholeParameters:
         """This rank's span, of which every rank has a part; ``part``: what it has of all spans."""
         taken = part.new_empty(len(self._span))
         dist.all_to_all_single(taken, part, self._taken, self._given, group=self._group)
-        pieces = taken.split(self._taken)
+        pieces = torch.split(taken, self._taken)
         return torch.cat([pieces[rank] for rank in self._in_order])

@@ -16,7 +16,7 @@ from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED, with_shared_plans
-from benchmarks.studies.claim_33.uncertainty import Uncertainty
+from benchmarks.studies.claim_33.uncertainty import Array, Uncertainty
 from zeropp.price.lost_time import TimeBreakdown
 
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
@@ -159,38 +159,48 @@ def _panel(axis: Axes, table: pd.DataFrame) -> None:
 
 
 def assumptions_picture(uncertainty: Uncertainty) -> Picture:
-    """How far each assumed constant moves the median ratio: a bar from one end of its range to the
-    other, the longest on top (a tornado chart), with a panel per opponent and batch."""
-    groups = list(uncertainty.moved_medians(_OPPONENTS[0]))
+    """How far each constant moves the median ratio: a bar from one end of its range to the other,
+    the longest on top (a tornado chart), with a panel per opponent and batch on one scale."""
+    moved = {name: uncertainty.moved_medians(name) for name in _OPPONENTS}
+    groups = list(moved[_OPPONENTS[0]])
+    changes = np.array(
+        [
+            [
+                np.subtract(moved[name][words], uncertainty.medians[name][words].value)
+                for words in groups
+            ]
+            for name in _OPPONENTS
+        ]
+    )  # opponent, batch, assumption, end
+    order = np.argsort(np.abs(changes).max(axis=(0, 1, 3)))
     figure, axes = plt.subplots(
-        len(groups), len(_OPPONENTS), figsize=(13.0, 6.4), layout="constrained", squeeze=False
+        len(groups), len(_OPPONENTS), figsize=(10.0, 5.6), layout="constrained", sharey=True
     )
-    for line, words in enumerate(groups):
-        for axis, name in zip(axes[line], _OPPONENTS, strict=True):
-            _bars(
-                axis,
-                uncertainty.medians[name][words].value,
-                uncertainty.moved_medians(name)[words],
-            )
-            axis.set_title(f"over {BASELINES[name]}, {words}")
-    for axis in axes[-1]:
-        axis.set_xlabel("median speed of ZeroPP over that of the opponent")
+    for (line, column), axis in np.ndenumerate(axes):
+        name, words = _OPPONENTS[column], groups[line]
+        simulated = uncertainty.medians[name][words].value
+        _bars(axis, simulated, changes[column, line][order], reach=1.15 * np.abs(changes).max())
+        axis.set_title(BASELINES[name] if line == 0 else "", fontsize=9)
+        axis.set_ylabel(words if column == 0 else "")
+        axis.tick_params(labelsize=8)
+    axes[0, 0].set_yticks(range(len(order)), [ASSUMPTIONS[n].label for n in order])
+    figure.supxlabel(
+        "median speed of ZeroPP over that of the opponent (dotted: the same)", fontsize=9
+    )
     title = (
-        "What the median would be with one constant at the low end (orange) or the high end (blue) "
-        "of its range: simulated, best plans"
+        "The median with one constant at the low end (orange) or the high end (blue) of its range: "
+        "simulated, best plans"
     )
     figure.suptitle(title, fontsize=10)
     return Picture(name="assumptions", caption=title, figure=figure)
 
 
-def _bars(axis: Axes, simulated: float, moved: list[tuple[float, float]]) -> None:
-    """Draw the bars of one panel around the ``simulated`` median."""
-    order = np.argsort([abs(high - low) for low, high in moved])
-    for place, number in enumerate(order):
-        for end, colour in zip(moved[number], (style.WARM, style.COOL), strict=True):
-            axis.barh(place, end - simulated, left=simulated, color=colour, height=0.7)
-    axis.set_yticks(range(len(order)), [ASSUMPTIONS[n].label for n in order], fontsize=7)
+def _bars(axis: Axes, simulated: float, changes: Array, *, reach: float) -> None:
+    """Draw the bars of one panel, which change the ``simulated`` median by ``changes``; the axis
+    ends at ``reach`` from it."""
+    for end, colour in enumerate((style.WARM, style.COOL)):
+        axis.barh(range(len(changes)), changes[:, end], left=simulated, color=colour, height=0.7)
     axis.axvline(simulated, color="black", linewidth=0.8)
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axis.margins(x=0.1)
+    axis.set_xlim(simulated - reach, simulated + reach)
     axis.grid(axis="x")

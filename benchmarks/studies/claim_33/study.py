@@ -179,8 +179,9 @@ def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Fut
             job = running[done]
             yield job, done
             settled += job.effort
-            left_s = (time.monotonic() - started) * (effort / settled - 1)
-            bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
+            if settled > effort / 20:  # before, nobody knows
+                left_s = (time.monotonic() - started) * (effort / settled - 1)
+                bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
             bar.advance(line)
 
 
