@@ -510,7 +510,7 @@ def _highest_gib(panel: pd.DataFrame) -> np.ndarray:
 def _shows_limit(panel: pd.DataFrame) -> bool:
     """Whether the device's memory is known, and not so far above all bars that its line would
     flatten them."""
-    return bool(panel["memory_limit_gib"].iloc[0] < 3 * _highest_gib(panel).max())
+    return float(panel["memory_limit_gib"].iloc[0]) < 3 * float(_highest_gib(panel).max())
 
 
 def _stacks(axis: Axes, panel: pd.DataFrame, *, unit: display.Unit) -> None:

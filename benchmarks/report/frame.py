@@ -348,9 +348,8 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
         unsuccessful.setdefault(key, []).append(attempt)
     named = kept[keys].itertuples(index=False, name=None)
-    listed = pd.Series([unsuccessful.get(key, []) for key in named], kept.index, dtype=object)
-    kept = kept.assign(unsuccessful=listed)
-    return in_order(with_repeats(kept, frame, keys))
+    lists: list[Any] = [unsuccessful.get(key, []) for key in named]
+    return in_order(with_repeats(kept.assign(unsuccessful=lists), frame, keys))
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
