@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
@@ -60,7 +60,7 @@ def _with_keywords(
 
                 check_own_gpu(on_cuda=_on_cuda(keywords.get("device"), keywords.get("mesh")))
             together(lambda: _check_call(args, keywords, inspect.signature(settings).parameters))
-            made = together(lambda: read_keywords(layers, keywords))
+            made = together(lambda: read_keywords(layers, keywords, loss_fn))
             return build(layers, loss_fn, made, asked_for(keywords))
 
         first = list(inspect.signature(build).parameters.values())[:2]
@@ -96,9 +96,10 @@ def parallelize(
     ``layers`` are modules, or functions that make the same one at every call: a function is called
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives what ``loss_reduction``
-    says of a microbatch: by default the mean over its rows. ``sample`` is one microbatch of inputs,
-    and ``global_batch`` the rows of a step over all ranks. All other keywords are the fields of
-    ``zeropp.settings.Settings``; a finished ``plan`` takes the place of all degrees and knobs.
+    says of a microbatch: by default the mean over its rows. ``sample`` are some inputs,
+    ``microbatch_size`` the rows of a microbatch, and ``global_batch`` those of a step over all
+    ranks. All other keywords are the fields of ``zeropp.settings.Settings``; a finished ``plan``
+    takes the place of all degrees and knobs.
 
     Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
@@ -115,7 +116,7 @@ def parallelize(
     )
     device = together(lambda: _device(settings.device, settings.mesh))
     settings = replace(settings, device=device)
-    sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
+    settings, sizes = together(lambda: _sized(layers, loss_fn, settings, asked))
     plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
     preflight.compare(lambda: _functions(settings, sizes) | {"optimizer": str(plan.whole_groups)})
     held = together(lambda: own_layers(layers, plan, device, settings.tied))
@@ -128,6 +129,18 @@ def parallelize(
     return model
 
 
+def _sized(
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
+) -> tuple[Settings, Sequence[LayerSizes]]:
+    """The settings with the size of microbatches, and the sizes of all layers for it."""
+    if "microbatch_size" not in asked:
+        return settings, _sizes(layers, loss_fn, settings, asked)
+    from zeropp.choose.auto import sized_microbatch
+
+    sizes_of = partial(_sizes, layers, loss_fn, asked=asked)
+    return sized_microbatch(settings, asked, sizes_of, dist.get_world_size())
+
+
 def _sizes(
     layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
 ) -> list[LayerSizes]:
@@ -136,8 +149,7 @@ def _sizes(
     recompute: Recompute = if_auto(settings.recompute, "full")
     sizes = walk.walk(
         layers,
-        settings.sample,
-        settings.sample_keywords,
+        *settings.microbatch,
         recompute,
         recorder=_recorder() if _is_priced(settings, asked) else None,
         measure_saved=bool(asked),

@@ -93,7 +93,7 @@ def size_layers(
         layout,
         shape_of(sizes),
         global_batch=settings.global_batch,
-        microbatch_size=len(settings.sample),
+        microbatch_size=settings.microbatch_rows,
         precision=settings.precision,
         hides_collectives=cluster is None or cluster.device.hides_collectives,
         tied_pieces=tuple(index for index, _ in settings.tied or ()),

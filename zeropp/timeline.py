@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 Lane = Literal["compute", "gather", "reduce", "replicas", "transfer", "memory"]
-Provenance = Literal["measured", "traced", "simulated", "published"]
+Provenance = Literal["measured", "traced", "replayed", "simulated", "published"]
 
 
 class Span(NamedTuple):

@@ -46,6 +46,7 @@ PROVENANCE: dict[str, Provenance] = {
     "local": "measured",
     "slurm": "measured",
     "trace": "traced",
+    "replay": "replayed",
     "simulate": "simulated",
 }
 # Errors of a file system, node or network that may not happen again, so that the point runs again.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.launch import local, simulate, trace
+from benchmarks.launch import local, replay, simulate, trace
 from benchmarks.launch.points import Point
 from benchmarks.launch.running import SweepProgress
 from benchmarks.launch.slurm import submit
@@ -34,5 +34,6 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "local": local,
     "slurm": submit,
     "trace": trace,
+    "replay": replay,
     "simulate": simulate,
 }

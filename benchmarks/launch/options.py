@@ -81,6 +81,13 @@ class TraceOptions(LauncherOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayOptions(LauncherOptions):
+    """``launcher=replay``."""
+
+    kind: Literal["replay"] = "replay"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlurmOptions(LauncherOptions):
     """``launcher=slurm``."""
 
@@ -130,6 +137,7 @@ _TYPES: dict[str, type[LauncherOptions]] = {
     "local": LocalOptions,
     "slurm": SlurmOptions,
     "trace": TraceOptions,
+    "replay": ReplayOptions,
     "simulate": SimulateOptions,
 }
 KINDS = tuple(_TYPES)

@@ -21,7 +21,7 @@ from benchmarks.specification.run_spec import check_priced
 from zeropp.price import price_plan
 from zeropp.price.simulator import simulate
 
-_SPANS = 20_000  # most spans of a timeline that a record keeps
+MOST_SPANS = 20_000  # most spans of a timeline that a record keeps
 
 
 def check(points: Sequence[Point], options: SimulateOptions) -> None:
@@ -72,6 +72,6 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         replace(header, plan=plan_summary(plan)),
         ending,
         step_s=[result.step_s] if ending.status == "ok" else [],
-        spans=rows if len(rows) <= _SPANS else [],
+        spans=rows if len(rows) <= MOST_SPANS else [],
         predicted=prediction(result) | ({"compute_from": source.record_id} if source else {}),
     )

@@ -125,7 +125,10 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
     if not ranks:
         raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
     for point in points:
-        (_check_real if options.tensors == "real" else _check_fake)(point)
+        if options.tensors == "real":
+            _check_real(point)
+        else:
+            check_fake(point, "trace")
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
             if not -pp <= rank < pp:
@@ -135,18 +138,20 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
                 )
 
 
-def _check_fake(point: Point) -> None:
+def check_fake(point: Point, kind: str) -> None:
+    """Raise SpecError for a point whose code does not run with fake tensors, which a launcher of
+    such a kind needs."""
     name = point.spec.contender.name
     if not CONTENDERS[name].takes_fake_tensors:
         able = [other for other, known in CONTENDERS.items() if known.takes_fake_tensors]
         raise SpecError(
-            f"contender.name={name!r}: with fake tensors launcher=trace runs "
-            f"{', '.join(able)} (use launcher.tensors=real, or launcher=simulate for formulas)"
+            f"contender.name={name!r}: with fake tensors launcher={kind} runs {', '.join(able)} "
+            "(use launcher=trace launcher.tensors=real, or launcher=simulate for formulas)"
         )
     if point.plan is not None and point.plan.compile:
         raise SpecError(
-            "contender.compile=true: launcher=trace cannot compile with fake tensors (use false, "
-            "or launcher.tensors=real)"
+            f"contender.compile=true: launcher={kind} cannot compile with fake tensors (use false, "
+            "or launcher=trace launcher.tensors=real)"
         )
 
 

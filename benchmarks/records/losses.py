@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# How far a step's loss may be from the right one, relative to it. In fp32 the five contenders were
-# at most 1e-5 apart after 12 steps, in bf16 at most 2e-3 after 200 (results/reference).
+# How far a step's loss may be from the right one, relative to it. In fp32 the five contenders of
+# the measured peers were at most 1e-5 apart after 12 steps; in bf16 a contender was 4e-3 from one
+# process in the gate's steps, which are larger than a run's.
 BAND = {"fp32": 0.01, "bf16": 0.02}
 
 
@@ -40,11 +41,11 @@ class Losses:
 
 
 def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
-    """The places of the runs whose losses leave the band around the other contenders' at the same
-    step, and where, in words.
+    """The places of the runs whose losses leave the band around all contenders' at the same step,
+    and where, in words.
 
-    What is right is the median of the other contenders that trained the same, each by the median of
-    its runs. Of two contenders that differ, nobody knows which is wrong, and both are named.
+    What is right is the median of the contenders that trained the same, each by the median of its
+    runs. Of two that differ nobody knows which is wrong, and both are named.
     """
     of: defaultdict[str, defaultdict[str, list[Sequence[float]]]]
     of = defaultdict(lambda: defaultdict(list))
@@ -52,8 +53,10 @@ def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
         of[run.trained][run.contender].append(run.values)
     found = {}
     for place, run in enumerate(runs):
-        others = [_medians(v) for name, v in of[run.trained].items() if name != run.contender]
-        if why := beyond(run.values, _medians(others), run.precision):
+        alike = {name: _medians(values) for name, values in of[run.trained].items()}
+        if len(alike) < 3:
+            del alike[run.contender]
+        if why := beyond(run.values, _medians([*alike.values()]), run.precision):
             found[place] = why.replace("is right", "by the other contenders")
     return found
 

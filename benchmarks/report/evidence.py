@@ -26,6 +26,7 @@ _TRUST = [  # from the most trusted kind; the first that a configuration has is 
     "traced with real tensors",
     "traced",
     "published",
+    "replayed",
     "simulated with traced compute",
     "simulated",
 ]

@@ -49,7 +49,7 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
     fine = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
     times = {
         key: list(group["step_s"])
-        for key, group in fine.groupby([*keys, "code_digest"], dropna=False)
+        for key, group in fine[fine["code_digest"] != ""].groupby([*keys, "code_digest"])
         if len(group) > 1
     }
     if not times:

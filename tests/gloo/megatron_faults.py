@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from baselines.megatron_core import trainer as megatron
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from benchmarks.worker.data import local_batch, open_batches
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.gate import run_gate
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 
@@ -72,13 +74,10 @@ def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple
     return model(tokens, positions, None, labels=labels), loss
 
 
-def without_last_reduction(spec: RunSpec) -> None:
-    """On a rank: a step of Megatron-Core's whose gradients are never finalised."""
-    batches, plan = open_batches(spec), spec.plan()
-    with mock.patch.object(megatron, "finalize_model_grads", return_value=None):
-        trainer = megatron.build(plan, spec.optimizer, torch.device("cpu"), spec.seed)
-        trainer.step(*local_batch(batches, plan.layout, 0, torch.device("cpu")))
-        trainer.step(*local_batch(batches, plan.layout, 1, torch.device("cpu")))
+def gate_without_last_reduction(spec: RunSpec) -> None:
+    """On a rank: the gate of a Megatron-Core whose gradients are never finalised."""
+    with mock.patch.object(megatron, "finalize_model_grads"):
+        run_gate(spec, CONTENDERS[spec.contender.name], open_batches(spec), torch.device("cpu"))
 
 
 def _uninitialised(*arguments: Any) -> Any:

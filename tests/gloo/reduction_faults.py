@@ -88,7 +88,8 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
             handlers = trainer._engine._INSTRUCTION_MAP
             handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
         if isinstance(trainer, OrdinaryTrainer):
-            trainer._engine.allreduce_gradients = _alone(trainer._engine.allreduce_gradients)
+            engine = trainer._engine
+            engine.allreduce_gradients = _alone(engine.allreduce_gradients)
         if isinstance(trainer, MegatronTrainer) and place.pp == 0:
             buckets = trainer._chunks[0].bucket_groups[0]
             buckets.finish_grad_sync = _emptied(buckets)

@@ -122,7 +122,7 @@ def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Setting
     given = {"precision": "bf16", "cluster": "a800", **more}
     settings = Settings(sample=tokens, global_batch=4 * world, **given)
     sizes = walk(makers(shape), tokens, {}, recorder=Recorder)
-    return choose(settings, asked_for(given), sizes, world)
+    return choose(settings, asked_for(given), sizes, world)[:2]
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -166,6 +166,26 @@ def test_degrees_are_chosen_without_a_job() -> None:
         for given in (keywords, keywords | values)
     ]
     assert plans[0] == plans[1]
+
+
+def test_the_size_of_microbatches_is_chosen() -> None:
+    keywords: dict[str, Any] = {"precision": "bf16", "cluster": "a800", "pp": 2, "shard": 2}
+    keywords |= {"sample": torch.zeros(1, SMALL.seq, dtype=torch.long), "global_batch": 32}
+    values = zeropp.choose.degrees(makers(SMALL), 4, **keywords, microbatch_size="auto")
+    assert values["microbatch_size"] in (2, 4, 8)  # one is slow, and 16 are no pipeline
+    times = {rows: chosen_step_s(keywords | {"microbatch_size": rows}) for rows in (1, 2, 4, 8)}
+    assert min(times, key=lambda rows: times[rows]) == values["microbatch_size"]
+    with pytest.raises(zeropp.InfeasibleError, match="microbatch_size='auto': needs clus"):
+        zeropp.choose.degrees(
+            makers(SMALL), 4, **keywords | {"cluster": None}, microbatch_size="auto"
+        )
+
+
+def chosen_step_s(keywords: dict[str, Any]) -> float:
+    """The estimated seconds per step on four ranks, with the fastest units."""
+    settings = Settings(**keywords)
+    sizes = walk(makers(SMALL), *settings.microbatch, recorder=Recorder)
+    return choose(settings, frozenset(), sizes, 4)[2]
 
 
 class TiedLayers(list[Any]):

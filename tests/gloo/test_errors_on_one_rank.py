@@ -119,7 +119,7 @@ WRONG_STEPS = {
     "no_grad": "RuntimeError: train_step: gradients are disabled",
     "no tensor": "TypeError: targets: must be a tensor with this rank's rows in dimension 0",
     "device": "ValueError: targets: is on meta, but this rank trains on cpu",
-    "evaluation": "ValueError: eval_step: numbers of rows differ",
+    "evaluation": "ValueError: inputs: numbers of rows differ",
 }
 
 

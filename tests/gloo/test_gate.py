@@ -15,7 +15,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts
 from tests.gloo.gate_faults import FAULTS, SUBTLE, find
-from tests.gloo.megatron_faults import MEGATRON_FAULTS, without_last_reduction
+from tests.gloo.megatron_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.world import WorkerError, World
 from tests.unit.toy_spec import mapping
 from zeropp.layout import InfeasibleError
@@ -59,7 +59,7 @@ OF_EACH_SORT = frozenset(
     }
 )
 # Of the subtle faults, what bf16 rounds anyway: one more rounding of a gradient, of a moment, of
-# the scores, of the logits, or of what is sent, which some contenders do on purpose.
+# scores, of logits, or of what is sent, which some contenders do on purpose.
 HIDDEN_IN_BF16 = {
     "gradients in bf16",
     "moments in bf16",
@@ -258,7 +258,7 @@ def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -
 def test_megatron_core_without_its_last_reduction_ends_with_a_message(world: World) -> None:
     spec = spec_of(Case("megatron_core", "fp32", {}, REPLICAS, ()), REPLICAS)
     with pytest.raises(WorkerError, match="multiple communication calls outstanding"):
-        world.run(without_last_reduction, spec, size=2)
+        world.run(gate_without_last_reduction, spec, size=2)
 
 
 @pytest.mark.parametrize("name", [name for name, needs in CAN_HAVE.items() if "tp" in needs])

@@ -29,8 +29,13 @@ from tests.waiting import wait_until
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in (0, 1, 0)]
     points = [Point(spec, None, "no plan") for spec in specs]
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    places = {
+        "runs_dir": str(tmp_path / "runs"),
+        "report_dir": str(tmp_path),
+        "rerun": "missing",
+        "repeats": 1,
+    }
+    config = places | {"launcher": {"kind": "local"}}
     launch_points(points, [config] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
@@ -38,8 +43,12 @@ def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1}
+    config = {
+        "runs_dir": str(tmp_path),
+        "report_dir": str(tmp_path),
+        "rerun": "missing",
+        "repeats": 1,
+    }
     with pytest.raises(SpecError, match=r"launcher\.threads=4: unknown key"):
         launch_points([point], [config | {"launcher": {"kind": "local", "threads": 4}}])
 

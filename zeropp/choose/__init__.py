@@ -35,13 +35,13 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
     if not auto_names:
         return {}
     recompute: Recompute = if_auto(settings.recompute, "full")
-    sizes = walk(
-        layers,
-        settings.sample,
-        settings.sample_keywords,
-        recompute,
-        recorder=Recorder,
-        tied=settings.tied,
+    settings, sizes = auto.sized_microbatch(
+        settings,
+        auto_names,
+        lambda tried: walk(
+            layers, *tried.microbatch, recompute, recorder=Recorder, tied=tried.tied
+        ),
+        num_ranks,
     )
-    chosen, _ = auto.choose(settings, auto_names, sizes, num_ranks)
+    chosen, _, _ = auto.choose(settings, auto_names, sizes, num_ranks)
     return {name: getattr(chosen, name) for name in sorted(auto_names)}

@@ -7,7 +7,7 @@ memory; the prices are those of the user's own layers (``zeropp.choose.layer_pri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -32,9 +32,11 @@ from zeropp.settings import ParameterName, Settings
 from zeropp.stages import check_ranks, cut_plan, shape_of, size_layers, whole_groups
 from zeropp.step_plan import drafts
 
+Sizes = Sequence[LayerSizes]
 _CHUNKS = (1, 2, 4)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-SEARCHED = ("pp", "shard", "replicate", "chunks", "unit", "recompute")
+_MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)  # rows
+SEARCHED = ("pp", "shard", "replicate", "chunks", "unit", "recompute", "microbatch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def plan_on_cluster(
     """
     chosen = ""
     if auto_names:
-        settings, chosen = choose(settings, auto_names, sizes, num_ranks)
+        settings, chosen, _ = choose(settings, auto_names, sizes, num_ranks)
     check_ranks(settings, num_ranks)
     assert settings.hardware is not None
     sized = _sized(settings, sizes, whole_groups(settings, sizes))
@@ -72,11 +74,41 @@ def _sized(settings: Settings, sizes: Sequence[LayerSizes], whole: tuple[str, ..
     return cut_plan(plan, settings, [layer.total for layer in passes])
 
 
+def sized_microbatch(
+    settings: Settings,
+    auto_names: frozenset[str],
+    sizes_of: Callable[[Settings], Sizes],
+    num_ranks: int,
+) -> tuple[Settings, Sizes]:
+    """The settings with the size of microbatches, where that is to be chosen, with which a step is
+    the fastest, and the layers' sizes for it, which ``sizes_of`` gives for settings.
+
+    Raises InfeasibleError as ``choose`` does, if it does so for every size.
+    """
+    if "microbatch_size" not in auto_names:
+        return settings, sizes_of(settings)
+    best: tuple[float, Settings, Sizes] | None = None
+    refusal = InfeasibleError(f"global_batch={settings.global_batch}: has no microbatches")
+    for rows in (rows for rows in _MICROBATCHES if settings.global_batch % rows == 0):
+        tried = replace(settings, microbatch_size=rows)
+        sizes = sizes_of(tried)
+        try:
+            _, _, step_s = choose(tried, auto_names, sizes, num_ranks)
+        except InfeasibleError as error:
+            refusal = error
+            continue
+        if best is None or step_s < best[0]:
+            best = step_s, tried, sizes
+    if best is None:
+        raise refusal
+    return best[1:]
+
+
 def choose(
-    settings: Settings, auto_names: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> tuple[Settings, str]:
-    """The settings with a value for each of ``auto_names``, for so many ranks, and one line about
-    the choice.
+    settings: Settings, auto_names: frozenset[str], sizes: Sizes, num_ranks: int
+) -> tuple[Settings, str, float]:
+    """The settings with a value for each of ``auto_names``, for so many ranks, one line about the
+    choice, and the estimated seconds per step. The size of microbatches is not chosen here.
 
     Raises InfeasibleError where no cluster was named, where no setting makes up the ranks and the
     batch, or where none fits.
@@ -96,16 +128,19 @@ def choose(
         global_batch=settings.global_batch,
         precision=settings.precision,
     )
-    outcome = search(task, layers.contender(), layers.knobs, len(settings.sample), runner_up=False)
+    rows = settings.microbatch_rows
+    outcome = search(task, layers.contender(), layers.knobs, rows, runner_up=False)
     winner, usable = outcome.winner, cluster.device.usable_bytes
     if winner is None:
         why = _why_none(outcome.rejected, layers.refused, task)
         raise InfeasibleError(f"{words}='auto': {why}")
+    if "microbatch_size" in auto_names:
+        words = words.replace("microbatch_size", f"microbatch_size={rows}")
     chosen = (
         f"{words} chosen: estimated {winner.step_s:.3g} s per step and "
         f"{winner.peak_bytes / 2**30:.3g} of {usable / 2**30:.3g} usable GiB"
     )
-    return layers.with_knobs(winner.candidate.knobs), chosen
+    return layers.with_knobs(winner.candidate.knobs), chosen, winner.step_s
 
 
 def _why_none(rejected: dict[str, int], refused: str, task: Task) -> str:

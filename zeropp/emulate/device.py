@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.emulate.log import Kernel, Log
+from zeropp.emulate.log import COMPUTE, Kernel, Log
 from zeropp.emulate.private_names import group_of
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.engine.private_names import TorchDispatchMode
 
-COMPUTE = "compute"
 Tensors = Sequence[Tensor]
 # From an operator's name, the tensors that it reads and that it writes, and its arguments by name.
 Describe = Callable[[str, Tensors, Tensors, Mapping[str, Any]], Kernel]

@@ -14,13 +14,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
-from zeropp.emulate.private_names import SHAPES_BY_TRIAL, without_modes
+from zeropp.emulate.private_names import CONVERSION, SHAPES_BY_TRIAL, without_modes
 from zeropp.engine import deferred, walk
 from zeropp.operators import Attention, Product
 
@@ -97,6 +97,7 @@ def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
             (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
             (functional, "rms_norm", _rms_norm),
             (deferred, "add_wide_product", _add_wide_product),
+            (*CONVERSION, _convert),
             (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
             (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
         ):
@@ -178,6 +179,23 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
     assert _device is not None
     _device.kernel("aten::addmm_", [left, right], [total])
+
+
+def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert the parameters of modules to new ones, as torch cannot change fake ones in place;
+    parameters that modules share stay shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for part in module.modules() if recurse else [module]:
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(part, name, function(buffer))
+        for name, old in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
+            with torch.no_grad():
+                values = function(old)
+            if values is not old and old not in made:
+                made[old] = nn.Parameter(values, old.requires_grad)
+                vars(made[old]).update(vars(old))
+            setattr(part, name, made.get(old, old))
+    return module
 
 
 def _fused(construct: Callable[..., None]) -> Callable[..., None]:

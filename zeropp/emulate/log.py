@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 from zeropp.operators import Attention, Product
 
+COMPUTE = "compute"  # the stream on which a program begins
+STEP = "a step"  # the place in a log where one begins, and where the last one ends
+
 Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
 
 

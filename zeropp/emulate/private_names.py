@@ -18,6 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "CONVERSION",
     "FSDP_COPY_IN",
     "FSDP_GATHERED",
     "FSDP_GRADIENTS",
@@ -37,8 +38,10 @@ REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: outp
 FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
 FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
 
-# Methods, as (class, name): DTensor's trial of an operator's output shapes; FSDP2's allocation of
-# gathered parameters, and of the gradients that it accumulates before their reduction.
+# Methods, as (class, name): what ``Module.to`` calls; DTensor's trial of an operator's output
+# shapes; FSDP2's allocation of gathered parameters, and of the gradients that it accumulates before
+# their reduction.
+CONVERSION = (torch.nn.Module, "_apply")
 SHAPES_BY_TRIAL = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
 FSDP_GATHERED = (FSDPParam, "init_all_gather_outputs")
 FSDP_GRADIENTS = (

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.kernels import as_on_cuda, describe
-from zeropp.emulate.log import Issued
+from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.stand_ins import emulated
@@ -31,7 +31,6 @@ from zeropp.emulate.world import fake_world
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
-STEP = "a step"  # the place in a log where one begins, and where the last one ends
 Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
 
 

@@ -19,12 +19,19 @@ from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, together
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.given_rows import GivenRows, RowsError
-from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, Microbatches, Passed
+from zeropp.engine.interpreter import (
+    Evaluator,
+    Interpreter,
+    Loss,
+    Microbatches,
+    Outputs,
+    Passed,
+)
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import ParameterUpdate, StepTensors, Updater
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import make_flats
-from zeropp.engine.values import TensorShape, computing_in_fp32
+from zeropp.engine.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.walk import LayerSizes
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
@@ -205,11 +212,11 @@ class Engine:
             self.check_usable()
         return self.barrier.run(call, checked)[0]
 
-    def evaluate(self, batch: Microbatches) -> float:
-        """The loss of a batch without training on it; see ``Evaluator.run``."""
+    def evaluate(self, batch: Microbatches, outputs: Outputs | None = None) -> tuple[float, Value]:
+        """The loss of a batch without training on it, and its outputs; see ``Evaluator.run``."""
         counts = self._evaluator.agree(batch)
         with self._usable_unless_it_fails():
-            return self._evaluator.run(batch, *counts)
+            return self._evaluator.run(batch, *counts, outputs)
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with

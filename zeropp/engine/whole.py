@@ -39,10 +39,8 @@ class WholeParameters:
         # need not be in the order of the buffer.
         self._given = [len(layout.owned.intersect(span)) for span in layout.spans]
         held = [owned.intersect(self._span) for owned in layout.all_owned]
-        self._taken, self._places = (
-            [len(part) for part in held],
-            [p.inside(self._span) for p in held],
-        )
+        self._taken = [len(part) for part in held]
+        self._places = [part.inside(self._span) for part in held]
         self._in_order = sorted(range(len(held)), key=lambda rank: held[rank].begin)
         self._slots = layout.whole_slots()
         nothing = torch.full((len(self._slots),), torch.nan, dtype=dtype, device=device)

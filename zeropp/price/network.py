@@ -88,11 +88,16 @@ def transfer_s(cluster: Cluster, layout: Layout, *, source: int, target: int, si
     send theirs."""
     if source == target:
         return 0.0
-    stride = axis_stride(layout, "pp")
-    if not crosses_nodes(cluster, layout, source, target):
-        rate = group(cluster, 2, stride, layout.world).rate
-        return cluster.intra.latency_us * 1e-6 + size / rate
-    sharing = min(cluster.gpus_per_node, stride, layout.world)
+    crosses = crosses_nodes(cluster, layout, source, target)
+    return message_s(cluster, axis_stride(layout, "pp"), layout.world, crosses=crosses, size=size)
+
+
+def message_s(cluster: Cluster, stride: int, world: int, *, crosses: bool, size: float) -> float:
+    """Seconds of a message between ranks of a pipeline that are ``stride`` apart, as in
+    ``transfer_s``; ``crosses``: whether they are on different nodes."""
+    if not crosses:
+        return cluster.intra.latency_us * 1e-6 + size / group(cluster, 2, stride, world).rate
+    sharing = min(cluster.gpus_per_node, stride, world)
     rate = min(cluster.inter.rate, cluster.nics_per_node * cluster.inter.rate / sharing)
     return cluster.inter.latency_us * 1e-6 + size / rate
 

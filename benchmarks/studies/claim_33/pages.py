@@ -212,13 +212,15 @@ def _assumptions(uncertainty: Uncertainty) -> str:
     """The median over three rows at both ends of the range of every assumption."""
     names = ("deepspeed_3d", "deepspeed_best", "megatron_core")
     moved = {name: uncertainty.moved_medians(name) for name in names}
-    words = list(moved[names[0]])
+    groups = list(moved[names[0]])
     rows = []
     for number, assumption in enumerate(ASSUMPTIONS):
-        ends = [moved[name][group][number] for name in names for group in words]
-        rows.append([assumption.label, assumption.why, *(f"{a:.2f} to {b:.2f}" for a, b in ends)])
-    heads = [f"{BASELINES[name]}, {group}" for name in names for group in words]
-    return markdown_table(["constant", "range", *heads], rows)
+        ends = [moved[name][group][number] for name in names for group in groups]
+        moves = f"× {assumption.low:g} to {assumption.high:g}"
+        words = [assumption.label, assumption.why, moves]
+        rows.append([*words, *(f"{low:.2f} to {high:.2f}" for low, high in ends)])
+    heads = [f"{BASELINES[name]}, {group}" for name in names for group in groups]
+    return markdown_table(["constant", "from", "range", *heads], rows)
 
 
 def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:

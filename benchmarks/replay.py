@@ -1,0 +1,87 @@
+"""``python -m benchmarks.replay my_train.py --ranks 16 --cluster h100``: the step time of a plain
+training script on a cluster, without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.launch.running import say
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, command
+from benchmarks.specification.compose import preset
+from zeropp.cluster import NEWEST, Cluster
+
+_WORDS = {
+    "gather": "gathers of parameters",
+    "reduce": "reductions of gradients",
+    "replicas": "other collectives",
+    "transfer": "messages of the pipeline",
+    "host": "launches of the host",
+}
+
+
+@command
+def main() -> int:
+    """Command line; see ``--help``."""
+    parser = CommandParser(
+        prog="python -m benchmarks.replay",
+        usage="%(prog)s [options] script [-- the script's own arguments]",
+        description="Run a training script (FSDP2, torch.distributed.pipelining, DDP or your own) "
+        "with fake tensors, as every rank of one pipeline, and say how long its second step would "
+        "take on a cluster. No GPU is needed.",
+        epilog="example: python -m benchmarks.replay my_train.py --ranks 16 --cluster h100 "
+        "--timeline step.json -- --batch 8",
+    )
+    parser.add_argument("script", type=Path, help="the script, as torchrun would start it")
+    parser.add_argument("--ranks", type=int, required=True, help="GPUs of the job")
+    parser.add_argument("--cluster", default="h100", help="a file in conf/cluster")
+    parser.add_argument("--timeline", type=Path, help="write the step for ui.perfetto.dev")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    if options.ranks < 1:
+        raise SpecError(f"--ranks={options.ranks}: must be at least 1")
+    if not options.script.is_file():
+        raise SpecError(f"script={options.script}: no such file")
+    cluster = preset("cluster", options.cluster, Cluster)
+    from zeropp.emulate.clock import kernel_s, replay
+    from zeropp.emulate.script import ScriptError, trace_script
+
+    def tell(done: int) -> None:
+        say(f"traced {done} ranks")
+
+    try:
+        traces = trace_script(str(options.script), arguments, options.ranks, tell)
+    except ScriptError as error:
+        raise SpecError(str(error)) from None
+    device = cluster.device.of_year(NEWEST)
+    replayed = replay(
+        {trace.rank: trace.log for trace in traces},
+        cluster,
+        options.ranks,
+        kernel_prices=partial(kernel_s, device),
+        launch_s=device.launch_us * 1e-6,
+        title=f"{options.script.name} on {options.ranks} x {cluster.name}",
+    )
+    waits: dict[str, list[float]] = defaultdict(list)
+    for waited in replayed.waits_s.values():
+        for cause in _WORDS:
+            waits[cause].append(waited.get(cause, 0.0))
+    peak = max(trace.peak_bytes for trace in traces) / 2**30
+    print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
+    print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
+    for cause, words in _WORDS.items():
+        print(f"  waits for {words}, mean of the ranks: {fmean(waits[cause]):.4g} s")
+    memory = f"{peak:.2f} of the device's {cluster.device.memory_gib:g} GiB"
+    print(f"  tensors at the peak of the fullest rank: {memory}")
+    if options.timeline:
+        replayed.timeline.write_chrome(options.timeline)
+        print(f"  timeline: {options.timeline}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Writes results/reference/replays.csv: the best plans of the verdict, described against replayed.
+
+*Described* is the simulator's step, from our description of each program; *replayed* is the step of
+the program's own code on an emulated device, at the same prices (``benchmarks.launch.replay``). Of
+both there are the step, the compute of the rank with the most, and what a rank's compute waits for,
+on the average of the ranks. Plans that were traced are not traced again: delete the rows of a
+program whose code has changed. Plans with few actions come first.
+
+    python -m benchmarks.studies.replays --minutes 60 [results/reference/replays.csv]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.launch.replay import replayed_plan, trace_plan
+from benchmarks.records.environment import git_state
+from benchmarks.records.record import RunRecord
+from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
+from benchmarks.specification.command import CommandParser, command
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import COMPARED, CONTENDERS
+from benchmarks.studies.claim_33.cells import Cell, candidate_of
+from benchmarks.studies.renew import REFERENCE
+from zeropp.choose.task import Task
+from zeropp.cluster import Cluster
+from zeropp.plan import Plan
+from zeropp.price.simulator import simulate
+from zeropp.shape import ModelShape
+from zeropp.training import OptimizerConfig
+
+OUT = REFERENCE / "replays.csv"
+_KEY = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "contender"]
+
+
+def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
+    """The verdict's best plans whose code runs with fake tensors, with their cells, by what one
+    trace serves; those with the fewest passes of a block first."""
+    found: dict[tuple[Any, ...], list[tuple[Cell, Plan]]] = defaultdict(list)
+    for record in read_table(REFERENCE / "claim_33" / TABLE):
+        name = record.spec["contender"]["name"]
+        if record.basis != BASES["best"] or not record.step_s or name not in COMPARED:
+            continue
+        known = CONTENDERS.get(COMPARED[name].contender.name)
+        if known and known.takes_fake_tensors:
+            cell = _cell(record)
+            setting = {
+                "knobs": record.spec["contender"],
+                "microbatch_size": record.spec["microbatch_size"],
+            }
+            _, candidate = candidate_of(json.dumps(setting))
+            plan = known.simulated(cell.priced, candidate).plan
+            key = (name, record.spec["model"]["name"], record.plan["words"], cell.task.num_gpus)
+            found[key].append((cell, plan))
+
+    def passes(key: tuple[Any, ...]) -> int:
+        plan = found[key][0][1]
+        return plan.num_microbatches * plan.shape.layers
+
+    return {key: found[key] for key in sorted(found, key=passes)}
+
+
+def _cell(record: RunRecord) -> Cell:
+    spec = record.spec
+    task = Task(
+        shape=preset("model", spec["model"]["name"], ModelShape),
+        cluster=preset("cluster", spec["cluster"]["name"], Cluster),
+        num_gpus=spec["num_gpus"],
+        global_batch=spec["global_batch"],
+    )
+    return Cell(task, spec["bandwidth"])
+
+
+def rows_of(shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
+    """Trace one plan, and compare it in all cells that have it."""
+    begin = time.perf_counter()
+    traces = trace_plan(shared[0][1], OptimizerConfig(kind="adamw"))
+    traced_s = time.perf_counter() - begin
+    rows = []
+    for cell, plan in shared:
+        described = simulate(plan, cell.priced.cluster)
+        replayed = replayed_plan(plan, cell.priced.cluster, traces)
+        waits = {
+            cause: fmean(waited.get(cause, 0.0) for waited in replayed.waits_s.values())
+            for cause in ("gather", "reduce", "replicas", "transfer", "host")
+        }
+        rows.append(
+            dict(zip(_KEY, (*cell.key, plan.contender), strict=True))
+            | {
+                "provenance": "replayed",
+                "ratio": replayed.step_s / described.step_s,
+                "replayed_step_s": replayed.step_s,
+                "described_step_s": described.step_s,
+                "replayed_compute_s": max(replayed.busy_s.values()),
+                "described_compute_s": max(described.events.busy),
+                "replayed_peak_gib": max(trace.memory.total for trace in traces) / 2**30,
+                "described_peak_gib": described.peak_bytes / 2**30,
+                **{f"replayed_{cause}_s": seconds for cause, seconds in waits.items()},
+                "described_gather_s": fmean(described.events.exposed_gather),
+                "described_transfer_s": fmean(described.events.exposed_wait),
+                "traced_ranks": len(traces),
+                "trace_s": traced_s,
+                "commit": commit_of(*git_state()),
+            }
+        )
+    return rows
+
+
+@command
+def main() -> int:
+    """Command line; see ``--help``."""
+    parser = CommandParser(
+        description="Compare the simulator's steps with those of the programs' own code, replayed "
+        "without a GPU, and write a CSV. Plans in the file are left as they are.",
+        epilog="example: python -m benchmarks.studies.replays --minutes 60 /tmp/replays.csv",
+    )
+    parser.add_argument(
+        "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no further plan after so many"
+    )
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    table = pd.read_csv(options.out) if options.out.exists() else pd.DataFrame(columns=_KEY)
+    known = set(table[_KEY].itertuples(index=False, name=None))
+    for shared in plans().values():
+        keys = [(*cell.key, plan.contender) for cell, plan in shared]
+        if known.issuperset(keys) or time.monotonic() > until:
+            continue
+        rows = rows_of(shared)
+        table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
+        table.to_csv(options.out, index=False)
+        for row in rows:
+            words = " ".join(str(row[name]) for name in _KEY)
+            print(f"{words}: {row['ratio']:.3f} ({row['trace_s']:.0f} s)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

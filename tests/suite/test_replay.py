@@ -1,0 +1,126 @@
+"""``python -m benchmarks.replay`` on scripts that know nothing of this project, and
+``launcher=replay``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import CHECKOUT
+from benchmarks.records.record import read_record
+
+PLAIN = "scripts/examples/plain_fsdp2.py"
+PIPELINE = """
+import os
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+dist.init_process_group("nccl")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "shard"))
+rank = mesh.get_local_rank("pp")
+stages, parameters = [], []
+for index in (rank, rank + 2):
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2))).to(device)
+    fully_shard(layers, mesh=mesh["shard"])
+    x = torch.empty(8, 1024, device="meta", requires_grad=True)
+    stages.append(PipelineStage(
+        layers, index, 4, device, group=mesh.get_group("pp"),
+        input_args=(x if index else x.detach(),), output_args=(x,),
+    ))
+    parameters += layers.parameters()
+schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW(parameters)
+while True:
+    batch = torch.randn(32, 1024, device=device)
+    schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=CHECKOUT, capture_output=True, text=True, encoding="utf-8", timeout=600,
+    )  # fmt: skip
+
+
+def seconds_in(line: str, text: str) -> float:
+    found = re.search(rf"{line}: (\S+) s", text)
+    assert found, text
+    return float(found.group(1))
+
+
+def test_a_plain_script_has_a_step_time_a_timeline_and_memory(tmp_path: Path) -> None:
+    timeline = tmp_path / "step.json"
+    done = run(
+        *("benchmarks.replay", PLAIN, "--ranks", "16", "--cluster", "h100"),
+        *("--timeline", str(timeline), "--", "--width", "256", "--layers", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    step_s = float(done.stdout.partition(" s per step")[0].split()[-1])
+    compute_s = seconds_in("compute of the busiest rank", done.stdout)
+    waits = [line for line in done.stdout.splitlines() if "waits for" in line]
+    waits_s = [float(line.split()[-2]) for line in waits]
+    assert 0 < compute_s < step_s
+    assert compute_s + sum(waits_s) == pytest.approx(step_s, rel=0.1)
+    assert json.loads(timeline.read_text(encoding="utf-8"))["otherData"]["provenance"] == "replayed"
+    assert "of the device's 80 GiB" in done.stdout
+
+
+def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "pipeline.py"
+    script.write_text(PIPELINE, encoding="utf-8")
+    done = run("benchmarks.replay", str(script), "--ranks", "4", "--cluster", "a800")
+    assert done.returncode == 0, done.stderr
+    assert "traced 2 ranks" in done.stderr
+    assert seconds_in("messages of the pipeline, mean of the ranks", done.stdout) > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "line"),
+    [
+        (None, "--ranks 4", "script=missing.py: no such file"),
+        ("", "--ranks 0", "--ranks=0: must be at least 1"),
+        ("", "--ranks 4 --cluster moon", "cluster='moon': no such preset"),
+        ("", "--ranks 4", "ended on rank 0 after 0 steps of an optimizer (needed: 2)"),
+        ("1 / 0", "--ranks 4", "rank 0 cannot be emulated: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused_in_one_line(
+    script: str | None, words: str, line: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    if script is not None:
+        path.write_text(script, encoding="utf-8")
+    name = "missing.py" if script is None else str(path)
+    done = run("benchmarks.replay", name, *words.split())
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_point_is_replayed_and_its_record_says_so(tmp_path: Path) -> None:
+    done = run(
+        *("benchmarks.run", "model=gpt_tiny", "num_gpus=4", "cluster=a800", "precision=bf16"),
+        *("data=synthetic", "global_batch=8", "launcher=replay", f"runs_dir={tmp_path}"),
+        *("contender=zeropp", "contender.pp=2", "contender.shard=2", "microbatch_size=1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*/*/record.json")
+    record = read_record(path)
+    assert (record.provenance, record.status) == ("replayed", "ok")
+    assert record.step_s[0] > 0
+    assert len(record.predicted["busy_s"]) == 2
+    assert {span[1] for span in record.spans} >= {"compute", "gather", "transfer"}

@@ -1,0 +1,137 @@
+"""Logs on one clock: what waits for what, what shares a link, and what the host is too slow for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from zeropp.cluster import Cluster, cluster_of
+from zeropp.emulate.clock import Replay, kernel_s, replay
+from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
+from zeropp.operators import Attention, Product
+from zeropp.price.kernels import fused_attention_s, matmul_s, stream_s
+from zeropp.price.network import gather_s, group
+
+CLUSTER = cluster_of("a800")
+DEVICE = replace(CLUSTER.device, overlap_slowdown=0.0)
+PLAIN = replace(CLUSTER, device=DEVICE, gpus_per_node=8)
+SECOND, GIB = Kernel("a second"), 2**30
+
+
+def step_of(logs: Sequence[Log], cluster: Cluster = PLAIN, launch_s: float = 0.0) -> Replay:
+    for log in logs:
+        log.place(STEP)
+    return replay(
+        dict(enumerate(log.issued for log in logs)), cluster, len(logs),
+        kernel_prices=lambda kernel: 1.0 if kernel == SECOND else 0.5, launch_s=launch_s,
+    )  # fmt: skip
+
+
+def logs(count: int) -> list[Log]:
+    made = [Log() for _ in range(count)]
+    for log in made:
+        log.place(STEP)
+    return made
+
+
+def test_kernels_of_a_stream_follow_each_other_and_streams_do_not() -> None:
+    (log,) = logs(1)
+    for stream in (COMPUTE, "side", COMPUTE):
+        log.kernel(stream, SECOND)
+    result = step_of([log])
+    assert result.step_s == pytest.approx(2.0)
+    assert result.busy_s == {0: pytest.approx(2.0)}
+
+
+def test_a_stream_waits_for_an_event_and_its_cause_is_named() -> None:
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", GIB)
+    log.follow(COMPUTE, "nccl")
+    log.kernel(COMPUTE, SECOND)
+    expected = gather_s(PLAIN, group(PLAIN, 2, 1, 1), GIB)
+    result = step_of([log])
+    assert result.waits_s[0]["gather"] == pytest.approx(expected)
+    assert result.step_s == pytest.approx(1.0 + expected)
+
+
+def test_only_the_last_step_counts() -> None:
+    (log,) = logs(1)
+    for _ in range(5):
+        log.kernel(COMPUTE, SECOND)
+    log.place(STEP)
+    log.kernel(COMPUTE, SECOND)
+    assert step_of([log]).step_s == pytest.approx(1.0)
+
+
+def test_a_message_leaves_when_both_are_there() -> None:
+    sender, receiver = logs(2)
+    sender.kernel(COMPUTE, SECOND)
+    sender.follow("messages", COMPUTE)
+    sender.messages("messages", [Message("group", 0, 1, "", GIB)], "isend 1")
+    receiver.messages("messages", [Message("group", 0, 1, "", GIB)], "irecv 0")
+    receiver.follow(COMPUTE, "messages")
+    receiver.kernel(COMPUTE, SECOND)
+    result = step_of([sender, receiver])
+    assert result.waits_s[1]["transfer"] > 1.0
+    assert result.step_s == pytest.approx(1.0 + result.waits_s[1]["transfer"])
+
+
+def test_collectives_of_the_same_ranks_share_their_link_and_others_do_not() -> None:
+    def step_s(*groups: tuple[str, tuple[int, ...]]) -> float:
+        (log,) = logs(1)
+        for name, ranks in groups:
+            log.collective(f"nccl {name}", (name, ranks), len(ranks), "c10d::_allgather_base_", GIB)
+        return step_of([log]).step_s
+
+    alone = step_s(("gathers", (0, 1)))
+    assert step_s(("gathers", (0, 1)), ("reductions", (0, 1))) == pytest.approx(2 * alone)
+    assert step_s(("gathers", (0, 1)), ("replicas", (0, 2))) == pytest.approx(alone)
+
+
+def test_a_slow_host_leaves_the_device_waiting() -> None:
+    (log,) = logs(1)
+    for _ in range(3):
+        log.kernel(COMPUTE, Kernel("half a second"))
+    result = step_of([log], launch_s=2.0)
+    assert result.step_s == pytest.approx(6.5)  # three launches, and the last kernel
+    assert result.waits_s[0]["host"] == pytest.approx(5.0)
+    assert result.busy_s[0] == pytest.approx(1.5)
+
+
+def test_a_host_that_waits_starts_the_next_kernel_late() -> None:
+    (log,) = logs(1)
+    log.kernel("side", SECOND)
+    log.sync("side", "Stream.synchronize")
+    log.kernel(COMPUTE, SECOND)
+    assert step_of([log]).step_s == pytest.approx(2.0)
+
+
+def test_compute_beside_collectives_is_slower() -> None:
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", 1000 * GIB)
+    log.kernel(COMPUTE, SECOND)
+    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
+    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25)
+
+
+def test_messages_in_opposite_orders_wait_for_ever() -> None:
+    first, second = logs(2)
+    for log, order in ((first, (0, 1)), (second, (1, 0))):
+        for source in order:
+            log.messages("messages", [Message("group", source, 1 - source, "", 8)], "isend")
+    with pytest.raises(ValueError, match="wait for ever"):
+        step_of([first, second])
+
+
+def test_a_kernel_has_the_price_of_the_simulator() -> None:
+    product = Product(m=512, k=1024, n=2048)
+    attention = Attention(heads=8, queries=512, keys=512, width=128, causal=True)
+    product_s = matmul_s(DEVICE, "bf16", m=512, k=1024, n=2048)
+    assert kernel_s(DEVICE, Kernel("mm", 0, product, 2)) == product_s
+    more = kernel_s(DEVICE, Kernel("addmm_", GIB, product, 2)) - product_s
+    assert more == pytest.approx(stream_s(DEVICE, GIB, kernels=0))
+    attention_s = fused_attention_s(DEVICE, "bf16", attention)
+    assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2)) == attention_s
+    assert kernel_s(DEVICE, Kernel("add", GIB)) == stream_s(DEVICE, GIB)
