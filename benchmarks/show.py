@@ -5,7 +5,7 @@
 Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
 reduce_every. Durations, all in the same unit: forward, backward_input,
 backward_weight, unshard, reduce_grad, transfer; at the end of a step,
-reduce_replicas, reduce_tied, update, gather_updated.
+reduce_replicas, reduce_tied, gather_whole, update, gather_updated.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
     )
     tied = (0, compute.num_stages - 1) if cost.reduce_tied and compute.num_stages > 1 else ()
     schedule = with_step_end(
-        schedule, StepEnd(cost.reduce_replicas > 0, tied, cost.gather_updated > 0)
+        schedule,
+        StepEnd(cost.reduce_replicas > 0, tied, cost.gather_updated > 0, cost.gather_whole > 0),
     )
     validate(schedule)
     result = run(schedule, costs)

@@ -1,8 +1,9 @@
 """Fill the tables of README and documentation, and draw their pictures: ``python -m docs.make``.
 
-Tables stand between ``<!-- table: KIND WHERE -->`` and ``<!-- end of table -->`` and come from the
-records in ``results/reference`` alone; a test holds the pages to them. The schedules drawn are the
-suite's own programs, priced by its event loop; no clock is involved.
+Tables and sentences stand between ``<!-- table: KIND WHERE -->`` and ``<!-- end of table -->``, and
+numbers in a sentence between ``<!-- value: KIND WHERE -->`` and ``<!-- end of value -->``. They
+come from the records in ``results/reference`` alone; a test holds the pages to them. The schedules
+drawn are the suite's own programs, priced by its event loop; no clock is involved.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ PAGES = (_DOCS.parent / "README.md", *sorted(_DOCS.glob("*.md")))
 _TABLE = re.compile(
     r"(<!-- table: (\w+) (\S+) -->\n)(?:.*?\n)??(<!-- end of table -->)", flags=re.DOTALL
 )
+_VALUE = re.compile(r"(<!-- value: (\w+) (\S+) -->).*?(<!-- end of value -->)", flags=re.DOTALL)
 _RANKS, _MICROBATCHES = 4, 8
 
 
 def filled(text: str) -> str:
-    """A page with its tables as the records say."""
-    return _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
+    """A page with its tables and numbers as the records say."""
+    text = _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
+    return _VALUE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}{m[4]}", text)
 
 
 def _comparison(records: str) -> str:
@@ -56,17 +59,23 @@ def _comparison(records: str) -> str:
 
 def _across(records: str) -> str:
     """Tokens per second and rank of every contender's fastest configuration in a folder of records,
-    a column per model and number of ranks."""
+    a column per model and number of ranks; of repeated runs the median and where the next is."""
     frame, skipped = load_frame([_REFERENCE / records])
     assert not skipped, skipped
     best = best_configuration(latest_ok(frame))
     cells = list(dict.fromkeys(zip(best["model"], best["num_gpus"], strict=True)))
     lines = []
     for name, rows in best.groupby("contender", sort=False):
-        rates = rows.set_index(["model", "num_gpus"])["tokens_per_s_per_gpu"]
-        lines.append([contender_label(str(name)), *(f"{rates[cell]:.0f}" for cell in cells)])
+        of = rows.set_index(["model", "num_gpus"])
+        lines.append([contender_label(str(name)), *(_rate(of.loc[cell]) for cell in cells)])
     heads = [f"{model_label(model)}, {ranks} ranks" for model, ranks in cells]
     return markdown_table(["tokens/s/rank", *heads], lines)
+
+
+def _rate(row: pd.Series) -> str:
+    low, high = row["tokens_per_s_per_gpu_low"], row["tokens_per_s_per_gpu_high"]
+    interval = f" [{low:.0f}, {high:.0f}]" if row["runs"] > 1 else ""
+    return f"{row['tokens_per_s_per_gpu']:.0f}{interval}"
 
 
 def _verdict(name: str) -> str:
@@ -75,10 +84,12 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans = pd.read_csv(_REFERENCE / "claim_33" / "plans.csv")
+    plans, repriced = (
+        pd.read_csv(_REFERENCE / "claim_33" / name) for name in ("plans.csv", "assumptions.csv")
+    )
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, [cell.key for cell in cells])
+    return page_tables(plans, repriced, [cell.key for cell in cells])
 
 
 def _accuracy(which: str) -> str:
@@ -181,6 +192,20 @@ def _plan_ranks(column: str) -> str:
     return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
+def _priced(what: str) -> str:
+    """How many published rows have a price."""
+    frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
+    priced = frame["predicted"].notna()
+    return {"share": f"{priced.mean():.0%}", "counts": f"{priced.sum():,} of {len(priced):,}"}[what]
+
+
+def _whole_blocks(contender: str) -> str:
+    """How much longer a contender's best plan takes if stages do not end inside a block."""
+    frame = pd.read_csv(_REFERENCE / "claim_33" / "whole_blocks.csv")
+    longer = frame[frame["contender"] == contender]["longer"]
+    return f"{longer.median():.1%} longer in the median and {longer.max():.1%} at most"
+
+
 def _traced(column: str) -> str:
     """Simulated memory against traced, by a column of their table."""
     frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
@@ -220,6 +245,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "errors_by_source": _errors_by_source,
     "products": _products,
     "fits": _fits,
+    "priced": _priced,
+    "whole_blocks": _whole_blocks,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
     "overhead": _overhead,

@@ -29,7 +29,7 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from benchmarks import api
 
-set_matplotlib_formats("png", dpi=72)
+set_matplotlib_formats("retina")  # labels can be read, also in a narrow column
 pd.set_option("display.max_colwidth", None)
 checkout = Path.cwd() if (Path.cwd() / "benchmarks").is_dir() else Path.cwd().parent
 records = Path(os.environ.get("ZEROPP_RECORDS", checkout / "results/reference/demo"))
@@ -51,8 +51,8 @@ def show(pictures):
 Markdown(api.paper_markdown(frame))
 
 # %%
-paper = api.paper_table(frame)
-paper[["model", "num_gpus", "contender", "tokens_per_s_per_gpu", "peak_gib", "speedup"]].round(3)
+paper = api.paper_table(frame).rename(columns={"num_gpus": "ranks"})
+paper[["model", "ranks", "contender", "tokens_per_s_per_gpu", "peak_gib", "speedup"]].round(3)
 
 # %%
 show(api.figures(frame, "Throughput"))
@@ -62,12 +62,15 @@ show(api.figures(frame, "Scaling"))
 
 # %% [markdown]
 # ## The speed-up
-# Pairs of fastest configurations in the same cell; the last line is their geometric mean.
+# Pairs of fastest configurations in the same cell; the last line is the median of the cells. A
+# speed-up is unsettled where its samples leave a doubt, which the last column names.
 
 # %%
 numbers = api.tables(frame)
-speedups = numbers["speedup"]
-speedups[["model", "num_gpus", "contender", "speedup", "speedup_low", "speedup_high", "doubts"]]
+speedups = numbers["speedup"].rename(columns={"num_gpus": "ranks"})
+speedups = speedups.astype({"ranks": "Int64"})  # the median has none
+ends = ["speedup_low", "speedup_high"]
+speedups[["model", "ranks", "contender", "speedup", *ends, "speedup_unsettled"]].round(2)
 
 # %%
 show(api.figures(frame, "Speed-up"))
@@ -81,7 +84,8 @@ show(api.figures(frame, "Speed-up"))
 fastest = frame.sort_values("tokens_per_s_per_gpu").drop_duplicates(
     ["model", "num_gpus", "contender"], keep="last"
 )
-for row in fastest.sort_values(["parameters", "num_gpus", "contender"]).itertuples():
+fastest = fastest.sort_values(["parameters", "num_gpus", "contender"])
+for row in fastest.itertuples():
     steps = np.sort(row.samples_step_s)
     print(
         f"{row.model:10} {row.num_gpus} ranks {row.contender:14} "
@@ -90,10 +94,20 @@ for row in fastest.sort_values(["parameters", "num_gpus", "contender"]).itertupl
 
 # %% [markdown]
 # ### Would half of the steps say the same?
-# The speed-up from the first and from the second half alone. Where the two are far apart, the
-# machine was not the same throughout, and the whole is worth less than its interval.
+# The speed-up from the first and from the second half of the timed steps alone (of an odd number
+# the second half has one more). Where the two are far apart, the machine was not the same
+# throughout, and the whole is worth less than its interval.
+
 
 # %%
+def first_half(steps):
+    return steps[: len(steps) // 2]
+
+
+def second_half(steps):
+    return steps[len(steps) // 2 :]
+
+
 halves = []
 for (model, ranks), cell in fastest.groupby(["model", "num_gpus"], sort=False):
     steps = cell.set_index("contender")["samples_step_s"]
@@ -101,8 +115,9 @@ for (model, ranks), cell in fastest.groupby(["model", "num_gpus"], sort=False):
         continue
     for contender in steps.index.drop("deepspeed_3d"):
         line = {"model": model, "ranks": ranks, "contender": contender}
-        for name, part in {"first half": slice(None, 5), "second half": slice(5, None)}.items():
-            base, ours = (np.median(steps[c][part]) for c in ("deepspeed_3d", contender))
+        pair = steps["deepspeed_3d"], steps[contender]
+        for name, part in {"first half": first_half, "second half": second_half}.items():
+            base, ours = (np.median(part(taken)) for taken in pair)
             line[name] = round(base / ours, 2)
         halves.append(line)
 pd.DataFrame(halves)
@@ -113,7 +128,7 @@ pd.DataFrame(halves)
 # better in both.
 
 # %%
-speedups.set_index(["model", "num_gpus", "contender"])[["speedup", "memory_ratio"]].round(2)
+speedups.set_index(["model", "ranks", "contender"])[["speedup", "memory_ratio"]].round(2)
 
 # %%
 show(api.figures(frame, "Memory"))

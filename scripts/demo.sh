@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compare ZeroPP with DeepSpeed 3D on this machine: two model sizes, 4 and 8 processes, no GPU needed.
+# Compare ZeroPP with the fastest layout of DeepSpeed on this machine: two models, 4 processes, no GPU.
 # Run again, it skips what is done. Arguments go to the suite: ./scripts/demo.sh rerun=all
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -29,7 +29,7 @@ if [ "$gpus" -gt 1 ]; then
 fi
 
 job=(model="$model" num_gpus=64 global_batch=128 precision=bf16
-    contender=zeropp contender.pp=8 contender.shard=8 contender.chunks=2
+    contender=zeropp contender.pp=8 contender.shard=8 contender.chunks=2 contender.compile=false
     measure.steps=3)
 run "${job[@]}" launcher=trace launcher.tensors=real "launcher.pipeline_ranks=[0,1,-1]"
 run "${job[@]}" launcher=trace

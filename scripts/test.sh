@@ -25,7 +25,7 @@ if [ "${1:-all}" = bare ]; then
     done | grep -vE '/(s(batch|run|info|queue|acct|acctmgr|cancel|control|alloc)|slurm[^/]*|munged?|chromium[^/]*|(pdf)?latex|pdftex|faketime)$' |
         xargs ln -st "$programs" 2>/dev/null || true # the first of a name stays, as on the PATH
     for tests in tests/unit tests/suite; do # apart, because those of tests/unit see to it that none imports torch
-        mapfile -t named < <(grep -lE 'slurm|sbatch|chromium|pdflatex|faketime' "$tests"/test_*.py)
+        mapfile -t named < <(grep -lP '(?<!tests\.)slurm|sbatch|chromium|pdflatex|faketime' "$tests"/test_*.py)
         PATH=$programs "${pytest[@]}" "${workers[@]}" 2 "${named[@]}"
     done
     exit

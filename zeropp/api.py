@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from zeropp.parallel_model import ParallelModel
 from zeropp.plan import Plan
 from zeropp.settings import Settings, asked_for, read_keywords
 from zeropp.stages import check_ranks, own_layers, plan_layers
+
+if TYPE_CHECKING:
+    from zeropp.choose.recorder import Recorder
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -56,7 +60,7 @@ def _with_keywords(
 
                 check_own_gpu(on_cuda=_on_cuda(keywords.get("device"), keywords.get("mesh")))
             together(lambda: _check_call(args, keywords, inspect.signature(settings).parameters))
-            made = together(lambda: read_keywords(layers, keywords))
+            made = together(lambda: read_keywords(layers, keywords, loss_fn))
             return build(layers, loss_fn, made, asked_for(keywords))
 
         first = list(inspect.signature(build).parameters.values())[:2]
@@ -92,9 +96,10 @@ def parallelize(
     ``layers`` are modules, or functions that make the same one at every call: a function is called
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives what ``loss_reduction``
-    says of a microbatch: by default the mean over its rows. ``sample`` is one microbatch of inputs,
-    and ``global_batch`` the rows of a step over all ranks. All other keywords are the fields of
-    ``zeropp.settings.Settings``; a finished ``plan`` takes the place of all degrees and knobs.
+    says of a microbatch: by default the mean over its rows. ``sample`` are some inputs,
+    ``microbatch_size`` the rows of a microbatch, and ``global_batch`` those of a step over all
+    ranks. All other keywords are the fields of ``zeropp.settings.Settings``; a finished ``plan``
+    takes the place of all degrees and knobs.
 
     Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
@@ -110,9 +115,10 @@ def parallelize(
         }
     )
     device = together(lambda: _device(settings.device, settings.mesh))
-    sizes = together(lambda: _sizes(layers, loss_fn, settings, asked))
+    settings = replace(settings, device=device)
+    settings, sizes = together(lambda: _sized(layers, loss_fn, settings, asked))
     plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
-    preflight.compare(lambda: _functions(settings, sizes))
+    preflight.compare(lambda: _functions(settings, sizes) | {"optimizer": str(plan.whole_groups)})
     held = together(lambda: own_layers(layers, plan, device, settings.tied))
     preflight.compare_values(held)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
@@ -123,6 +129,18 @@ def parallelize(
     return model
 
 
+def _sized(
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
+) -> tuple[Settings, Sequence[LayerSizes]]:
+    """The settings with the size of microbatches, and the sizes of all layers for it."""
+    if "microbatch_size" not in asked:
+        return settings, _sizes(layers, loss_fn, settings, asked)
+    from zeropp.choose.auto import sized_microbatch
+
+    sizes_of = partial(_sizes, layers, loss_fn, asked=asked)
+    return sized_microbatch(settings, asked, sizes_of, dist.get_world_size())
+
+
 def _sizes(
     layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
 ) -> list[LayerSizes]:
@@ -131,10 +149,9 @@ def _sizes(
     recompute: Recompute = if_auto(settings.recompute, "full")
     sizes = walk.walk(
         layers,
-        settings.sample,
-        settings.sample_keywords,
+        *settings.microbatch,
         recompute,
-        record_operators=_is_priced(settings, asked),
+        recorder=_recorder() if _is_priced(settings, asked) else None,
         measure_saved=bool(asked),
         tied=settings.tied,
     )
@@ -144,6 +161,12 @@ def _sizes(
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
     preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
     return sizes
+
+
+def _recorder() -> type[Recorder]:
+    from zeropp.choose.recorder import Recorder  # not loaded where nothing is priced
+
+    return Recorder
 
 
 def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:

@@ -1,6 +1,6 @@
 """The operators of a layer as data: products, attention, and the kernels between them.
 
-In: what ``zeropp.engine.recorder`` sees of a layer's forward. Out: shapes, from which the functions
+In: what ``zeropp.choose.recorder`` sees of a layer's forward. Out: shapes, from which the functions
 of ``zeropp.price.kernels`` make seconds, on any device and in any number type. Imports no torch.
 """
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
-from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.interpreter import Microbatches, Outputs
 from zeropp.engine.optimizer import StepTensors
 from zeropp.engine.preflight import check_inference
-from zeropp.engine.values import split_rows
+from zeropp.engine.values import Value, split_rows
 from zeropp.plan import Plan
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from zeropp.engine.checkpoint import Checkpointer
 
 
@@ -66,19 +69,58 @@ class ParallelModel:
         )
         return self.engine.step(batch)
 
-    def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
+    @overload
+    def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float: ...
+
+    @overload
+    def eval_step(
+        self, inputs: Tensor, targets: Tensor, *, outputs: Outputs, **keyword_inputs: Tensor
+    ) -> tuple[float, Value]: ...
+
+    def eval_step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        outputs: Outputs | None = None,
+        **keyword_inputs: Tensor,
+    ) -> float | tuple[float, Value]:
         """The loss of a batch, forward only: no gradients, every module in evaluation mode.
 
         The number of rows may be any, also 0, and may differ between data-parallel ranks; ranks
         with the same ``data_parallel_rank`` give the same rows. Returns the mean over all rows of
-        all ranks, or what ``loss_reduction`` says, equal on every rank. It changes no state:
-        a training run with evaluations in it is the same as one without. Raises ValueError where
-        ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
+        all ranks, or what ``loss_reduction`` says, equal on every rank; with ``outputs`` also what
+        ``forward_only`` gives. It changes no state: a training run with evaluations in it is the
+        same as one without. Raises ValueError where ranks of one pipeline have different rows, and
+        otherwise what ``train_step`` does.
         """
         parts = self.engine.agree(
             "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
-        return self.engine.evaluate(parts)
+        loss, value = self.engine.evaluate(parts, outputs)
+        return loss if outputs is None else (loss, value)
+
+    def forward_only(
+        self, inputs: Tensor, *, outputs: Outputs = lambda output: output, **keyword_inputs: Tensor
+    ) -> Value:
+        """What the last layer gives for this rank's rows, as ``eval_step`` runs it, on every rank
+        of a pipeline. ``outputs`` makes less of it before it is sent to them: from the output of a
+        microbatch to tensors [rows, ...] (``lambda logits: logits[:, -1].argmax(-1)``)."""
+        parts = self.engine.agree(
+            "forward_only", lambda: self._evaluation_batch(inputs, inputs, keyword_inputs)
+        )
+        return self.engine.evaluate(replace(parts, targets=()), outputs)[1]
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, **options: Any
+    ) -> DataLoader[Any]:
+        """This rank's rows of a data set with a length, step by step, from ``steps_done`` to the
+        end of that epoch; a new loop begins the next one. Which rows a step has depends on ``seed``
+        and its number alone: not on the topology, nor on where a run was interrupted. ``options``
+        are those of ``torch.utils.data.DataLoader``. Raises InfeasibleError where ranks differ."""
+        from zeropp.loader import make_loader
+
+        return make_loader(self, dataset, shuffle=shuffle, seed=seed, **options)
 
     @property
     def steps_done(self) -> int:
@@ -88,8 +130,16 @@ class ParallelModel:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's shards, for ``torch.optim.lr_scheduler``."""
+        """The optimizer of this rank's shards, for ``torch.optim.lr_scheduler``. Where several were
+        given it has the groups of all."""
         return self.engine.optimizer
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks by their global norm, which is returned, as FSDP's method
+        of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where a norm
+        changes from step to step or is another one than ``clip_norm`` of ``parallelize`` means.
+        Raises RuntimeError anywhere else: all other times are before or after an update."""
+        return self.engine.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
@@ -216,7 +266,7 @@ class ParallelModel:
         batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
         counts = {name: len(part) for name, part in batch.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"eval_step: numbers of rows differ ({counts})")
+            raise ValueError(f"inputs: numbers of rows differ ({counts})")
         return parts
 
     def _microbatches(

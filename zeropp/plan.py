@@ -76,6 +76,9 @@ class SizedPlan:
     # The pieces that share a parameter, of a model whose shape does not say that embedding and head
     # do.
     tied_pieces: tuple[int, ...] = ()
+    # The optimizer groups whose parameters are updated whole, each by one of the ranks that have
+    # parts of it.
+    whole_groups: tuple[str, ...] = ()
     # Predicted memory per pipeline rank; empty where nothing was predicted.
     memory: tuple[MemoryBytes, ...] = ()
 
@@ -142,7 +145,8 @@ class SizedPlan:
         """What follows the passes of a step."""
         replicas = self.layout.replicate > 1
         sharded = replicas and self.layout.replicate_zero > 0
-        return StepEnd(replicas, self.tied_stages, sharded)
+        whole = bool(self.whole_groups) and (sharded or self.layout.shard > 1)
+        return StepEnd(replicas, self.tied_stages, sharded or whole, whole)
 
     def ordered(self, schedule: Schedule) -> Plan:
         """The same plan with the programs of a lowered ``schedule``, which must have the plan's

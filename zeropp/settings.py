@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 from zlib import crc32
 
 import torch
@@ -25,7 +25,6 @@ from zeropp.literals import (
     Auto,
     Axis,
     LossReduction,
-    Placement,
     Precision,
     Recompute,
     check_fields,
@@ -42,9 +41,11 @@ else:
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
 # The optimizer group of a parameter, by its name.
 GroupOf = Callable[[ParameterName, nn.Parameter], str]
-# From flat tensors, by the name of their optimizer group, to an optimizer of them.
-MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
-_AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
+# From tensors, by the name of their optimizer group, to an optimizer of them, or several.
+MakeOptimizer = Callable[
+    [Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
+AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
 _OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
 
 
@@ -62,15 +63,19 @@ def asked_for(keywords: Mapping[str, object]) -> frozenset[str]:
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepKnobs):
     """The keywords of ``parallelize``. Degrees and chunks are 1 by default; with ``auto`` they, and
-    ``unit`` and ``recompute``, are chosen from what the layers take on the ``cluster``.
+    ``unit``, ``recompute`` and ``microbatch_size``, are chosen from what the layers take on the
+    ``cluster``.
 
     Raises InfeasibleError, in one line, for a value that a keyword cannot have.
     """
 
     sample: Tensor
-    """One microbatch of inputs [rows, ...], for its shape and type."""
+    """Some inputs [rows, ...], for their shape and type."""
     global_batch: Annotated[int, AT_LEAST_1]
     """Rows per step, over all ranks."""
+    microbatch_size: Annotated[int | Auto, AT_LEAST_0] = 0
+    """Rows per microbatch: larger ones keep a device busier and take more memory. 0: as many as the
+    sample has."""
     pp: Annotated[int | Auto, AT_LEAST_1] = 1
     shard: Annotated[int | Auto, AT_LEAST_1] = 1
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
@@ -82,9 +87,9 @@ class Settings(StepKnobs):
     mesh: DeviceMesh | None = None
     """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
-    """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
-    element by element, from flat fp32 tensors by group: ``lambda groups:
-    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``."""
+    """A configuration, or a function that makes an optimizer, or a list of several, from fp32
+    tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
+    flat shards, but whole parameters in the groups where a trial shows that it needs them."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
     down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""
@@ -103,7 +108,7 @@ class Settings(StepKnobs):
     divided by the count of all of it. Scalars that layers give are added to what the function gives
     for the same microbatch: to its mean or to its sum."""
     sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
-    """The keyword inputs of one microbatch, by name, for their shapes; [rows, ...] each."""
+    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each."""
     weights: Sequence[float] | None = None
     """The layers' relative costs; by default their durations on ``cluster``, or, without one,
     their numbers of parameters."""
@@ -136,7 +141,7 @@ class Settings(StepKnobs):
             raise InfeasibleError(str(error)) from None
         if not self.sample.dim() or not len(self.sample):
             raise InfeasibleError(
-                "sample: must be a tensor of one microbatch, with at least one row in dimension 0"
+                "sample: must be a tensor of inputs, with at least one row in dimension 0"
             )
         for name, value in self.sample_keywords.items():
             if not isinstance(value, Tensor):
@@ -153,15 +158,30 @@ class Settings(StepKnobs):
     def layout(self) -> Layout:
         """The degrees that were asked for, of the mesh if there is one; 1 for those that are still
         ``auto``."""
-        degrees: dict[str, Any] = {axis: if_auto(getattr(self, axis), 1) for axis in _AXES}
+        degrees: dict[str, Any] = {axis: if_auto(getattr(self, axis), 1) for axis in AXES}
         degrees["placement"] = if_auto(self.placement, "dp_inner")
         if self.mesh is not None:
-            degrees |= _degrees_of(self.mesh, degrees)
+            from zeropp.given import degrees_of
+
+            degrees |= degrees_of(self.mesh, degrees)
         return Layout(
             **degrees,
             chunks=if_auto(self.chunks, 1),
             replicate_zero=if_auto(self.replicate_zero, 0),
         )
+
+    @property
+    def microbatch_rows(self) -> int:
+        """The rows of a microbatch; those of the sample while they are still ``auto``."""
+        return if_auto(self.microbatch_size, 0) or len(self.sample)
+
+    @property
+    def microbatch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Inputs and keyword inputs like those of the sample, with the rows of a microbatch."""
+        rows = self.microbatch_rows
+        named = {"": self.sample, **self.sample_keywords}
+        whole = {n: x if len(x) == rows else torch.cat([x] * rows)[:rows] for n, x in named.items()}
+        return whole.pop(""), whole
 
     @cached_property
     def hardware(self) -> Cluster | None:
@@ -193,41 +213,27 @@ class Settings(StepKnobs):
 
     def _take_over(self, plan: Plan) -> None:
         """Set what a plan decides; raises InfeasibleError where it is not for this batch."""
-        for name, value in _decided_by(plan).items():
+        from zeropp.given import check_plan, decided_by
+
+        for name, value in decided_by(plan).items():
             object.__setattr__(self, name, value)
-        if plan.layout != self.layout:
-            raise InfeasibleError("plan: has tensor parallelism, which nothing here can run")
-        if (self.global_batch, len(self.sample)) != (plan.global_batch, plan.microbatch_size):
-            raise InfeasibleError(
-                f"plan: is for global_batch={plan.global_batch} in microbatches of "
-                f"{plan.microbatch_size} rows, but global_batch={self.global_batch} and the sample "
-                f"has {len(self.sample)} rows"
-            )
+        check_plan(plan, self)
 
 
-def read_keywords(layers: object, keywords: Mapping[str, Any]) -> Settings:
-    """The settings with these keywords; without ``tied``, layers may know it (as those of Hugging
-    Face's models do). Raises InfeasibleError as ``Settings`` does, and for a keyword beside a plan
-    that decides otherwise, be it ``auto`` or the keyword's default."""
-    settings = Settings(**keywords)
+def read_keywords(layers: object, keywords: Mapping[str, Any], loss_fn: object = None) -> Settings:
+    """The settings with these keywords; layers may know what is ``tied``, and the loss function its
+    ``loss_reduction`` (as those of Hugging Face's models do). Raises InfeasibleError as
+    ``Settings`` does, and for a keyword beside a plan that decides otherwise, be it ``auto`` or the
+    keyword's default."""
+    own = getattr(loss_fn, "loss_reduction", None)
+    settings = Settings(**({"loss_reduction": own} if own else {}) | dict(keywords))
     if settings.tied is None and (tied := getattr(layers, "tied", None)):
         settings = replace(settings, tied=tied)
-    for name, value in _decided_by(settings.plan).items() if settings.plan else ():
-        if name in keywords and keywords[name] != value:
-            raise InfeasibleError(
-                f"{name}={keywords[name]!r}: the plan decides it (leave one of the two out)"
-            )
+    if settings.plan is not None:
+        from zeropp.given import check_beside
+
+        check_beside(settings.plan, keywords)
     return settings
-
-
-def _decided_by(plan: Plan) -> dict[str, Any]:
-    """What a plan decides, by the names of the fields of ``Settings``."""
-    places = (plan, plan.layout, plan.schedule)
-    knobs = {
-        name: next(getattr(place, name) for place in places if hasattr(place, name))
-        for name in ("precision", *(each.name for each in fields(StepKnobs)))
-    }
-    return dict.fromkeys(("mesh", "weights", "cluster")) | knobs
 
 
 def _described(value: Any) -> object:
@@ -238,31 +244,3 @@ def _described(value: Any) -> object:
     if isinstance(value, Mapping):
         return {name: _described(inner) for name, inner in value.items()}
     return "a function" if callable(value) else value
-
-
-def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
-    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
-
-    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
-    placement numbers ranks as the mesh does.
-    """
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(_AXES):
-        raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {_AXES}")
-    sizes = {name: mesh.size(names.index(name)) for name in names}
-    for name in names:
-        if asked[name] not in (1, sizes[name]):
-            raise InfeasibleError(
-                f"{name}={asked[name]!r}: the mesh has it, too (leave one of them out)"
-            )
-    ranks = mesh.mesh.flatten().tolist()
-    for placement in get_args(Placement):
-        layout = Layout(**sizes, placement=placement)  # type: ignore[arg-type]
-        places = [layout.coordinates(rank) for rank in range(layout.world)]
-        numbered = sorted(range(layout.world), key=lambda r: [places[r][n] for n in names])  # type: ignore[index]
-        if ranks == numbered:
-            return {**sizes, "placement": placement}
-    raise InfeasibleError(
-        f"mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard) "
-        f"or (replicate, shard, pp); this mesh has {names} and ranks {ranks}"
-    )

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.cuts import cut_layers
+from zeropp.engine.engine import group_names
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan, SizedPlan
 from zeropp.settings import ParameterName, Settings
 from zeropp.shape import ModelShape
 from zeropp.step_plan import drafts, size_step
+from zeropp.training import OptimizerConfig
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
@@ -31,9 +33,10 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
     Raises InfeasibleError where the plan is not for so many layers or for other tied ones, or where
     batch and layers do not go together with the degrees.
     """
+    whole = whole_groups(settings, sizes)
     if settings.plan is None:
         parameters = [max(1, layer.parameters) for layer in sizes]
-        sized = cut_plan(size_layers(settings, sizes), settings, parameters)
+        sized = cut_plan(size_layers(settings, sizes, whole), settings, parameters)
         return next(drafts(sized)).complete()
     if settings.plan.cuts[-1] != len(sizes):
         raise InfeasibleError(
@@ -45,7 +48,23 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
             f"plan: has a parameter shared by the layers {settings.plan.sharing_pieces}, but tied= "
             f"names the layers {tied}"
         )
+    if settings.plan.whole_groups != whole:
+        raise InfeasibleError(
+            f"plan: updates the parameters of the optimizer groups {settings.plan.whole_groups} "
+            f"whole, but this optimizer needs it of {whole} (take a plan that was made with it)"
+        )
     return settings.plan
+
+
+def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, ...]:
+    """The groups whose parameters the optimizer needs whole; raises InfeasibleError for one that
+    cannot update parts of a model."""
+    if isinstance(settings.optimizer, OptimizerConfig):
+        return ()
+    from zeropp.engine.users_optimizer import try_optimizer
+
+    device = torch.device(settings.device or "cpu")
+    return try_optimizer(settings.optimizer, group_names(settings, sizes), device).whole
 
 
 def check_ranks(settings: Settings, num_ranks: int) -> None:
@@ -58,9 +77,11 @@ def check_ranks(settings: Settings, num_ranks: int) -> None:
         )
 
 
-def size_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
-    """The plan of a step without cuts and without an order of actions; raises InfeasibleError as
-    ``plan_layers`` does."""
+def size_layers(
+    settings: Settings, sizes: Sequence[LayerSizes], whole: tuple[str, ...]
+) -> SizedPlan:
+    """The plan of a step without cuts and without an order of actions; ``whole`` as
+    ``whole_groups`` gives it. Raises InfeasibleError as ``plan_layers`` does."""
     layout, cluster = settings.layout, settings.hardware
     if layout.pp * layout.chunks > len(sizes):
         raise InfeasibleError(
@@ -72,10 +93,11 @@ def size_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
         layout,
         shape_of(sizes),
         global_batch=settings.global_batch,
-        microbatch_size=len(settings.sample),
+        microbatch_size=settings.microbatch_rows,
         precision=settings.precision,
         hides_collectives=cluster is None or cluster.device.hides_collectives,
         tied_pieces=tuple(index for index, _ in settings.tied or ()),
+        whole_groups=whole,
     )
 
 

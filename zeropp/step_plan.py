@@ -29,9 +29,10 @@ def size_step(
     precision: Precision,
     hides_collectives: bool,
     tied_pieces: tuple[int, ...] = (),
+    whole_groups: tuple[str, ...] = (),
 ) -> SizedPlan:
     """The plan of a step of PP x ZeRO-3 (x replicas) without cuts and without an order of actions;
-    ``tied_pieces`` as in ``SizedPlan``.
+    ``tied_pieces`` and ``whole_groups`` as in ``SizedPlan``.
 
     Simple rules for what is ``auto``: units of as many microbatches as there are pipeline ranks,
     or of all where compute hides no collectives (on CPUs); a cap of a unit's activations; no
@@ -62,6 +63,7 @@ def size_step(
         activation_cap=cap,
         compile=knobs.compile,
         tied_pieces=tied_pieces,
+        whole_groups=whole_groups,
     )
 
 

@@ -63,7 +63,7 @@ class DeepSpeedKnobs:
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
-    compile: bool = False  # torch.compile every block
+    compile: bool | Auto = "auto"  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -99,7 +99,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         recomputed=recomputed_blocks(knobs.recompute_blocks, layout.pp),
         reduce_every="step",
         sum_dtype=sums,
-        compile=knobs.compile,
+        compile=if_auto(knobs.compile, False),
     )
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
@@ -238,6 +238,7 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
             placement=placement,
             recompute=recompute,
             recompute_blocks=blocks,
+            compile=if_auto(asked.compile, True),
         )
 
 

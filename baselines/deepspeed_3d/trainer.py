@@ -48,10 +48,12 @@ def build(
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
     if plan.layout.pp > 1:
-        from baselines.deepspeed_3d.pipeline import PipelineTrainer as Trainer
-    else:
-        from baselines.deepspeed_3d.ordinary import OrdinaryTrainer as Trainer
-    return Trainer(plan, optimizer, device, seed)
+        from baselines.deepspeed_3d.pipeline import PipelineTrainer
+
+        return PipelineTrainer(plan, optimizer, device, seed)
+    from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
+
+    return OrdinaryTrainer(plan, optimizer, device, seed)
 
 
 class DeepSpeedTrainer(ABC):
@@ -200,8 +202,8 @@ def _config(plan: Plan, parameters: int) -> dict[str, Any]:
 
     ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has
     (``runtime/zero/stage_1_and_2.py``); DeepSpeed's default of 5e8 takes 1.9 GiB for them in bf16,
-    and leaves a longer reduction for the end. In bf16, ``immediate_grad_update`` (DeepSpeed's default is
-    off) saves a copy of all gradients in 16 bits, and 8 of the 26 bytes per parameter that a
+    and leaves a longer reduction for the end. In bf16, ``immediate_grad_update`` (off by default)
+    saves a copy of all gradients in 16 bits, and 8 of the 26 bytes per parameter that a
     microbatch's gradients move.
     """
     program = program_named(plan.program)

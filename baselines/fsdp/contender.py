@@ -30,7 +30,7 @@ class FSDPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
     reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
-    compile: bool = False  # torch.compile every block
+    compile: bool | Auto = "auto"  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -54,7 +54,7 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
-        compile=knobs.compile,
+        compile=if_auto(knobs.compile, False),
     )
 
 
@@ -117,7 +117,12 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     ):
         yield at_degrees(
-            asked, degrees, recompute=recompute, recompute_blocks=blocks, reduce_every=fastest
+            asked,
+            degrees,
+            recompute=recompute,
+            recompute_blocks=blocks,
+            reduce_every=fastest,
+            compile=if_auto(asked.compile, True),
         )
 
 

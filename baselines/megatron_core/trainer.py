@@ -186,6 +186,8 @@ class MegatronTrainer:
             overlap_param_gather=layout.replicate_zero == 1,
         )
         # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
+        # Without a ``grad_sync_func`` each rank's reduction begins in its own last backward; with
+        # one all ranks would begin together, later (core/pipeline_parallel/schedules.py).
         chunks = [
             DistributedDataParallel(self._config, settings, model, disable_bucketing=index > 0)
             for index, model in enumerate(models)

@@ -68,7 +68,7 @@ class TorchPPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
-    compile: bool = False  # torch.compile every block
+    compile: bool | Auto = "auto"  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -125,7 +125,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
-        compile=knobs.compile,
+        compile=if_auto(knobs.compile, False),
     )
     if isinstance(knobs, TorchtitanKnobs) and layout.pp == 1:
         return _without_pipeline(plan, knobs)
@@ -269,7 +269,7 @@ def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
         )
     if schedule not in SPLIT_BACKWARD:
         return
-    if knobs.compile:
+    if knobs.compile is True:
         raise InfeasibleError(
             f"contender.compile={knobs.compile}: torch cannot split a compiled backward (use false)"
         )
@@ -327,6 +327,7 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
+                compile=if_auto(asked.compile, schedule not in SPLIT_BACKWARD),
             )
 
 
@@ -335,7 +336,7 @@ def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
     (``pipelining/schedules.py``: ``_check_torch_compile_compatibility``)."""
     if pp == 1:
         return ("1f1b",)
-    return UNSPLIT if asked.compile else SCHEDULES
+    return UNSPLIT if asked.compile is True else SCHEDULES
 
 
 SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))

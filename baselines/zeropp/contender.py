@@ -48,6 +48,7 @@ class ZeroppKnobs(StepKnobs):
 
     name: Literal["zeropp"] = "zeropp"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -58,6 +59,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, and those of
     ``size_step``. Raises InfeasibleError, whose message is one line.
     """
+    knobs = replace(knobs, compile=if_auto(knobs.compile, False))
     _refuse(task, knobs)
     plan = size_step(
         knobs,
@@ -127,6 +129,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 chunks=chunks,
                 recompute=recompute,
                 recompute_blocks=blocks,
+                compile=if_auto(asked.compile, point.task.shape.dropout == 0),
                 unit=if_auto(asked.unit, m),
                 activation_cap=m * chunks,
                 reduce_every=if_auto(asked.reduce_every, "step"),
@@ -155,9 +158,9 @@ def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int, ...]:
     )
 
 
-# At least two pipeline ranks, as ZeroPP would otherwise be FSDP; and at least two ranks per ZeRO-3
-# group, as it would otherwise be a zero-bubble pipeline without ZeRO-3.
-SPACE = Space(families=families, members=members, pipelines=(2, 0), shards=(2, 0))
+# With one pipeline rank ZeroPP is FSDP that gathers once per unit instead of once per microbatch. A
+# ZeRO-3 group has at least two ranks, as it would otherwise be a zero-bubble pipeline.
+SPACE = Space(families=families, members=members, shards=(2, 0))
 
 
 ZEROPP = Contender(

@@ -34,6 +34,7 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
+from benchmarks.records.recorded_spec import unchecked
 from benchmarks.specification.reading import adapter
 from zeropp.timeline import Provenance
 
@@ -259,6 +260,8 @@ def make_record(
     """The record of an attempt that has ended, from the events of its ranks if there were any;
     ``more`` are other fields of RunRecord."""
     fields = asdict(header) | measured(ranks or {}, header.plan, header.code_digest) | more
+    if ranks and (why := unchecked(spec)):
+        fields["notes"] = [*fields["notes"], f"not compared with one process as usual: {why}"]
     return RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec_id}/{attempt}",

@@ -197,6 +197,9 @@ def _run_ranks(
     processes = _start(watched.point.spec, directory, ranks, arguments, reader)
     try:
         return _wait(watched, processes, directory)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would leave ranks behind
+        raise
     finally:
         writer.close()
         _wait_all(processes, _POLL_S)

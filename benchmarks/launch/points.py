@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -69,28 +70,43 @@ def plan_point(spec: RunSpec) -> Point:
 
 
 def still_to_run(
-    points: Iterable[Point], runs_dir: Path, *, provenance: Provenance, variant: str, rerun: Rerun
+    points: Iterable[Point],
+    runs_dir: Path,
+    *,
+    provenance: Provenance,
+    variant: str,
+    rerun: Rerun,
+    repeats: int = 1,
 ) -> list[Point]:
     """The points to run: those that no record of this provenance and variant has settled.
 
     A point is settled by a success, and by a failure of its own (out of memory, an error), but not
     by an attempt that was interrupted from outside. ``rerun=failed`` also returns points without a
-    success, ``rerun=all`` returns every point.
+    success, ``rerun=all`` returns every point. A point that is to have several successes is
+    returned once for each that is missing. All of these are shuffled, so that a drift of the
+    machine meets every point alike.
     """
     if rerun == "all":
-        return list(points)
-    missing = []
+        return _shuffled(list(points) * repeats, repeats)
+    missing: list[Point] = []
     for point in points:
         alike = [
             record
             for record in records_of(point.spec, runs_dir)
             if (record.provenance, record.variant) == (provenance, variant)
         ]
-        has_success = any(record.status == "ok" for record in alike)
-        has_failed = rerun == "missing" and any(not record.interrupted for record in alike)
-        if not has_success and not has_failed:
-            missing.append(point)
-    return missing
+        successes = sum(record.status == "ok" for record in alike)
+        failed = any(record.status != "ok" and not record.interrupted for record in alike)
+        if not successes and not (failed and rerun == "missing"):
+            missing += [point] * repeats
+        elif successes:
+            missing += [point] * (repeats - successes)
+    return _shuffled(missing, repeats)
+
+
+def _shuffled(points: list[Point], repeats: int) -> list[Point]:
+    """The points, in another order if they are repeated, which is the same every time."""
+    return random.Random(0).sample(points, len(points)) if repeats > 1 else points
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:

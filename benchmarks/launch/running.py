@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.launch.attempt import Ending, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import LauncherOptions
 from benchmarks.launch.points import Point
-from benchmarks.records.metrics import peak_memory_gib
+from benchmarks.records.metrics import memory_text, peak_memory_gib
 from benchmarks.records.record import RunRecord
 from benchmarks.specification import progress as bars
 
@@ -96,7 +96,7 @@ def _outcome(record: RunRecord) -> str:
         words.append(f"loss {record.losses[-1]:.4f}")
     peak = peak_memory_gib(record)
     if peak is not None:
-        words.append(f"{peak[0]:.2f} GiB")
+        words.append(memory_text(peak[0]))
     kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
     if kernels:
         words.append(f"compute over its kernels {max(kernels):.3f}")

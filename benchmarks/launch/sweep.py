@@ -34,6 +34,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
+_RUN_KEYS |= {"repeats", "points"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
@@ -128,8 +129,11 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     anything is written, if a launcher refuses a point or an option, and LaunchError if it does not
     know what is under way."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
+    repeats = configs[0]["repeats"]
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
+    if not isinstance(repeats, int) or repeats < 1:
+        raise SpecError(f"repeats={repeats!r}: must be a whole number, at least 1")
     groups = _by_launcher(points, configs)
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
@@ -140,9 +144,11 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
                 if missing := CONTENDERS[contender].missing():
                     raise SpecError(missing)
         LAUNCHERS[options.kind].check(group, options)
+        if repeats > 1 and options.kind != "local":
+            raise SpecError(f"repeats={repeats}: only launcher=local runs a point more than once")
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
-        _launch_missing(group, options, runs_dir, rerun)
+        _launch_missing(group, options, runs_dir, rerun, repeats)
     if dry:
         return None
     check_writable("runs_dir", runs_dir)
@@ -152,21 +158,26 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
         try:
             with lock if options.kind in _LOCKED else nullcontext():
-                records += _launch_missing(group, options, runs_dir, rerun)
+                records += _launch_missing(group, options, runs_dir, rerun, repeats)
         except OSError as error:  # full or read-only: every point counts as missing
             records += _unwritten(group, options, error)
     return records
 
 
 def _launch_missing(
-    group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun
+    group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun, repeats: int
 ) -> list[RunRecord]:
     """Run what no record settles yet of points that share a launcher's options."""
     launcher = LAUNCHERS[options.kind]
     under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
     free = [point for point in group if point.spec.spec_id not in under_way]
     todo = still_to_run(
-        free, runs_dir, provenance=PROVENANCE[options.kind], variant=options.variant, rerun=rerun
+        free,
+        runs_dir,
+        provenance=PROVENANCE[options.kind],
+        variant=options.variant,
+        rerun=rerun,
+        repeats=repeats,
     )
     announce(group, todo, options.kind, len(group) - len(free))
     for spec_id in (point.spec.spec_id for point in group):

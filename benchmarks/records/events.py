@@ -1,9 +1,9 @@
 """The append-only file that each rank writes while it works: one JSON object per line.
 
 Every line is flushed when it is written, so that what was measured survives any kill. Events are
-``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``done``,
-and, at an early end, ``error``, ``oom`` or ``signal``. A rank that is traced without its peers
-writes ``lone_warmup``, ``lone_step``, ``compute`` and ``kernels``.
+``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``losses``,
+``done``, and, at an early end, ``error``, ``oom`` or ``signal``. A rank that is traced without its
+peers writes ``lone_warmup``, ``lone_step``, ``compute`` and ``kernels``.
 
 A reader leaves out lines that a kill, a full disk or a broken file system has damaged, and uses
 every complete line before and after them. ``measured`` is the one place where fields of a record
@@ -117,6 +117,7 @@ def measured(
     step_s, code = _slowest(ranks, "step"), _code_fields(ranks, launched_digest)
     return {
         "gate": _gate(first),
+        "loss_error": _loss_error(first),
         "losses": [event["loss"] for event in steps if "loss" in event],
         "grad_norms": [event["grad_norm"] for event in steps if "grad_norm" in event],
         "warmup_s": _slowest(ranks, "warmup"),
@@ -167,6 +168,11 @@ def _gate(events: Events) -> GateResult | None:
         return adapter(GateResult).validate_python(event) if event else None
     except ValidationError:
         return None
+
+
+def _loss_error(events: Events) -> float | None:
+    error = _last(events, "losses").get("error")
+    return float(error) if isinstance(error, _NUMBER) else None
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:

@@ -20,7 +20,8 @@ Values = NDArray[np.float64]
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
-MAX_SPREAD = 0.10  # a timing with a larger spread is called unstable, as in pyperf
+MAX_SPREAD = 0.10  # a median of samples that spread more is not relied on, as in pyperf
+LEAST_SAMPLES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,17 @@ class Summary:
     count: int
 
     @property
-    def unstable(self) -> bool:
-        """Whether the spread is too large, or the sample too small, to rely on the median."""
-        return self.count < 5 or self.spread > MAX_SPREAD
+    def agrees(self) -> bool:
+        """Whether there are several samples whose spread rounds to 0 %: nothing is in doubt."""
+        return self.count > 1 and self.spread < 0.005
+
+    @property
+    def doubt(self) -> str:
+        """Why the median cannot be relied on, as in ``spread 12.3 %`` or ``3 steps``; empty if it
+        can."""
+        if self.count < LEAST_SAMPLES and not self.agrees:
+            return f"{self.count} step{'s' * (self.count > 1)}"
+        return f"spread {100 * self.spread:.1f} %" if self.spread > MAX_SPREAD else ""
 
 
 def summarise(samples: Sequence[float]) -> Summary:
@@ -72,24 +81,6 @@ def _ratio(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Summ
         high=high,
         spread=max(_spread(top), _spread(bottom)),
         count=min(len(top), len(bottom)),
-    )
-
-
-def paired_ratio(ratios: Sequence[float]) -> Summary:
-    """The geometric mean of ratios, one per cell, with a bootstrap interval over the cells.
-
-    ``median`` holds the mean and ``spread`` the interquartile range divided by it. Raises
-    ValueError if there are no ratios.
-    """
-    if not ratios:
-        raise ValueError("no pairs to summarise")
-    logs = np.log(np.asarray(ratios, dtype=float))
-    means = np.exp(logs[_draws(len(logs), 0)].mean(axis=1))
-    low, high = _interval(means)
-    mean = float(np.exp(logs.mean()))
-    quartiles = np.percentile(np.exp(logs), [25, 75])
-    return Summary(
-        median=mean, low=low, high=high, spread=float(np.ptp(quartiles)) / mean, count=len(ratios)
     )
 
 
@@ -179,10 +170,15 @@ def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
     return None
 
 
+def memory_text(gib: float) -> str:
+    """A size in GiB as text, in MiB if it is below 1 GiB."""
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
+
+
 def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
     """What a step did, in one line of a log: step (counted from 1, warm-up included), loss (nats
     per token), gradient norm before clipping, tokens/s, model TFLOP/s and MFU per rank, and the
-    rank's peak memory so far in GiB and as a share of its device's. What the ``warmup`` or ``step``
+    rank's peak memory so far, also as a share of its device's. What the ``warmup`` or ``step``
     event or the specification does not say is left out."""
     warmup = " (warm-up)" if event["event"] == "warmup" else ""
     parts = [f"step {event['index'] + 1:4}{warmup}"]
@@ -193,11 +189,11 @@ def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
     step_s, peak, device = float(event["seconds"]), event.get("peak_bytes"), spec.cluster.device
     parts += [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
     if (tflops := model_tflops_per_gpu(spec, step_s)) is not None:
-        parts.append(f"{tflops:.4g} TFLOP/s")
+        parts.append(f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.4g} GFLOP/s")
     if (share := mfu(spec, step_s)) is not None:
         parts.append(f"MFU {share:.1%}")
     if peak is not None:
         gib = peak / 2**30
         of_device = "" if device.memory_gib is None else f" ({gib / device.memory_gib:.1%})"
-        parts.append(f"memory {gib:.2f} GiB{of_device}")
+        parts.append(f"memory {memory_text(gib)}{of_device}")
     return "  ".join(parts)

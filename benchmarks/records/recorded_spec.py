@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from benchmarks.records.record import RecordError
-from benchmarks.specification import SpecError
+from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.reading import validated
 from zeropp.literals import Auto
 from zeropp.shape import ModelShape
@@ -75,6 +75,7 @@ class RecordedSpec:
     precision: str
     microbatch_size: int | Auto = 1  # "auto" where no size was feasible
     data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -89,3 +90,13 @@ def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
         return validated(RecordedSpec, values, "spec")
     except SpecError as error:
         raise RecordError(str(error)) from None
+
+
+def unchecked(spec: Mapping[str, Any]) -> str:
+    """How a run was compared with one process less strictly than by default, in a few words that
+    every table and figure with this run shows; empty if it was not."""
+    measure = spec.get("measure") or {}
+    if measure.get("gate") is False:
+        return "measure.gate=false"
+    tolerance = measure.get("gate_tolerance", GATE_TOLERANCE)
+    return "" if tolerance == GATE_TOLERANCE else f"measure.gate_tolerance={tolerance:g}"

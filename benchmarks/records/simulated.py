@@ -74,9 +74,9 @@ def plan_record(
     setting: Mapping[str, Any] | None = None,
     predicted: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """The record of a contender's plan in a study: of one that was simulated, with its ``setting``
-    (the fields of its ``Candidate``) and what is ``predicted``, or, without both, of none that
-    fits.
+    """The record of the plan of a ``contender``, or of a row of a comparison, in a study: of one
+    that was simulated, with its ``setting`` (the fields of its ``Candidate``) and what is
+    ``predicted``, or, without both, of none that fits.
 
     ``bandwidth`` multiplies the inter-node bandwidth of the task's cluster. ``commit`` is as in
     tables, and ``words`` describe the plan, or say that there is none.
@@ -94,7 +94,8 @@ def plan_record(
         "precision": task.precision,
     }
     if setting is not None:
-        spec |= {"contender": setting["knobs"], "microbatch_size": setting["microbatch_size"]}
+        spec["contender"] = setting["knobs"] | {"name": contender}
+        spec["microbatch_size"] = setting["microbatch_size"]
     return RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=name,

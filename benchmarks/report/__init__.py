@@ -38,6 +38,7 @@ SECTIONS = {
     ),
     "Timelines": Section(figures=("timelines:step_timelines",)),
     "Loss": Section(figures=("charts:loss_curves",)),
+    "Attempts": Section({"attempts": "tables:attempts_table"}),
     "Evidence": Section(
         {"evidence": "evidence:evidence_table", "published": "evidence:published_table"},
         ("evidence:evidence_distance_figure", "evidence:published_figure"),
@@ -51,11 +52,14 @@ TABLES = {"paper": "tables:paper_table"} | {
 @dataclass(frozen=True)
 class Options:
     """Options of a report: the contender over which speed-ups are given, the knobs of the
-    configuration that ablations are ``against``, and whether to draw every timeline."""
+    configuration that ablations are ``against``, whether to draw every timeline, and the contenders
+    and columns of the paper's table (empty: all)."""
 
     base: str = "deepspeed_3d"
     against: Mapping[str, str] = field(default_factory=dict)
     timelines: bool = False
+    contenders: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
 DEFAULTS = Options()

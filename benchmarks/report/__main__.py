@@ -41,7 +41,13 @@ def main() -> int:
 
 def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
     """Write what was asked for; returns the exit status."""
-    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
+    options = Options(
+        arguments.base,
+        _knobs(arguments.against),
+        arguments.timelines,
+        tuple(arguments.contenders),
+        tuple(arguments.columns),
+    )
     if arguments.compare:
         from benchmarks.report.compare import write_comparison
 
@@ -100,6 +106,10 @@ def _parser() -> CommandParser:
     add("--against", default="", metavar="KNOBS", help=against)
     timelines = "draw and trace the timelines of every cell (slow)"
     add("--timelines", action="store_true", help=timelines)
+    chosen = "%s of the paper's table (all)"
+    add("--contenders", nargs="+", default=[], metavar="NAME", help=chosen % "contenders")
+    columns = "columns: tokens_per_s_per_gpu model_tflops_per_gpu mfu peak_gib speedup,"
+    add("--columns", nargs="+", default=[], metavar="NAME", help=chosen % columns)
     compare = "two sets of runs, before and after; exit status 1 if something became slower"
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
     out = "folder to write to (results/reports/latest, or results/reports/TABLE)"

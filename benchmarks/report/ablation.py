@@ -7,6 +7,7 @@ every knob that differs between them is a factor. All configurations are shown, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture
 from benchmarks.report.frame import CELL, default_knobs
-from benchmarks.report.speedup import speedup_of
+from benchmarks.report.speedup import SPEEDUP, speedup_of
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
 from benchmarks.specification import SpecError
 
@@ -27,7 +28,8 @@ _NAMES = ["change", "is_base", "knobs_text", *_GROUP, "on_cpu", "layout", "statu
 _NAMES += [
     f"{name}{end}" for name in ("step_s", "tokens_per_s_per_gpu") for end in ("", "_low", "_high")
 ]
-_NAMES += ["speedup", "speedup_low", "speedup_high", "unsure", "peak_gib", "memory_ratio"]
+_NAMES += ["speedup", "speedup_low", "speedup_high", "speedup_unsettled"]
+_NAMES += ["peak_gib", "memory_ratio"]
 
 
 def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
@@ -113,15 +115,15 @@ def ablation_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of ablations: throughput, speed-up and memory of every configuration and its
     base."""
     configurations = ablations(rows, options.against)
-    worker = display.worker_word(rows)
+    worker, memory = display.worker_word(rows), display.memory_unit(configurations["peak_gib"])
     columns = (
         *(column for column in key_columns(rows) if column.name != "basis"),
         Column("change", "change"),
         Column("layout", "configuration"),
         Column("step_s", "step [s]", form=display.seconds, interval=True, instead="status"),
         Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, interval=True),
-        Column("speedup", "over the base", form=display.ratio, interval=True, unsure="unsure"),
-        Column("peak_gib", "peak [GiB]", form=display.gib),
+        replace(SPEEDUP, head="over the base"),
+        Column("peak_gib", f"peak [{memory.name}]", form=memory.form),
         Column("memory_ratio", "peak over the base's", form=display.ratio),
         Column("reason", "note"),
         Column("is_base", "is the base", hidden=True),
@@ -151,12 +153,13 @@ def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
 
 def _panels(groups: list[pd.DataFrame]) -> Figure:
     heights = [len(group) + 1.5 for group in groups]
+    memory = display.memory_unit(peak for group in groups for peak in group["peak_gib"])
     mean = 0.3 * sum(heights) / len(heights) + 0.4
     figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
     for number, group in enumerate(groups):
         left, right = axes[2 * number : 2 * number + 2]
         _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
-        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=display.gib)
+        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=memory.form)
         first = group.iloc[0]
         contender = display.contender_label(first["contender"])
         left.set_title(
@@ -166,7 +169,7 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
         )
         right.set_yticklabels([])
     axes[-2].set_xlabel("throughput over the base's (tokens/s each)")
-    axes[-1].set_xlabel("peak memory over the base's (GiB)")
+    axes[-1].set_xlabel(f"peak memory over the base's ({memory.name})")
     return figure
 
 

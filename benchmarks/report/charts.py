@@ -7,7 +7,7 @@ bars of what a step's time is spent on and of the fullest rank's memory by kind.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,9 +97,9 @@ def panel_title(panel: pd.DataFrame) -> str:
 MAX_PANELS = 6  # nobody reads a figure with more
 
 _PEAKS = {
-    "allocated": "peak allocated, fullest {worker} [GiB]",
-    "resident": "peak resident above start,\nfullest {worker} [GiB]",
-    "predicted": "predicted peak, fullest {worker} [GiB]",
+    "allocated": "peak allocated, fullest {worker} [{unit}]",
+    "resident": "peak resident above start,\nfullest {worker} [{unit}]",
+    "predicted": "predicted peak, fullest {worker} [{unit}]",
 }
 
 
@@ -128,12 +128,15 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
     for suffix, evidence, group in by_evidence(best_or_failed(rows)):
         worker = display.worker_word(group)
         for kind, known in group[group["peak_gib"].notna()].groupby("memory_kind"):
-            label = _PEAKS[str(kind)].format(worker=worker)
+            unit = display.memory_unit(known["peak_gib"])
+            peaks = known.assign(peak=unit.scale * known["peak_gib"])
+            draw = partial(_bars, column="peak", form=unit.digits)
+            label = _PEAKS[str(kind)].format(worker=worker, unit=unit.name)
             yield Picture(
                 name=f"memory_{suffix}_{kind}",
                 caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}."
                 + _left_out(known),
-                figure=_panels(known, _PEAK, label),
+                figure=_panels(peaks, draw, label),
                 shown=style.shown(known),
             )
 
@@ -141,6 +144,11 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
 def _left_out(rows: pd.DataFrame) -> str:
     panels = rows.groupby(PANEL).ngroups
     return f" The first {MAX_PANELS} of {panels} panels." if panels > MAX_PANELS else ""
+
+
+def _drawn(rows: pd.DataFrame) -> list[pd.DataFrame]:
+    """The rows of every panel that is drawn."""
+    return [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
 
 
 def _panels(
@@ -151,7 +159,7 @@ def _panels(
     **inches: Any,
 ) -> Figure:
     """One panel per model and batch, each with a scale of its own, which ``label`` names."""
-    groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
+    groups = _drawn(rows)
     figure, axes = style.panels(len(groups), columns, **inches)
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
         draw(axis, panel)
@@ -193,7 +201,6 @@ def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: display.Form) ->
 
 
 _THROUGHPUT = partial(_bars, column="tokens_per_s_per_gpu", form=display.tokens)
-_PEAK = partial(_bars, column="peak_gib", form=display.gib)
 
 
 def _text(value: float, status: object, form: display.Form) -> str:
@@ -236,12 +243,14 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             if groups:
                 worker, kept = display.worker_word(group), groups[: style.COLUMNS]
                 more = f" {len(groups) - len(kept)} more series are left out."
+                lines = _lines_of([panel for _, panel in kept])
+                flops = " and model PFLOP/s" * ("model PFLOP/s" in lines)
                 yield Picture(
                     name=f"scaling_{kind}_{suffix}",
-                    caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second and model "
-                    f"PFLOP/s of the whole job, and throughput per {worker} over that at the "
-                    f"contender's smallest {worker} count." + more * (len(groups) > len(kept)),
-                    figure=_curves(kept),
+                    caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
+                    f"of the whole job, and throughput per {worker} over that at the contender's "
+                    f"smallest {worker} count." + more * (len(groups) > len(kept)),
+                    figure=_curves(kept, lines),
                     shown=style.shown(pd.concat([panel for _, panel in kept])),
                 )
 
@@ -252,11 +261,15 @@ def _title(panel: pd.DataFrame, key: str) -> str:
     return f"{display.model_label(panel['model'].iloc[0])}, {unit} {panel[key].iloc[0]:g}"
 
 
-def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
-    """One column of panels per series: throughput, PFLOP/s if known, efficiency."""
-    known = any(panel["model_tflops_per_gpu"].notna().any() for _, panel in groups)
-    on_cpu = all(panel["on_cpu"].all() for _, panel in groups)
-    lines = ["tokens/s", *(["model PFLOP/s"] if known and not on_cpu else []), "efficiency [%]"]
+def _lines_of(panels: Sequence[pd.DataFrame]) -> list[str]:
+    """The quantities that are drawn, one below the other: PFLOP/s if known, and not on CPUs."""
+    rows = pd.concat(panels)
+    flops = rows["model_tflops_per_gpu"].notna().any() and not rows["on_cpu"].all()
+    return ["tokens/s", *["model PFLOP/s"] * bool(flops), "efficiency [%]"]
+
+
+def _curves(groups: list[tuple[str, pd.DataFrame]], lines: Sequence[str]) -> Figure:
+    """One column of panels per series."""
     figure, flat = style.panels(
         len(lines) * len(groups), columns=len(groups), width=4.6, height=2.8
     )
@@ -317,8 +330,8 @@ def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
             yield Picture(
                 name=f"loss_{suffix}",
                 caption=f"Training loss, {evidence}: every contender of a panel, at the smallest "
-                "and the largest rank count, saw the same batches. Below, the distance from the "
-                "first curve of the panel: rounding, if all is well.",
+                "and the largest rank count, saw the same batches. Below, the distance from one of "
+                "them: rounding, if all is well.",
                 figure=_loss_curves(groups[: style.COLUMNS]),
                 shown=style.shown(pd.concat(groups[: style.COLUMNS])),
             )
@@ -331,10 +344,11 @@ def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
         extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves would overlap
         panel = panel[panel["num_gpus"].isin(extremes)]
         lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
-        base = np.asarray(lines[0]["losses"])
+        base, far = np.asarray(lines[0]["losses"]), list[tuple[float, float, str, str]]()
         for number, row in enumerate(lines):
             losses = np.asarray(row["losses"])
             look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
+            colour = style.colour(row["contender"])
             look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # the first is widest
             steps = np.arange(1, len(losses) + 1)
             upper.plot(steps, losses, alpha=0.8, **look)
@@ -342,15 +356,23 @@ def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
             error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
             if number:
                 lower.plot(steps[:shared], error, **(look | {"markevery": 1, "markersize": 3}))
+                far.append((float(shared), float(error[-1]), _name(row), colour))
         upper.set_title(panel_title(panel))
+        lower.set_title(f"distance from {_name(lines[0])}", loc="right", fontsize=8)
         lower.set_ylim(bottom=0)
+        style.label_ends(lower, far)
         lower.set_xlabel("step")
         for axis in (upper, lower):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         style.label_ends(upper, _ends(lines))
     top[0].set_ylabel("loss [nats/token]")
-    bottom[0].set_ylabel("relative distance\nfrom the first curve")
+    bottom[0].set_ylabel("relative distance of the loss")
     return figure
+
+
+def _name(row: pd.Series) -> str:
+    """The name of one curve of losses."""
+    return f"{display.contender_label(row['contender'])}, {row['num_gpus']} ranks"
 
 
 def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
@@ -446,12 +468,17 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     best = best[best["memory_by_kind"].map(len) > 0]
     for suffix, evidence, group in by_evidence(best):
         kind = "Traced" if group["evidence"].iloc[0] == "traced" else "Predicted"
-        label = f"tensors of the fullest {display.worker_word(group)} [GiB]"
+        totals = [top for panel in _drawn(group) for top in _highest_gib(panel)]
+        unit = display.memory_unit(totals)
+        label = f"tensors of the fullest {display.worker_word(group)} [{unit.name}]"
+        limit = "; the dashed line is what the device has" * any(map(_shows_limit, _drawn(group)))
         yield Picture(
             name=f"memory_by_kind_{suffix}",
             caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {evidence}; the dashed line is what the device has.{_diamond(group)}",
-            figure=_panels(group, _stacks, label, columns=2, width=6.0, height=3.8),
+            f"configurations {evidence}{limit}.{_diamond(group)}",
+            figure=_panels(
+                group, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
+            ),
             shown=style.shown(group),
         )
 
@@ -464,32 +491,54 @@ def _diamond(rows: pd.DataFrame) -> str:
     return (sentence + pages * ("resident" in kinds)) if kinds else ""
 
 
-def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
+def _predicted_gib(panel: pd.DataFrame) -> np.ndarray:
+    return np.array([sum(kinds.values()) / 2**30 for kinds in panel["memory_by_kind"]])
+
+
+def _measured_gib(panel: pd.DataFrame) -> np.ndarray:
+    """The measured peaks, NaN where there is only a prediction."""
+    measured = panel["memory_kind"] != "predicted"
+    return np.where(measured, panel["peak_gib"].astype(float), np.nan)
+
+
+def _highest_gib(panel: pd.DataFrame) -> np.ndarray:
+    """The larger one of prediction and measured peak."""
+    highest: np.ndarray = np.fmax(_predicted_gib(panel), _measured_gib(panel))
+    return highest
+
+
+def _shows_limit(panel: pd.DataFrame) -> bool:
+    """Whether the device's memory is known, and not so far above all bars that its line would
+    flatten them."""
+    return float(panel["memory_limit_gib"].iloc[0]) < 3 * _highest_gib(panel).max()
+
+
+def _stacks(axis: Axes, panel: pd.DataFrame, *, unit: display.Unit) -> None:
     order = style.ordered(panel["contender"])
     panel = panel.sort_values("contender", key=lambda names: names.map(order.index))
     panel = panel.sort_values("num_gpus", kind="stable")
     groups = panel["num_gpus"].rank(method="dense").to_numpy()
     places, bottom = np.arange(len(panel)) + 0.6 * groups, np.zeros(len(panel))
     for kind, (colour, hatch) in _MEMORY.items():
-        gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
-        if not gib.any():
+        sizes = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
+        if not sizes.any():
             continue
-        word = "gathered parameters" if kind == "unsharded" else kind
-        axis.bar(places, gib, 0.8, bottom, label=word, color=colour, hatch=hatch, edgecolor="white")
-        bottom += gib
-    measured = panel["memory_kind"] != "predicted"
-    peaks = np.where(measured, panel["peak_gib"].astype(float), np.nan)
-    if np.isfinite(peaks).any():
-        axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
-    highest = np.fmax(bottom, peaks)
+        word, heights = "gathered parameters" if kind == "unsharded" else kind, unit.scale * sizes
+        look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white"}
+        axis.bar(places, heights, 0.8, bottom, label=word, **look)
+        bottom += heights
+    predicted, measured = _predicted_gib(panel), _measured_gib(panel)
+    if np.isfinite(measured).any():
+        axis.plot(places, unit.scale * measured, "D", color="black", ms=4, label="measured peak")
     texts = [
-        f"measured {display.gib(peak)}\npredicted {display.gib(top)}"
+        f"measured {unit.form(peak)}\npredicted {unit.form(top)}"
         if np.isfinite(peak)
-        else display.gib(top)
-        for top, peak in zip(bottom, peaks, strict=True)
+        else unit.form(top)
+        for top, peak in zip(predicted, measured, strict=True)
     ]
-    _totals(axis, places, highest, texts)
-    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
+    turned = len(panel) > 6
+    _totals(axis, places, unit.scale * _highest_gib(panel), texts, turned=turned)
+    _limit(axis, panel, unit)
     names = [
         f"{display.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()
     ]
@@ -497,11 +546,13 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
         label.set_color(style.colour(contender))
     axis.set_xlabel(f"contender, {display.worker_word(panel)}s")
-    axis.margins(y=0.22)
+    axis.margins(y=0.6 if turned and np.isfinite(measured).any() else 0.22)
     axis.set_ylim(bottom=0)
 
 
-def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
+def _totals(
+    axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str], *, turned: bool
+) -> None:
     """Write every stack's total and measured peak above both, with a background so that they can be
     read where the limit's line crosses them."""
     for place, height, text in zip(places, heights, texts, strict=True):
@@ -513,26 +564,27 @@ def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str
             ha="center",
             va="bottom",
             fontsize=7.5,
-            rotation=90 if len(texts) > 6 else 0,
+            rotation=90 if turned else 0,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
         number.set_in_layout(False)
 
 
-def _limit(axis: Axes, limit: float, highest: float) -> None:
-    """Draw a line at the device's memory, unless it is far above the ``highest`` bar, which would
-    flatten all bars, or not known (NaN)."""
+def _limit(axis: Axes, panel: pd.DataFrame, unit: display.Unit) -> None:
+    """Draw a line at the device's memory, or say that it is not drawn; nothing where it is not
+    known."""
+    limit = float(panel["memory_limit_gib"].iloc[0])
     if np.isnan(limit):
         return
-    if limit < 3 * highest:
-        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
-        axis.annotate(
-            f"limit {limit:g} GiB",
-            (1.0, limit),
-            xycoords=axis.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize=8,
-        )
-    else:
+    if not _shows_limit(panel):
         axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
+        return
+    axis.axhline(unit.scale * limit, color="black", linestyle="--", linewidth=1)
+    axis.annotate(
+        f"limit {limit:g} GiB",
+        (1.0, unit.scale * limit),
+        xycoords=axis.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )

@@ -53,7 +53,7 @@ def write_comparison(
         return Comparison([], 0)
     made = comparison_table(changes)
     print_table(made, console)
-    counts = changes["verdict"].str.split(" (", regex=False).str[0].value_counts()
+    counts = changes["verdict"].str.split(":").str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     timed = changes[changes["ratio"].notna()]
     with report_folder(out) as folder:
@@ -112,8 +112,8 @@ def _change(old: pd.Series, new: pd.Series) -> dict[str, object]:
 
 
 def _verdict(ratio: Summary, *, measured: bool) -> str:
-    if measured and ratio.unstable:
-        return f"unstable (spread {ratio.spread:.0%}, n={ratio.count})"
+    if measured and ratio.doubt:
+        return f"unsettled: {ratio.doubt}"
     if ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < LEAST_CHANGE:
         return "no difference shown"
     return "faster" if ratio.median > 1.0 else "slower"
@@ -145,7 +145,7 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.hlines(places, shown["low"], shown["high"], color=colours, linewidth=2)
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
-        text = f"{display.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}"
+        text = f"{display.ratio(row['ratio'])} {row['verdict'].split(':')[0]}"
         style.beside(axis, row["high"], float(place), text)
     labels = [
         f"{display.model_label(str(r.model))}, {r.num_gpus}, "

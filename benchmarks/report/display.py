@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import pandas as pd
 
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import COMPARED, PRICED
 
 Form = Callable[[float], str]
 
@@ -21,8 +22,9 @@ _STATUS = {"oom": "OOM", "ok": "–"}
 
 
 def contender_label(name: str) -> str:
-    """The label of a contender in tables and figures: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
-    known = PRICED.get(name)
+    """The label of a contender, or of a row of the verdict, in tables and figures: ``DeepSpeed 3D``
+    for ``deepspeed_3d``."""
+    known = PRICED.get(name) or COMPARED.get(name)
     return known.label if known else name
 
 
@@ -50,8 +52,30 @@ def status_label(status: str) -> str:
 
 
 def worker_word(rows: pd.DataFrame) -> str:
-    """``GPU``, or ``rank`` if all rows ran on CPUs."""
-    return "rank" if len(rows) and bool(rows["on_cpu"].all()) else "GPU"
+    """``GPU``, or ``rank`` if some rows ran on CPUs."""
+    return "rank" if rows["on_cpu"].any() else "GPU"
+
+
+def unsettled(reasons: Iterable[str]) -> str:
+    """What the mark ``~`` says before numbers with these reasons for doubt, each of which may be
+    empty; empty if all are."""
+    told = " ".join(reasons)
+    kinds = {
+        "interval": "an interval that includes 1",
+        "spread": "a spread over 10 %",
+        "step": "fewer than 5 steps",
+    }
+    found = [words for kind, words in kinds.items() if kind in told]
+    return f"~ unsettled: {' or '.join(found)}" if found else ""
+
+
+def unchecked_note(rows: pd.DataFrame) -> str:
+    """The sentence on rows that were not compared with one process as usual; empty if all were."""
+    if "unchecked" not in rows or not (marked := rows[rows["unchecked"].fillna("") != ""]).size:
+        return ""
+    runs = marked.groupby("unchecked")["contender"].unique()
+    words = [f"{', '.join(map(contender_label, names))} ({why})" for why, names in runs.items()]
+    return f"NOT COMPARED with one process as usual: {'; '.join(words)}."
 
 
 def tokens(value: float) -> str:
@@ -59,9 +83,38 @@ def tokens(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def tflops(value: float) -> str:
-    """TFLOP/s per GPU: one decimal from 10 up, three significant digits below."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a whole column or axis, so that its numbers are neither tiny nor long."""
+
+    name: str
+    scale: float  # what a number in the column's own unit (GiB, TFLOP/s) is multiplied by
+    digits: Form  # how a number in this unit is written
+
+    def form(self, value: float) -> str:
+        """The text of a number that is in the column's own unit."""
+        return self.digits(self.scale * value)
+
+
+def memory_unit(gib: Iterable[float]) -> Unit:
+    """GiB, or MiB if all values (GiB, NaN if not known) are below 1 GiB."""
+    return Unit("GiB", 1.0, _gib) if _reaches_one(gib) else Unit("MiB", 1024.0, _mib)
+
+
+def flops_unit(tflops: Iterable[float]) -> Unit:
+    """TFLOP/s, or GFLOP/s if all values (TFLOP/s, NaN if not known) are below 1 TFLOP/s."""
+    large = _reaches_one(tflops)
+    return Unit("TFLOP/s", 1.0, _rounded) if large else Unit("GFLOP/s", 1000.0, _rounded)
+
+
+def _reaches_one(values: Iterable[float]) -> bool:
+    known = [value for value in values if not math.isnan(value)]
+    return not known or max(known) >= 1.0
+
+
+def _rounded(value: float) -> str:
+    """One decimal from 10 up, three significant digits below."""
+    return f"{value:.1f}" if value >= 10 else f"{value:#.3g}"
 
 
 def share(value: float) -> str:
@@ -69,11 +122,16 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def gib(value: float) -> str:
-    """GiB: one decimal from 10 up, three decimals below 1, two between."""
+def _gib(value: float) -> str:
+    """One decimal from 10 up, three decimals below 1, two between."""
     if value >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}" if value >= 0.9995 else f"{value:.3f}"
+
+
+def _mib(value: float) -> str:
+    """Whole MiB with commas from 10 up, one decimal below."""
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
 def ratio(value: float) -> str:

@@ -149,28 +149,30 @@ def evidence_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("evidence", "Kinds of evidence", columns, distances)
 
 
-def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per published measurement that was predicted; none if ``rows`` have no simulated
-    record.
+def published_errors(*more: str) -> pd.DataFrame:
+    """One row per published measurement that was predicted, with ``more`` columns of the table.
 
     Columns: ``source``, ``role`` (whether constants were fitted on it, a trait was adjusted to
-    it, or neither), ``quantity`` (speed or memory) and ``error`` = simulated / published - 1.
+    it, or neither), ``program``, ``device``, ``quantity`` (speed or memory) and ``error`` =
+    simulated / published - 1.
     """
-    if "simulated" not in set(rows["evidence"]):
-        return pd.DataFrame(columns=["source", "role", "quantity", "error"])
-    columns = ["source", "role", "metric", "unit", "relative_error", "first_of_run"]
+    named = ["source", "role", "program", "device", *more]
+    columns = [*named, "metric", "unit", "relative_error", "first_of_run"]
     table = pd.read_csv(VALIDATION, usecols=columns)
     table = table[(table["first_of_run"] == "yes") & (table["unit"] != "yes/no")]
     memory, duration = (table["metric"].str.contains(word) for word in ("memory", "_time"))
     error = table["relative_error"]
-    return pd.DataFrame(
-        {
-            "source": table["source"],
-            "role": table["role"].str.replace("_", " "),
-            "quantity": np.where(memory, "memory", "speed"),
-            "error": np.where(duration, 1 / (1 + error) - 1, error),  # errors of speed, not time
-        }
+    return table[named].assign(
+        role=table["role"].str.replace("_", " "),
+        quantity=np.where(memory, "memory", "speed"),
+        error=np.where(duration, 1 / (1 + error) - 1, error),  # errors of speed, not time
     )
+
+
+def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
+    """``published_errors``; none if ``rows`` have no simulated record."""
+    errors = published_errors()
+    return errors if "simulated" in set(rows["evidence"]) else errors.iloc[:0]
 
 
 def published_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.records.losses import Losses, apart_from_others
 from benchmarks.records.metrics import (
     mfu,
     model_tflops_per_gpu,
@@ -24,8 +27,9 @@ from benchmarks.records.record import (
     find_records,
     read_record,
 )
-from benchmarks.records.recorded_spec import RecordedSpec, read_spec
+from benchmarks.records.recorded_spec import RecordedSpec, read_spec, unchecked
 from benchmarks.records.simulated import TABLE, read_table
+from benchmarks.report.repeats import with_repeats
 from benchmarks.specification.contenders import PRICED
 from zeropp.price import parameter_count
 
@@ -154,6 +158,8 @@ class Derived:
     path: str
     samples_step_s: list[float]
     data_seed: str
+    trained: str  # what losses depend on but for the contender; empty where masks are drawn
+    unchecked: str  # how the gate was left out or loosened; empty if it was not
     has_spans: bool
     is_lone: bool
     memory_by_kind: dict[str, int]  # of the fullest rank, in bytes
@@ -162,7 +168,10 @@ class Derived:
     memory_kind: str
     source: dict[str, Any]
     spread: float
-    unstable: bool
+    steps_unsettled: str  # why the median of its steps cannot be relied on; empty if it can
+    runs: int  # that the row is the median of
+    run_spread: float  # of the logarithm of a run's time, over all repeated configurations
+    run_freedom: int
     step_s: float  # the median; this and the rates with the ends of 95 % intervals if measured
     step_s_low: float
     step_s_high: float
@@ -177,6 +186,7 @@ class Derived:
     mfu_high: float
 
 
+_TIMED = ("step_s", "tokens_per_s", "model_tflops", "mfu")  # how columns of speed begin
 # Fields of a record that are no columns: tables that need one of these read the record again.
 _LEFT_OUT = {"spec", "plan", "gate", "ranks", "spans", "predicted", "slurm", "notes"}
 _RECORDED = [column.name for column in fields(RunRecord) if column.name not in _LEFT_OUT]
@@ -206,6 +216,8 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         path=path,
         samples_step_s=record.step_s,
         data_seed=f"{spec.data} {spec.seed}",
+        trained=_trained(spec),
+        unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
         has_spans=bool(record.spans),
         is_lone="lone_step_s" in record.predicted,
         memory_by_kind=_fullest(record.predicted.get("memory", planned)),
@@ -213,9 +225,33 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         peak_gib=peak,
         memory_kind=kind,
         source=source_of(record),
+        runs=1,
+        run_spread=math.nan,
+        run_freedom=0,
         **_throughput(record, spec),
     )
     return {name: getattr(record, name) for name in _RECORDED} | vars(derived)
+
+
+def _trained(spec: RecordedSpec) -> str:
+    sizes = {k: v for k, v in spec.model.sizes.items() if k != "sizes"}
+    same = [sizes, spec.data, spec.seed, spec.optimizer, spec.global_batch, spec.precision]
+    return "" if sizes.get("dropout") else json.dumps(same, sort_keys=True)
+
+
+def _fail_what_leaves_the_band(rows: list[dict[str, Any]]) -> None:
+    """Make failures of runs whose losses are not those of the other contenders."""
+    fine = [row for row in rows if row["status"] == "ok" and row["losses"] and row["trained"]]
+    runs = [Losses(r["trained"], r["contender"], r["precision"], r["losses"]) for r in fine]
+    for place, why in apart_from_others(runs).items():
+        fine[place] |= {
+            "status": "failed",
+            "reason": why,
+            "samples_step_s": [],
+            "steps_unsettled": "",
+        }
+        timed = [name for name in fine[place] if name.startswith(_TIMED)]
+        fine[place] |= dict.fromkeys([*timed, "spread"], math.nan)
 
 
 def _throughput(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
@@ -223,12 +259,12 @@ def _throughput(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     for a failure."""
     measured = record.provenance == "measured"
     low = median = high = spread = math.nan
-    unstable = False
+    unsettled = ""
     if record.status == "ok" and record.step_s:
         time = summarise(record.step_s)
-        median, spread, unstable = time.median, time.spread, time.unstable and measured
+        median, spread, unsettled = time.median, time.spread, time.doubt if measured else ""
         low, high = (time.low, time.high) if measured else (math.nan, math.nan)
-    columns: dict[str, Any] = {"spread": spread, "unstable": unstable}
+    columns: dict[str, Any] = {"spread": spread, "steps_unsettled": unsettled}
     # The ends of a rate's interval are those of the step time, the other way round.
     for end, step, slow in (("", median, median), ("_low", low, high), ("_high", high, low)):
         columns[f"step_s{end}"] = step
@@ -268,6 +304,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 rows += _rows_in(path) if path.suffix == ".csv" else [_row_at(path)]
             except RecordError as error:
                 skipped.append(str(error))
+    _fail_what_leaves_the_band(rows)
     columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
     frame = pd.DataFrame(rows, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
@@ -287,6 +324,9 @@ def _row_at(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: {error}") from None
 
 
+_ATTEMPT = ["record_id", "status", "reason", "ended_at", "source"]
+
+
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows sorted by model size, then by the other columns of a cell, then by contender."""
     keys = ["evidence", "basis", "parameters", *CELL[:-2], "contender"]
@@ -295,11 +335,21 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows for tables: per cell, contender and configuration the latest success, or the latest
-    attempt if none succeeded."""
+    attempt if none succeeded. Runs of a configuration with the same files are one row, with their
+    median. The column ``unsuccessful`` has the other attempts that did not succeed, each as a
+    mapping of its ``_ATTEMPT`` columns."""
     ranked = frame.assign(_ok=frame["status"] == "ok")
     ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
-    kept = ranked.drop_duplicates([*CELL, "contender", "layout"], keep="last")
-    return in_order(kept.drop(columns="_ok"))
+    keys = [*CELL, "contender", "layout"]
+    kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
+    others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
+    others = others[~others["_ok"]].set_index(keys)
+    unsuccessful: dict[Any, list[dict[str, Any]]] = {}
+    for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
+        unsuccessful.setdefault(key, []).append(attempt)
+    named = kept[keys].itertuples(index=False, name=None)
+    kept = kept.assign(unsuccessful=[unsuccessful.get(key, []) for key in named])
+    return in_order(with_repeats(kept, frame, keys))
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
@@ -331,4 +381,7 @@ def notes_of(rows: pd.DataFrame) -> list[str]:
         f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
         "(slurm.neighbours in their records)"
     )
-    return [*filter(None, caveats)] + [beside] * bool(shared.any())
+    attempts = [attempt["status"] for others in rows["unsuccessful"] for attempt in others]
+    counts = ", ".join(f"{number} {status}" for status, number in Counter(attempts).items())
+    hidden = f"{counts}: other attempts at configurations shown here (table: attempts)"
+    return [*filter(None, caveats)] + [beside] * bool(shared.any()) + [hidden] * bool(attempts)

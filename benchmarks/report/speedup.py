@@ -12,50 +12,51 @@ import pandas as pd
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from benchmarks.records.metrics import Summary, paired_ratio, ratio_of_medians
+from benchmarks.records.metrics import Summary, ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.repeats import ratio_of_repeats
 from benchmarks.report.table import Column, Table, key_columns, table
 
+SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 MAX_LINES = 16  # lines of a map; the table has all
-_PAIR = ["speedup", "speedup_low", "speedup_high", "unsure", "doubts", "memory_ratio"]
+_PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
 _PAIR += ["base_record", "base_status"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
 
-def doubts(ratio: Summary) -> list[str]:
-    """The reasons why samples do not settle a measured ratio; empty if they do."""
-    reasons = []
-    if ratio.unstable:
-        reasons.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
-    if ratio.low <= 1.0 <= ratio.high:
-        reasons.append("interval includes 1: no difference shown")
-    return reasons
+def _doubts(ratio: Summary) -> str:
+    """The reasons why samples leave a measured ratio unsettled; empty if they do not."""
+    if ratio.agrees:
+        return ""
+    includes = "interval includes 1" if ratio.low <= 1.0 <= ratio.high else ""
+    return ", ".join(filter(None, (ratio.doubt, includes)))
 
 
 def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
     """The ``speedup`` of a row over its base, with ``speedup_low`` and ``speedup_high`` if both
-    were measured; ``unsure`` says whether there are doubts, which ``doubts`` has as text. The base
-    itself has none. ``memory_ratio`` is known where both peaks are of the same kind."""
+    were measured; ``speedup_unsettled`` has the reasons for doubt, of which the base itself has
+    none. ``memory_ratio`` is known where both peaks are of the same kind."""
     same_kind = row["memory_kind"] == base["memory_kind"]
     fields = {
         **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
-        "unsure": False,
-        "doubts": "",
+        "speedup_unsettled": "",
         "memory_ratio": row["peak_gib"] / base["peak_gib"] if same_kind else math.nan,
     }
     if not row["samples_step_s"] or not base["samples_step_s"]:
         return fields
     if row["record_id"] == base["record_id"]:
         return fields | {"speedup": 1.0}
-    ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+    if min(row["runs"], base["runs"]) > 1:
+        ratio = ratio_of_repeats(base, row)
+    else:
+        ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
     fields["speedup"] = ratio.median
     if row["evidence"] == "measured":
-        why = doubts(ratio)
         fields |= {"speedup_low": ratio.low, "speedup_high": ratio.high}
-        fields |= {"unsure": bool(why), "doubts": "; ".join(why)}
+        fields["speedup_unsettled"] = _doubts(ratio)
     return fields
 
 
@@ -66,7 +67,8 @@ def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     bases = {tuple(row[key] for key in CELL): row for row in fastest}
     lines: list[dict[Any, Any]] = []
     for row in rows.to_dict("records"):
-        lines.append(row | {"speedup": math.nan, "base_record": None, "base_status": None})
+        lines.append(row | {"speedup": math.nan, "speedup_unsettled": ""})
+        lines[-1] |= {"base_record": None, "base_status": None}
         if base_row := bases.get(tuple(row[key] for key in CELL)):
             status = {"base_record": base_row["record_id"], "base_status": base_row["status"]}
             lines[-1] |= speedup_of(row, base_row) | status
@@ -83,35 +85,34 @@ def paired_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
 
 def speedup_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of speed-ups of each contender's fastest configuration over the base's in the same
-    cell, with the geometric mean over cells per kind of evidence and cluster."""
+    cell, with the median of cells per kind of evidence and cluster."""
     pairs = paired_speedups(rows, options.base)
     columns = (
-        *key_columns(pairs),
-        Column("speedup", "speed-up", form=display.ratio, interval=True, unsure="unsure"),
+        *key_columns(rows),
+        SPEEDUP,
         Column("memory_ratio", "peak memory ratio", form=display.ratio),
-        Column("doubts", "note"),
+        Column("note", "note"),
     )
     over = display.contender_label(options.base)
     caption = f"Each contender's fastest configuration over the fastest of {over} in the same cell."
     grouped = pairs.groupby(["evidence", "basis", "cluster", "contender"], sort=True)
-    means = [_mean_of(group) for _, group in grouped if len(group) > 1]
-    data = pd.concat([pairs, pd.DataFrame(means)]) if means else pairs
+    medians = [_median_of(group) for _, group in grouped if len(group) > 1]
+    notes = [f"unsettled: {why}" * bool(why) for why in pairs["speedup_unsettled"]]
+    pairs = pairs.assign(note=notes)
+    data = pd.concat([pairs, pd.DataFrame(medians)]) if medians else pairs
     return table("speedup", f"Speed-up over {over}", columns, data, caption=caption)
 
 
-def _mean_of(group: pd.DataFrame) -> dict[str, object]:
-    mean, unsure = paired_ratio(list(group["speedup"])), int(group["unsure"].sum())
-    measured = group["evidence"].iloc[0] == "measured"
+def _median_of(group: pd.DataFrame) -> dict[str, object]:
+    speedups, unsettled = group["speedup"].astype(float), group["speedup_unsettled"].ne("").sum()
+    note = f"{display.ratio(speedups.min())} to {display.ratio(speedups.max())}"
     same = {key: group[key].iloc[0] for key in ("evidence", "basis", "cluster", "contender")}
     return same | {
         "records": "",
-        "model": f"mean of {len(group)} cells",
-        "speedup": mean.median,
-        "speedup_low": mean.low if measured else None,
-        "speedup_high": mean.high if measured else None,
-        "unsure": 2 * unsure > len(group),
-        "doubts": "geometric mean of the pairs, interval over the pairs"
-        + (f"; {unsure} of them unsure" if unsure else ""),
+        "model": f"median of {len(group)} cells",
+        "speedup": speedups.median(),
+        "speedup_unsettled": "",
+        "note": note + f", {unsettled} of them unsettled" * bool(unsettled),
     }
 
 
@@ -135,20 +136,18 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
             yield Picture(
                 name=f"speedup_{contender}_{suffix}",
                 caption=f"Throughput of {label} over {over} in the same cell, {evidence}. Above 1 "
-                f"{label} is faster" + _doubts(group),
+                f"{label} is faster" + _brackets(contender_rows),
                 figure=_map(shown, f"{label} over {over}, × throughput", reach),
                 shown=style.shown(contender_rows),
             )
 
 
-def _doubts(rows: pd.DataFrame) -> str:
+def _brackets(rows: pd.DataFrame) -> str:
     """The caption's words on intervals and doubts, for maps of measured ratios."""
     if rows["evidence"].iloc[0] != "measured":
         return "."
-    return (
-        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
-        "whose samples spread too far to say."
-    )
+    legend = display.unsettled(rows["speedup_unsettled"])
+    return "; in brackets the 95 % bootstrap interval." + f" {legend}." * bool(legend)
 
 
 def _cell_text(row: Mapping[Any, Any], over: str) -> str:
@@ -157,7 +156,7 @@ def _cell_text(row: Mapping[Any, Any], over: str) -> str:
         return display.status_label(row["status"])
     if row["base_status"] != "ok":
         return f"{over}\n{display.status_label(row['base_status'])}"
-    number = ("~" if row["unsure"] is True else "") + display.ratio(row["speedup"])
+    number = "~" * bool(row["speedup_unsettled"]) + display.ratio(row["speedup"])
     low, high = row["speedup_low"], row["speedup_high"]
     return number if np.isnan(low) else f"{number}\n[{display.ratio(low)}, {display.ratio(high)}]"
 
@@ -201,11 +200,10 @@ _HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision", "evide
 def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest.
 
-    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
-    marks a speed-up that its samples do not settle (``doubts``).
+    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians.
     """
     compared = with_speedups(rows, options.base)
-    worker = display.worker_word(rows)
+    worker, memory = display.worker_word(rows), display.memory_unit(rows["peak_gib"])
     keys = {column.name: column for column in key_columns(rows)}
     columns = (
         *(keys[name] for name in _HEADLINE),
@@ -213,12 +211,14 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("layout", "configuration"),
         Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, instead="status"),
         Column("mfu", "MFU", form=display.share),
-        Column("peak_gib", "GiB", form=display.gib),
-        Column("speedup", "speed-up", form=display.ratio, interval=True, unsure="unsure"),
+        Column("peak_gib", memory.name, form=memory.form),
+        SPEEDUP,
     )
     over = f"Speed-up over {display.contender_label(options.base)}. "
     over *= bool(compared["speedup"].notna().any())
-    caption = f"{over}GiB is the peak of the fullest {worker}."
+    caption = f"{over}{memory.name}: peak of the fullest {worker}."
+    if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:
+        caption += f" Medians over {runs.min()} runs or more; 95 % of next runs are in the ranges."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
         caption += f" Default degrees: {', '.join(map(display.contender_label, untuned))}."
@@ -247,19 +247,27 @@ def _answer(pairs: pd.DataFrame) -> str:
     by_contender = [cells for _, cells in pairs.groupby("over")]
     first, *rest = sorted(by_contender, key=lambda cells: cells["speedup"].median())
     over = display.contender_label(first["over"].iloc[0])
-    low, middle, high = (display.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
-    unsure = int(first["unsure"].eq(True).sum())
-    doubt = f", {unsure} of them unsettled" if unsure else ""
-    sentence = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
-    sentence += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
+    middle = display.ratio(float(first["speedup"].median()))
+    sentence = f"{where}: ZeroPP trains {middle} times as fast as {over} {_cells(first)}"
+    sentence += f"{_memory(first)}."
     if rest:
         words = [
             f"{display.contender_label(cells['over'].iloc[0])} "
             f"{display.ratio(cells['speedup'].median())}"
             for cells in rest
         ]
-        sentence += f" In the median over the others: {', '.join(words)}."
+        sentence += f" Over the others, in the median: {', '.join(words)}."
     return sentence
+
+
+def _cells(pairs: pd.DataFrame) -> str:
+    """Of which cells a speed-up is the median, with their range and how many are unsettled."""
+    doubts = [why for why in pairs["speedup_unsettled"] if why]
+    if len(pairs) == 1:
+        return "in one cell" + "".join(f" (unsettled: {why})" for why in doubts)
+    low, high = display.ratio(pairs["speedup"].min()), display.ratio(pairs["speedup"].max())
+    more = f", {len(doubts)} of them unsettled" * bool(doubts)
+    return f"in the median of {len(pairs)} cells ({low} to {high}{more})"
 
 
 def _memory(pairs: pd.DataFrame) -> str:

@@ -177,6 +177,7 @@ def shown(rows: pd.DataFrame) -> str:
         names = rows[rows["default_degrees"].eq(True)]["contender"]
         labels = [display.contender_label(name) for name in ordered(names)]
         parts += [f"default degrees: {', '.join(labels)}"] if labels else []
+    parts += filter(None, [display.unchecked_note(rows)])
     return " · ".join(parts)
 
 

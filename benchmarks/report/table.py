@@ -25,6 +25,7 @@ from benchmarks.report import display
 from benchmarks.report.display import Form, is_missing
 
 MISSING = "–"
+_WORDS_WIDTH = 22  # columns of text are not folded to fewer letters
 _LABELS = {
     "model": display.model_label,
     "cluster": display.cluster_label,
@@ -72,7 +73,7 @@ class Column:
     form: Form | None = None  # how a number becomes text; None: the column is text
     interval: bool = False  # show name_low and name_high if they are known
     instead: str = ""  # name of a column of statuses, one of which is shown for a missing number
-    unsure: str = ""  # name of a column of booleans; true puts a "~" before the number
+    unsettled: bool = False  # put a "~" before the number where name_unsettled has a reason
     is_key: bool = False  # names the row, and moves into the caption if it never varies
     hidden: bool = False  # is in the files of numbers, but not in the text
 
@@ -80,7 +81,8 @@ class Column:
     def stored(self) -> list[str]:
         """The names of the columns of numbers that this column shows."""
         ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
-        return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
+        marks = [f"{self.name}_unsettled"] * self.unsettled
+        return [self.name, *ends, *filter(None, [self.instead]), *marks]
 
     def cell(self, row: Mapping[str, Any]) -> TextCell:
         """The cell of this column in one row."""
@@ -94,7 +96,7 @@ class Column:
         if self.interval and not is_missing(row[f"{self.name}_low"]):
             ends = (self.form(row[f"{self.name}_{end}"]) for end in ("low", "high"))
             text += f" [{', '.join(ends)}]"
-        mark = "~" if self.unsure and row[self.unsure] is True else ""
+        mark = "~" if self.unsettled and row[f"{self.name}_unsettled"] else ""
         return TextCell(mark + text, sort=float(value))
 
 
@@ -124,10 +126,13 @@ class Table:
         constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
         shown = [c for c in visible if c not in constant]
         keys = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
+        marked = [c.name for c in shown if c.unsettled]
+        legend = display.unsettled(row[f"{name}_unsettled"] for name in marked for row in rows)
+        told = (self.caption, f"{legend}." * bool(legend), f"All rows: {keys}." * bool(keys))
         return Grid(
             name=self.name,
             title=self.title,
-            caption=" ".join(filter(None, (self.caption, f"All rows: {keys}." if keys else ""))),
+            caption=" ".join(filter(None, told)),
             heads=tuple(c.head for c in shown),
             numeric=tuple(c.form is not None for c in shown),
             rows=tuple(tuple(c.cell(row) for c in shown) for row in rows),
@@ -150,9 +155,10 @@ def table(
     of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
     missing = {column: None for column in wanted if column not in data}
-    return Table(
+    made = Table(
         name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
     )
+    return replace(made, notes=(*made.notes, *filter(None, [display.unchecked_note(data)])))
 
 
 def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
@@ -286,8 +292,8 @@ def _escaped(text: str) -> str:
     return "".join(c if " " <= c <= "ÿ" else "?" for c in known)
 
 
-def rich_table(grid: Grid) -> RichTable:
-    """The table for the terminal."""
+def rich_table(grid: Grid, widths: Sequence[int]) -> RichTable:
+    """The table for the terminal, with columns of these widths."""
     table = RichTable(
         title=Text(grid.title),
         title_justify="left",
@@ -306,24 +312,48 @@ def rich_table(grid: Grid) -> RichTable:
             Text(text),
             justify="right" if grid.numeric[index] else "left",
             no_wrap=grid.numeric[index],
+            width=widths[index],
         )
     for row in grid.rows:
         table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in row))
     return table
 
 
-def fits(grid: Grid, console: Console) -> bool:
-    """Whether the terminal is wide enough to show every cell in one line."""
-    widths = [
-        max(len(head), *(len(row[i].text) for row in grid.rows)) if grid.rows else len(head)
-        for i, head in enumerate(grid.heads)
-    ]
-    return sum(widths) + len(widths) - 1 <= console.width
+def _width(grid: Grid, index: int) -> int:
+    """The width of a column without a folded cell."""
+    return max(len(line) for text in _texts(grid, index) for line in text.split("\n"))
+
+
+def _least_width(grid: Grid, index: int) -> int:
+    """The width down to which a column may be folded: that of its numbers, or of a few words."""
+    if grid.numeric[index]:
+        return _width(grid, index)
+    longest = max(len(word) for text in _texts(grid, index) for word in ["", *text.split()])
+    return max(longest, min(_width(grid, index), _WORDS_WIDTH))
+
+
+def _texts(grid: Grid, index: int) -> list[str]:
+    return [grid.heads[index], *(row[index].text for row in grid.rows)]
+
+
+def _widths(grid: Grid, room: int) -> list[int]:
+    """The widths of the columns in a terminal of ``room`` letters: of those of text, which may be
+    folded, the first ones get what they need. Empty if even the least widths do not fit."""
+    widths = [_least_width(grid, index) for index in range(len(grid.heads))]
+    spare = room - sum(widths) - 2 * len(widths)  # a space stands on both sides of a column
+    if spare < 0:
+        return []
+    for index, width in enumerate(widths):
+        more = min(spare, _width(grid, index) - width)
+        widths[index] += more
+        spare -= more
+    return widths
 
 
 def print_table(made: Table, console: Console, most: int = 60) -> None:
-    """Print the first rows of a table with all of their text: if the terminal is too narrow,
-    configurations and intervals move to a second line. One row is printed as ``key: value``."""
+    """Print the first rows of a table with all of their text. If the terminal is too narrow,
+    configurations and intervals move to a second line, and if that is still too wide, every row is
+    a paragraph. One row is printed as ``key: value``."""
     grid = made.grid()
     if len(grid.rows) < 2:
         pairs = zip(grid.heads, *grid.rows, strict=True) if grid.rows else []
@@ -332,9 +362,31 @@ def print_table(made: Table, console: Console, most: int = 60) -> None:
         console.print(text, markup=False, highlight=False)
         return
     shown = replace(grid, rows=grid.rows[:most])
-    console.print(rich_table(shown if fits(shown, console) else _narrowed(shown)))
+    whole = [_width(shown, index) for index in range(len(grid.heads))]
+    if _widths(shown, console.width) == whole:
+        console.print(rich_table(shown, whole))
+    elif widths := _widths(narrow := _narrowed(shown), console.width):
+        console.print(rich_table(narrow, widths))
+    else:
+        _print_paragraphs(shown, console)
     if len(grid.rows) > most:
         console.print(f"... {len(grid.rows) - most} more rows are in the files", highlight=False)
+
+
+def _print_paragraphs(grid: Grid, console: Console) -> None:
+    """Print every row as what names it, and below it what is known of it."""
+    console.print(Text(f"{grid.title}\n", style="bold"))
+    for row in grid.rows:
+        known = [
+            cell.text if index < grid.keys and not grid.numeric[index] else f"{head}: {cell.text}"
+            for index, (head, cell) in enumerate(zip(grid.heads, row, strict=True))
+            if cell.text not in ("", MISSING)
+        ]
+        names = sum(cell.text not in ("", MISSING) for cell in row[: grid.keys])
+        console.print(Text(", ".join(known[:names])))
+        for line in _lines("; ".join(known[names:]), console.width - 4):
+            console.print(Text(f"    {line}"))
+    console.print(Text("\n" + " ".join((grid.caption, *grid.notes)).strip()))
 
 
 def _narrowed(grid: Grid) -> Grid:
@@ -344,22 +396,28 @@ def _narrowed(grid: Grid) -> Grid:
     moved = dict.fromkeys(range(1, grid.keys), 0)
     place = heads.index("contender") if "contender" in heads else None
     for index, head in enumerate(heads):
-        if head in ("configuration", "layout"):
+        if index and head in ("configuration", "layout"):
             moved[index] = 0 if place is None or place in moved else place
     kept = [index for index in range(len(heads)) if index not in moved]
     rows = []
     for row in grid.rows:
         texts = [cell.text.replace(" [", "\n[") for cell in row]
         for place in sorted(set(moved.values())):
-            below = " ".join(row[index].text for index, to in moved.items() if to == place)
+            names = (row[index].text for index, to in moved.items() if to == place)
+            below = " ".join(name for name in names if name != MISSING)
             texts[place] += f"\n {below}"
         rows.append(tuple(replace(row[index], text=texts[index]) for index in kept))
     if grid.keys > 1:
         heads[0] += "\n " + " ".join(heads[1 : grid.keys])
     return replace(
         grid,
-        heads=tuple(textwrap.fill(heads[i], 14) if grid.numeric[i] else heads[i] for i in kept),
+        heads=tuple("\n".join(_lines(heads[i], 14)) if grid.numeric[i] else heads[i] for i in kept),
         numeric=tuple(grid.numeric[index] for index in kept),
         rows=tuple(rows),
         groups=(),
     )
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """A text in lines of this width, or of a single longer word."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,21 @@ import pandas as pd
 from benchmarks.records.record import RunRecord, read_record
 from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.speedup import SUBJECT, with_speedups
+from benchmarks.report.speedup import SPEEDUP, SUBJECT, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
+from benchmarks.specification import SpecError
 
 
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of median step times and throughput with 95 % intervals, or the reason of a
     failure."""
-    worker = display.worker_word(rows)
+    worker, flops = display.worker_word(rows), display.flops_unit(rows["model_tflops_per_gpu"])
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
         Column("step_s", "step [s]", form=display.seconds, interval=True, instead="status"),
         Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, interval=True),
-        Column("model_tflops_per_gpu", f"model TFLOP/s/{worker}", form=display.tflops),
+        Column("model_tflops_per_gpu", f"model {flops.name}/{worker}", form=flops.form),
         Column("mfu", "MFU", form=display.share),
         Column("note", "note"),
     )
@@ -47,15 +48,15 @@ def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of peak memory of the fullest rank, with the kind of peak and, where records have
     it, the cost model's prediction for the plan's tensors."""
     rows = rows[rows["peak_gib"].notna()]
+    worker, limit = display.worker_word(rows), display.memory_unit(rows["memory_limit_gib"])
+    unit = display.memory_unit([*rows["peak_gib"], *rows["predicted_gib"]])
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
-        Column(
-            "peak_gib", f"peak of the fullest {display.worker_word(rows)} [GiB]", form=display.gib
-        ),
+        Column("peak_gib", f"peak of the fullest {worker} [{unit.name}]", form=unit.form),
         Column("memory_kind", "kind of peak", is_key=True),
-        Column("predicted_gib", "tensors by the cost model [GiB]", form=display.gib),
-        Column("memory_limit_gib", "device limit [GiB]", form=display.gib, is_key=True),
+        Column("predicted_gib", f"tensors by the cost model [{unit.name}]", form=unit.form),
+        Column("memory_limit_gib", f"device limit [{limit.name}]", form=limit.form, is_key=True),
         Column("note", "note"),
     )
     over = rows["peak_gib"] > rows["memory_limit_gib"]
@@ -67,11 +68,35 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
-    if row["unstable"] is True:
-        notes.append(f"unstable: spread {row['spread']:.0%}, n={len(row['samples_step_s'])}")
+    if row["steps_unsettled"]:
+        notes.append(f"unsettled: {row['steps_unsettled']}")
+    if others := len(row["unsuccessful"]):
+        notes.append(f"{others} other attempt{'s' * (others > 1)} did not succeed")
     if row["code_digest"] not in ("", usual_code):
         notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)
+
+
+def attempts_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The attempts that did not succeed at configurations which the other tables show by another
+    attempt."""
+    keys = key_columns(rows)
+    names = [*(column.name for column in keys), "layout"]
+    lines = [
+        {name: row[name] for name in names} | attempt
+        for row in rows.to_dict("records")
+        for attempt in row["unsuccessful"]
+    ]
+    columns = (
+        *keys,
+        Column("layout", "layout"),
+        Column("status", "status"),
+        Column("ended_at", "ended"),
+        Column("reason", "reason"),
+    )
+    data = pd.DataFrame(lines, columns=None if lines else names)
+    caption = "Attempts that did not succeed, of configurations that other tables show by another."
+    return table("attempts", "Other attempts", columns, data, caption=caption)
 
 
 _LONE = (
@@ -81,9 +106,10 @@ _LONE = (
     Column("compute_over_kernels", "compute over kernels", form=display.seconds),
     Column("host_bound", "host-bound", form=display.share),
     Column("gathers_beside_compute", "gathers beside compute", form=display.share),
-    Column("allocated_gib", "allocated [GiB]", form=display.gib),
-    Column("reserved_gib", "reserved [GiB]", form=display.gib),
 )
+
+
+_PEAKS = {"allocated_gib": "allocated", "reserved_gib": "reserved"}
 
 
 def lone_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -96,8 +122,10 @@ def lone_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         for row in rows[rows["is_lone"]].to_dict("records")
         for line in _lines(read_record(Path(row["path"])))
     ]
+    unit = display.memory_unit([line[name] for line in lines for name in _PEAKS])
+    peaks = [Column(n, f"{word} [{unit.name}]", form=unit.form) for n, word in _PEAKS.items()]
     data = pd.DataFrame(lines, columns=None if lines else names)
-    return table("lone_ranks", "Ranks without their peers", (*keys, *_LONE), data)
+    return table("lone_ranks", "Ranks without their peers", (*keys, *_LONE, *peaks), data)
 
 
 def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
@@ -129,14 +157,21 @@ _KINDS = {
     "resident": "resident memory above the start",
     "predicted": "predicted",
 }
-# The columns of a contender's group, of which the best value of a line is set in bold.
-_METRICS = (
-    Column("model_tflops_per_gpu", "TFLOP/s", form=display.tflops),
-    Column("mfu", "MFU", form=display.share),
-    Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
-    Column("peak_gib", "GiB", form=display.gib),
-    Column("speedup", "speed-up", form=display.ratio, unsure="unsure"),
-)
+
+
+def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
+    """The columns of a contender's group, of which the best value of a line is set in bold."""
+    flops = display.flops_unit(rows["model_tflops_per_gpu"])
+    memory = display.memory_unit(rows["peak_gib"])
+    return (
+        Column("model_tflops_per_gpu", flops.name, form=flops.form),
+        Column("mfu", "MFU", form=display.share),
+        Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
+        Column("peak_gib", memory.name, form=memory.form),
+        replace(SPEEDUP, interval=False),
+    )
+
+
 _KEYS = {
     "model": Column("model", "model", is_key=True),
     "num_gpus": Column("num_gpus", "GPUs", form=display.count, is_key=True),
@@ -145,7 +180,10 @@ _KEYS = {
     "seq": Column("seq", "sequence", form=display.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
+# The columns of the paper's table of which ``Options.columns`` chooses; others are empty then.
+_CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
 _ALWAYS = ("model", "num_gpus")
+_WITH_INTERVALS = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "speedup")
 _COLUMNS = (
     *_KEYS.values(),
     Column("parameters", "parameters", form=display.count),
@@ -157,9 +195,10 @@ _COLUMNS = (
     Column("layout", "layout"),
     Column("status", "status"),
     Column("reason", "reason"),
-    *(replace(m, interval=m.name != "peak_gib", unsure="") for m in _METRICS),
+    *(Column(name, name, interval=True) for name in _WITH_INTERVALS),
+    Column("peak_gib", "GiB"),
     Column("memory_kind", "kind of peak"),
-    Column("unsure", "unsure"),
+    Column("speedup_unsettled", "unsettled"),
     Column("base", "base"),
     Column("record_id", "record"),
 )
@@ -169,8 +208,22 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
     text."""
     compared = with_speedups(best_or_failed(rows), options.base)
+    if options.contenders:
+        _check("contenders", options.contenders, set(compared["contender"]))
+        compared = compared[compared["contender"].isin(options.contenders)]
+    if options.columns:
+        _check("columns", options.columns, _CHOSEN)
+        hidden = set(_CHOSEN) - set(options.columns)
+        ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
+        compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
     return table("paper", "Comparison", _COLUMNS, compared.assign(base=options.base, label=labels))
+
+
+def _check(option: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise SpecError(f"--{option}={name}: there are {', '.join(sorted(known))}")
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:
@@ -186,21 +239,22 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     speeds = rows.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
     contenders = sorted(speeds.index, key=lambda name: (name != SUBJECT, -speeds[name]))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(rows, key)]
-    groups = {name: _metrics(rows, name, base) for name in contenders}
+    metrics = _metrics(rows)
+    groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
     for row in rows.to_dict("records"):  # once, because pandas takes long for every call
         cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
-    lines = [_line(cell, keys, groups) for cell in cells.values()]
+    lines = [_line(cell, keys, metrics, groups) for cell in cells.values()]
     worker = display.worker_word(rows)
     cluster = display.cluster_label(rows["cluster"].iloc[0])
     heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
-    metrics = [metric for group in groups.values() for metric in group]
+    shown = [metric for group in groups.values() for metric in group]
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
-        caption=_caption(rows, evidence, keys=keys, worker=worker, base=base),
-        heads=(*heads, *(metric.head for metric in metrics)),
-        numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
+        caption=_caption(rows, evidence, keys=keys, metrics=metrics, base=base),
+        heads=(*heads, *(metric.head for metric in shown)),
+        numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in shown)),
         rows=tuple(cells for cells, _ in lines),
         records=tuple(records for _, records in lines),
         groups=(
@@ -208,7 +262,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
             *((display.contender_label(c), len(g)) for c, g in groups.items()),
         ),
         keys=len(keys),
-        notes=_notes(rows),
+        notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
     )
 
 
@@ -227,27 +281,32 @@ def _constant_key(rows: pd.DataFrame, key: str) -> str:
     return f"{_KEYS[key].head} {_KEYS[key].cell({key: rows[key].iloc[0]}).text}"
 
 
-def _metrics(rows: pd.DataFrame, contender: str, base: str) -> list[Column]:
+def _group(
+    metrics: Sequence[Column], rows: pd.DataFrame, contender: str, base: str
+) -> list[Column]:
     """The columns of one contender: those with a value in any row; the base has no speed-up."""
-    known = [m for m in _METRICS if rows[m.name].notna().any()]
-    return [m for m in known if m.name != "speedup" or contender != base] or [_METRICS[2]]
+    known = [m for m in metrics if rows[m.name].notna().any()]
+    return [m for m in known if m.name != "speedup" or contender != base] or [metrics[2]]
 
 
 def _line(
-    cell: Mapping[str, Mapping[Any, Any]], keys: list[str], groups: dict[str, list[Column]]
+    cell: Mapping[str, Mapping[Any, Any]],
+    keys: list[str],
+    metrics: Sequence[Column],
+    groups: dict[str, list[Column]],
 ) -> tuple[tuple[TextCell, ...], tuple[str, ...]]:
     """One line of the table from the rows of a cell by contender, and the records from which it was
     made."""
-    best = {metric.name: _best(metric, cell.values()) for metric in _METRICS}
+    best = {metric.name: _best(metric, cell.values()) for metric in metrics}
     first = next(iter(cell.values()))
     cells = [_KEYS[key].cell(first) for key in keys]
-    for contender, metrics in groups.items():
+    for contender, group in groups.items():
         row = cell.get(contender)
         if row is not None and row["status"] == "ok":
-            cells += [_metric_cell(row, metric, best[metric.name]) for metric in metrics]
+            cells += [_metric_cell(row, metric, best[metric.name]) for metric in group]
             continue
         why = MISSING if row is None else display.status_label(row["status"])
-        cells += [TextCell(why), *(TextCell(MISSING) for _ in metrics[1:])]
+        cells += [TextCell(why), *(TextCell(MISSING) for _ in group[1:])]
     order = [cell[name]["record_id"] for name in groups if name in cell]
     return tuple(cells), tuple(map(str, order))
 
@@ -271,7 +330,9 @@ def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
     return (metric.form or str)(min(values) if is_memory else max(values))
 
 
-def _caption(rows: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:
+def _caption(
+    rows: pd.DataFrame, evidence: str, *, keys: list[str], metrics: Sequence[Column], base: str
+) -> str:
     """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
     tuned."""
     constant = [_constant_key(rows, key) for key in _KEYS if key not in keys]
@@ -281,17 +342,17 @@ def _caption(rows: pd.DataFrame, evidence: str, *, keys: list[str], worker: str,
         parts[0] += ", medians of timed steps"
     if constant:
         parts.append("all rows: " + ", ".join(constant))
-    parts.append(
-        f"TFLOP/s (of the model), MFU and tokens/s are per {worker}"
-        if rows["mfu"].notna().any()
-        else f"TFLOP/s and tokens/s are per {worker}"
-    )
+    worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics
+    words = {flops.name: f"{flops.head} (of the model)"}
+    rates = [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]
+    if rates:
+        parts.append(f"per {worker}: {', '.join(rates)}")
     if kinds:
-        parts.append(f"GiB: peak of the fullest {worker} ({' or '.join(kinds)})")
+        parts.append(f"{memory.head}: peak of the fullest {worker} ({' or '.join(kinds)})")
     if rows["speedup"].notna().any():
         parts.append(f"speed-up over {display.contender_label(base)}; bold: best of the line")
-    if rows["unsure"].eq(True).any():
-        parts.append("~: not settled by its samples")
+    if legend := display.unsettled(rows["speedup_unsettled"]):
+        parts.append(legend)
     names = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     labels = ", ".join(map(display.contender_label, names))
     return "; ".join(parts) + "." + (f" Default degrees, not tuned: {labels}." if labels else "")

@@ -114,7 +114,8 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
     axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
     axis.set_xlim(0, end)
     axis.set_ylim(len(row), -0.15)
-    axis.set_yticks([n + _BOX_HEIGHT / 2 for n in row.values()], [f"rank {r}" for r in row])
+    names = [f"pipeline rank {rank}" for rank in row]
+    axis.set_yticks([n + _BOX_HEIGHT / 2 for n in row.values()], names)
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     axis.grid(False)
@@ -142,6 +143,11 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
         for rank, chunks in stages.items()
         for number, stage in enumerate(sorted(chunks))
     }
+
+
+def _has_chunks(timeline: Timeline) -> bool:
+    """Whether some rank has several chunks."""
+    return any(shade > 0 for shade in _shades(timeline).values())
 
 
 def _parse(span: Span) -> Action | None:
@@ -186,15 +192,22 @@ def _cells(rows: pd.DataFrame, *, every: bool) -> list[pd.DataFrame]:
 def _picture(name: str, evidence: str, cell: pd.DataFrame) -> Picture:
     first = cell.iloc[0]
     by_name = {row["contender"]: row for row in cell.to_dict("records")}
-    timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
+    whole = [timeline_of(by_name[contender]) for contender in style.ordered(by_name)]
+    worker = display.worker_word(cell)
+    first_ranks = (
+        f" Of the {first['num_gpus']} {worker}s, a row is the first with its pipeline rank."
+        if any(len(timeline.ranks) < first["num_gpus"] for timeline in whole)
+        else ""
+    )
+    darker = " Later chunks are darker." * any(map(_has_chunks, whole))
     return Picture(
         name=name,
         caption=f"One step on one time axis: {display.model_label(first['model'])}, "
-        f"{first['num_gpus']} {display.worker_word(cell)}s, "
-        f"batch {first['global_batch']}, {evidence}. Boxes are compute (darker: later chunks; "
-        "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
+        f"{first['num_gpus']} {worker}s, batch {first['global_batch']}, {evidence}.{first_ranks} "
+        "Boxes are compute, with the number of their microbatch where there is room; strips below "
+        f"them are communication; grey is idle.{darker}"
         + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
-        figure=timeline_figure(timelines),
+        figure=timeline_figure([_shown(timeline) for timeline in whole]),
         shown=style.shown(cell),
     )
 
@@ -246,5 +259,5 @@ def _shown(timeline: Timeline) -> Timeline:
         return timeline
     kept = set(ranks[:MAX_RANKS])
     spans = tuple(span for span in timeline.spans if span.rank in kept)
-    title = f"{timeline.title} (ranks 0 to {MAX_RANKS - 1} of {len(ranks)})"
+    title = f"{timeline.title} (pipeline ranks 0 to {MAX_RANKS - 1} of {len(ranks)})"
     return Timeline(title, timeline.provenance, spans)

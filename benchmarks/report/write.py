@@ -75,7 +75,7 @@ def write_report(
         for sentence in sentences:
             console.print(sentence, markup=False)
     for note in notes_of(rows):
-        console.print(note)
+        console.print(note, markup=False)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         files = [folder / "report.html", folder / "tables.md"]
@@ -104,7 +104,7 @@ def write_one_table(
     # The paper's table is wider than a terminal.
     print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
-        console.print(note)
+        console.print(note, markup=False)
     _print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
@@ -133,7 +133,7 @@ def grids_of(table: Table) -> list[Grid]:
 
 def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[SavedPicture]]:
     """Draw and write every figure, with one process per core; returns them by heading."""
-    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
+    light = rows.drop(columns=["source", "unsuccessful"])  # large, and only the page reads them
     figures = [(name, path) for name, section in SECTIONS.items() for path in section.figures]
     pictures: dict[str, list[SavedPicture]] = defaultdict(list)
     count = min(os.cpu_count() or 1, len(figures))
@@ -155,10 +155,10 @@ def _rows(
 ) -> tuple[pd.DataFrame, list[str]]:
     frame, skipped = load_frame(roots)
     for line in skipped:
-        console.print(f"skipped {line}", markup=False)
+        console.print(f"skipped {line}", markup=False, soft_wrap=True)
     known = sorted(set(frame["contender"]))
     if frame.empty:
-        console.print(f"no records below {', '.join(map(str, roots))}", markup=False)
+        console.print(f"no records below {', '.join(map(str, roots))}", soft_wrap=True)
     elif options.base not in (*known, DEFAULTS.base):
         raise SpecError(
             f"--base={options.base}: no record of that contender (there are {', '.join(known)})"
@@ -167,15 +167,10 @@ def _rows(
 
 
 def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
-    """Print where the report is: the page first, then the other files by suffix."""
-    console.print(f"Written to {out}:", markup=False, highlight=False)
-    kinds: dict[str, list[str]] = {}
-    for path in names:
-        kinds.setdefault(path.suffix.lstrip("."), []).append(path.name)
-    for suffix, files in kinds.items():
-        more = f" and {len(files) - 4} more" if len(files) > 4 else ""
-        line = f"  {suffix:<8}{', '.join(files[:4])}{more}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    """Print where the page is, in one line that only a terminal folds."""
+    page = next(name for name in names if name.suffix == ".html")
+    line = f"{out / page} (and {len(names) - 1} other files in its folder)"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -234,6 +229,8 @@ def _page(
         for name, section in SECTIONS.items()
     ]
     sources = dict(zip(rows["record_id"], rows["source"], strict=True))
+    others = (attempt for attempts in rows["unsuccessful"] for attempt in attempts)
+    sources |= {attempt["record_id"]: attempt["source"] for attempt in others}
     sha, dirty = git_state()
     summary = {"configurations": str(len(rows))} | {
         head: ", ".join(f"{n} {value}" for value, n in rows[column].value_counts().items())

@@ -6,6 +6,9 @@ presets), ``contenders`` (the registration of contenders), ``reading`` (plain va
 ``command`` and ``progress`` (how commands end, and how they show progress).
 """
 
+# ``measure.gate_tolerance`` by default; runs with another one are marked wherever they are shown.
+GATE_TOLERANCE = 1e-4
+
 
 class SpecError(ValueError):
     """Bad input. The message is one line with the field, its value and what would work."""

@@ -9,7 +9,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import lru_cache
 from string import Template
@@ -87,15 +87,34 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
     _refuse_doubled(parsed)
     words = [override.input_line or "" for override in parsed]
     given = {override.key_or_group: override.input_line or "" for override in parsed}
+    listed: list[list[str]] = [[]]
     if "experiment" in given:
-        own = hydra.compose(config_name, [given["experiment"]], return_hydra_config=True).hydra
+        whole = hydra.compose(config_name, [given["experiment"]], return_hydra_config=True)
+        own = whole.hydra
         is_sweep = is_sweep or str(own.mode).endswith("MULTIRUN")
         swept = own.sweeper.params or {}
         words = [f"{key}={value}" for key, value in swept.items() if key not in given] + words
+        if "points" in whole:
+            listed = _listed(whole.points, given)
+            words = [word for word in words if not word.startswith("contender=")]
     if not is_sweep:
         return [words]
     (points,) = BasicSweeper.split_arguments([_parsed(word) for word in words], None)
-    return list(points)
+    return [[*point, *more] for more in listed for point in points]
+
+
+def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
+    """The words of the points that an experiment lists, one line each. The command line chooses
+    among them by their contender, and replaces what else it sets."""
+    chosen = given.get("contender", "").partition("=")[2].split(",")
+    fitting = []
+    for line in lines:
+        own = {_parsed(word).key_or_group: _any_knob(word) for word in line.split()}
+        contender = own.get("contender", "").partition("=")[2]
+        if "contender" not in given or contender in chosen:
+            kept = own.keys() - (given.keys() - {"contender"})
+            fitting.append([word for key, word in own.items() if key in kept])
+    return fitting
 
 
 def _parsed(word: str) -> Override:

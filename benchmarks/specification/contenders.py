@@ -1,4 +1,5 @@
-"""The registration of contenders: the only place that names them all. Imports no torch.
+"""The registration of contenders, and the rows of the verdict's comparison: the only place that
+names them all. Imports no torch.
 
 To add a contender, make its folder, add its entry here, and add a file with its knobs to
 ``conf/contender/``; ``docs/extending.md`` has an example.
@@ -6,6 +7,8 @@ To add a contender, make its folder, add its entry here, and add a file with its
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
@@ -15,6 +18,7 @@ from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from baselines.zeropp.contender import ZEROPP
 from zeropp.choose.contender import Contender
+from zeropp.choose.space import SearchPoint
 
 # Every contender that can be priced, in the order in which tables and figures show them.
 PRICED: dict[str, Contender[Any]] = {
@@ -35,4 +39,73 @@ PRICED: dict[str, Contender[Any]] = {
 # Those that can also be run, because they have a trainer.
 CONTENDERS: dict[str, Contender[Any]] = {
     name: contender for name, contender in PRICED.items() if contender.trainer
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A row of the verdict's comparison: the best plan of a contender among those that the row
+    ``allows``, under a name and a label of the row's own."""
+
+    name: str
+    label: str
+    contender: Contender[Any]
+    allows: Callable[[Any], bool]  # of the contender's knobs, none of which is auto
+
+    @property
+    def searched(self) -> Contender[Any]:
+        """The contender, with the row's plans alone in its search space."""
+        space, allows = self.contender.space, self.allows
+
+        def families(point: SearchPoint[Any]) -> Iterable[Any]:
+            return (knobs for knobs in space.families(point) if allows(knobs))
+
+        return replace(self.contender, space=replace(space, families=families))
+
+
+def _has_pipeline(knobs: Any) -> bool:
+    return bool(knobs.pp > 1)
+
+
+def _sums_in_fp32(knobs: Any) -> bool:
+    return bool(knobs.grad_accum_dtype == "fp32")
+
+
+def whole(contender: Contender[Any]) -> Compared:
+    """The row of a contender that may have any plan of its space."""
+    return Compared(
+        name=contender.name, label=contender.label, contender=contender, allows=lambda _: True
+    )
+
+
+# DeepSpeed is compared as the claim's own opponent, which has a pipeline, and with whatever it runs
+# fastest: without a pipeline its ordinary engine runs. Each is searched with both types in which it
+# can sum bf16 gradients, as it comes, and again with the type in which all others sum them.
+_DEEPSPEED = tuple(
+    Compared(name=name, label=label, contender=DEEPSPEED_3D, allows=allows)
+    for name, label, allows in (
+        ("deepspeed_3d", "DeepSpeed 3D", _has_pipeline),
+        (
+            "deepspeed_3d_fp32",
+            "DeepSpeed 3D, fp32 sums",
+            lambda knobs: _has_pipeline(knobs) and _sums_in_fp32(knobs),
+        ),
+        ("deepspeed_best", "DeepSpeed, best", lambda _: True),
+        ("deepspeed_best_fp32", "DeepSpeed, best, fp32 sums", _sums_in_fp32),
+    )
+)
+# The rows of the comparison by name, in the order of the verdict's tables.
+COMPARED: dict[str, Compared] = {
+    row.name: row
+    for row in (
+        *_DEEPSPEED,
+        whole(MEGATRON_DEEPSPEED),
+        whole(MEGATRON_CORE),
+        whole(ZERO_BUBBLE),
+        whole(TORCHTITAN),
+        whole(TORCH_PP),
+        whole(FSDP),
+        whole(BEST_3D),
+        whole(ZEROPP),
+    )
 }

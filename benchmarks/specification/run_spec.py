@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import SkipValidation
 
-from benchmarks.specification import SpecError
+from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.reading import validated
 from zeropp.choose.task import Candidate, Knobs, Task
@@ -55,7 +55,7 @@ class MeasureSpec:
     gate: bool = True  # compare three steps with one process before timing
     # The relative error of loss, gradient norm and each parameter's update that is allowed in
     # addition to what rounding does in the run's precision (see benchmarks/worker/gate.py).
-    gate_tolerance: Annotated[float, MORE_THAN_0] = 1e-4
+    gate_tolerance: Annotated[float, MORE_THAN_0] = GATE_TOLERANCE
     timeline: bool = True  # record the spans of one extra step after the timed ones
     timeout_s: Annotated[float, AT_LEAST_1] = 600.0  # of the whole attempt
 

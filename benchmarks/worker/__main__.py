@@ -1,4 +1,4 @@
-"""One rank of one attempt: gate, warm-up, timed steps, one recorded step.
+"""One rank of one attempt: gate, warm-up, timed steps, one recorded step, losses compared.
 
 A rank reads a frozen spec and the usual environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR, MASTER_PORT). It writes ``rank_NNN.jsonl`` into the attempt's directory, and a
@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from benchmarks.records.environment import capture_environment
 from benchmarks.records.events import EventWriter
+from benchmarks.records.losses import beyond, distance
 from benchmarks.records.metrics import step_line
 from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, local_batch, open_batches
-from benchmarks.worker.gate import run_gate
+from benchmarks.worker.gate import losses_of_one_process, run_gate
 from benchmarks.worker.meters import LOADED, MemoryMeter, measure_lone_rank, synchronise
 from zeropp.plan import Plan
 from zeropp.training import Trainer
@@ -39,6 +40,7 @@ from zeropp.training import Trainer
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 # Of torch's allocator, for every contender alike; results/reference/memory/reserved.csv says why.
 ALLOCATOR = "expandable_segments:True"
+ONE_PROCESS = ".one_process"  # in the folder of all runs: what one process did, for other runs
 EXIT_GATE = 3
 EXIT_OOM = 4
 EXIT_SIGNAL = 5
@@ -65,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0
-        return _run(spec, events)
+        return _run(spec, events, arguments.out.resolve().parents[1] / ONE_PROCESS)
     except Exception as error:
         kind = "oom" if _is_out_of_memory(error) else "error"
         events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])
@@ -73,13 +75,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_OOM if kind == "oom" else 1
 
 
-def _run(spec: RunSpec, events: EventWriter) -> int:
+def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     device = _open_world(spec)
     events.write("environment", **capture_environment(), code=asdict(LOADED))
     contender = CONTENDERS[spec.contender.name]
     batches = open_batches(spec)
     if spec.measure.gate:
-        result = run_gate(spec, contender, batches, device)
+        result = run_gate(spec, contender, batches, device, known)
         events.write("gate", **result)
         if not result["passed"]:
             return EXIT_GATE
@@ -95,11 +97,16 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
         events=events,
         meter=meter,
     )
-    attempt.measure()
+    losses = attempt.measure()
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
     if spec.measure.timeline:
         attempt.record_step()
+    right = losses_of_one_process(spec, contender, batches, device, known)
+    if right:
+        events.write("losses", error=distance(losses, right))
+        if why := beyond(losses, right, spec.precision):
+            raise RuntimeError(f"losses: {why}")
     events.write("done")
     dist.barrier()
     # Everything is on disk. With gloo, destroying the groups while peers exit could abort a rank.
@@ -119,9 +126,11 @@ class _Attempt:
     events: EventWriter
     meter: MemoryMeter
 
-    def measure(self) -> None:
-        """Warm-up and timed steps; each leaves an event, and a line in the rank's log."""
+    def measure(self) -> list[float]:
+        """Warm-up and timed steps; each leaves an event, and a line in the rank's log. Returns
+        their losses."""
         warmup, recorded = self.spec.measure.warmup_steps, read_spec(self.spec.to_dict())
+        losses = []
         for index in range(warmup + self.spec.measure.steps):
             inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
             synchronise(self.device)
@@ -138,6 +147,8 @@ class _Attempt:
                 peak_bytes=self.meter.peak_bytes(),
             )
             print(step_line(recorded, event), flush=True)
+            losses.append(result.loss)
+        return losses
 
     def record_step(self) -> None:
         """Run one more step and record its spans, which may cost time, so it is not a timed one."""

@@ -20,9 +20,10 @@ Two parts of a run in bf16
     fp32 first, where nothing is hidden, and then in bf16, for mistakes that only bf16 has: weights,
     sums or losses in too narrow a type, copies in bf16 that are not those of the masters. A
     configuration that cannot run in fp32 is compared in bf16 alone, and the record says so.
-    In bf16 the first step is also taken with the microbatches in another order (``order_check``).
-    Each microbatch is rounded as before, so that only the rounding of their sum can differ: by
-    1e-7 if it is summed in fp32, by 1e-3 if in bf16.
+    In bf16 the first step is also taken with each rank's microbatches in another order
+    (``order_checks``). Each microbatch is rounded as before, so that only the rounding of their sum
+    can differ: by 1e-6 if it is summed in fp32, by 1e-3 if in bf16. In which type replicas send
+    each other their sums is the contender's choice, as in DeepSpeed, which sends bf16.
 
 The initial weights
     They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention scores of
@@ -35,10 +36,9 @@ The learning rate
 
 Limits
     One process is trained with the next wider types (fp64 for an fp32 run, fp32 for a bf16 run),
-    and twice with the types of the run: as it is, and with every matrix product in halves, as
-    tensor parallelism rounds it. The larger distance of the two from the wider run is what rounding
-    does to a quantity. A contender rounds as much, in yet another order, and may differ from the
-    wider run by
+    and with the types of the run; in bf16 a second time with every matrix product in halves, as
+    tensor parallelism rounds it. The larger distance from the wider run is what rounding does to a
+    quantity. A contender rounds as much, in yet another order, and may differ from the wider run by
 
         gate_tolerance * |quantity| + factor * (what rounding does)
 
@@ -46,9 +46,11 @@ Limits
     quantities are the loss, the gradient norm, and for each parameter and all of them together the
     update of one step: the L2 norm of its difference, and its scale, the part of the difference
     that points along the update. Rounding points anywhere, so that a scale of 1.01 is seen in
-    updates that bf16 rounds by 1 %. The factor is 3 for the norm of many rounded numbers, which is
-    nearly the same for every order (the largest that was measured is 1.6: docs/metrics.md), and 8
-    for single numbers.
+    updates that bf16 rounds by 1 %. The factor is 3 for the norm of an update's many rounded
+    numbers in the first step in bf16, which is nearly the same for every order (docs/metrics.md has
+    what was measured). Otherwise it is 8: for single numbers, and for later steps, because what
+    rounding has moved along the steepest direction in the first one is a single number, too, by
+    which all later updates differ.
     After the first step, two runs in bf16 that round differently are as far from each other as
     from the run in fp32. So the distance to a reference in bf16 shows no more than that to the one
     in fp32; the references in bf16 say how far is too far.
@@ -65,6 +67,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +78,14 @@ from torch import Tensor
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
-from benchmarks.worker.one_process import EXACT, ROUNDED, OneProcess, Trajectory
+from benchmarks.worker.one_process import (
+    EXACT,
+    OneProcess,
+    Trajectory,
+    asks_for_narrow_sums,
+    remembered,
+    types_of,
+)
 from zeropp.choose.contender import Contender
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.model import build_model, initial_std
@@ -87,9 +98,11 @@ _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, 
 _LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
 _BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 MAX_PARAMETERS = 100_000_000
+MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
-# How much further from the wider run a contender may be than one process with the run's types.
-_NORM, _NUMBER = 3, 8
+# How much further from the wider run a contender may be than one process with the run's types: by
+# default, and in bf16 in the norm of the first step's update.
+_FACTOR, _FIRST = 8, 3
 _ORDER = 2.0**-12  # of the update, that another order of microbatches may change in bf16
 _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model, of which the largest that fits
 _ORDERED = "all parameters, microbatches in another order"
@@ -133,14 +146,15 @@ class Expected:
 
 
 def gate_optimizers(
-    spec: RunSpec, batches: BatchSource, device: torch.device
+    spec: RunSpec, batches: BatchSource, device: torch.device, known: Path | None = None
 ) -> tuple[OptimizerConfig, OptimizerConfig]:
     """(plain SGD with a learning rate whose first step should lower the loss by a tenth, the run's
     own optimizer with settings that all count). All ranks must call it."""
     first = torch.zeros(3, dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
-        alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
-        first = torch.tensor(alone.first_gradient(), dtype=torch.float64, device=device)
+        alone = partial(OneProcess, spec, batches, device, types_of(spec))
+        sizes = remembered(known, spec, device, "first", lambda: alone().first_gradient())
+        first = torch.tensor(sizes, dtype=torch.float64, device=device)
     dist.broadcast(first, 0)
     loss, grad_norm, weight_norm = first.tolist()
     sgd = OptimizerConfig(kind="sgd", lr=_FIRST_DECREASE * loss / grad_norm**2)
@@ -170,23 +184,33 @@ def in_effect(
 
 
 def expect(
-    spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
+    spec: RunSpec,
+    batches: BatchSource,
+    device: torch.device,
+    optimizer: OptimizerConfig,
+    known: Path | None = None,
 ) -> Expected:
-    """Let rank 0 train the whole model alone, with wider types and twice with those of the run, and
+    """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
     named = build_model(spec.model, 0, "meta").named_parameters()
     shapes = {name: parameter.shape for name, parameter in named}
     count = len(shapes)
-    tables = torch.zeros(3, STEPS, 2 + 2 * count, dtype=torch.float64, device=device)
+    ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
+    size = (1 + len(ways), STEPS, 2 + 2 * count)
+    tables = torch.zeros(size, dtype=torch.float64, device=device)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
-        rounded = ROUNDED[spec.precision]
-        exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
-        updates = exact.updates
-        tables[0] = _sizes(exact, shapes).to(device)
-        for table, halves in ((tables[1], False), (tables[2], True)):
-            alone = OneProcess(spec, batches, device, rounded, halves=halves)
-            table.copy_(_apart(exact, alone.train(optimizer, STEPS), shapes))
+
+        def train() -> tuple[list[Tensor], Sequence[dict[str, Tensor]]]:
+            exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
+            found = [_sizes(exact, shapes)]
+            for halves in ways:
+                alone = OneProcess(spec, batches, device, types_of(spec), halves=halves)
+                found.append(_apart(exact, alone.train(optimizer, STEPS), shapes))
+            return found, exact.updates
+
+        found, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
+        tables = torch.stack(found).to(device)
     dist.broadcast(tables, 0)
     sizes, *apart = tables.cpu()
     relative = [(table / sizes).nan_to_num(nan=0.0) for table in apart]
@@ -321,17 +345,22 @@ def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
 
 
 def run_gate(
-    spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
+    spec: RunSpec,
+    contender: Contender[Any],
+    batches: BatchSource,
+    device: torch.device,
+    known: Path | None = None,
 ) -> dict[str, Any]:
     """Train the contender and one process, and return the fields of a GateResult, which are equal
-    on all ranks. All ranks must call it."""
+    on all ranks. What one process did is looked up in the folder ``known`` and left there. All
+    ranks must call it."""
     small, source, left_out = gated_spec(spec, contender, batches)
     checks: list[GateCheck] = []
     with initial_std(small.model.hidden**-0.5):
         for part in gate_parts(small):
-            sgd, own = gate_optimizers(part, source, device)
+            sgd, own = gate_optimizers(part, source, device, known)
             for optimizer in (sgd, own):
-                expected = expect(part, source, device, optimizer)
+                expected = expect(part, source, device, optimizer, known)
                 trainer = contender.build(part.plan(), optimizer, device, part.seed)
                 layout = part.plan().layout
                 seen = observe(trainer, layout, batches=source, device=device, expected=expected)
@@ -343,7 +372,7 @@ def run_gate(
         if "loss (sgd, fp32)" not in kinds:
             left_out.append("fp32: this configuration has no plan in fp32")
         if not any(kind.startswith(_ORDERED) for kind in kinds):
-            left_out.append("the type of sums: fewer than 3 microbatches, or sent in bf16 as asked")
+            left_out.append("the type of sums: fewer than 3 microbatches, or bf16 as asked")
     return asdict(gate_result(small, checks, left_out))
 
 
@@ -369,33 +398,58 @@ def order_checks(
     device: torch.device,
     sgd: OptimizerConfig,
 ) -> list[GateCheck]:
-    """Of a bf16 run, the first step's update of all parameters against that with its microbatches
-    in another order; none where sums of two are the same in any order, or are asked for in bf16.
-    All ranks must call it."""
-    size = spec.candidate.microbatch_size
-    asked = "bf16" in vars(spec.contender).values()
-    if spec.precision == "fp32" or asked or spec.global_batch // size < 3:
-        return []
+    """Of a bf16 run, the first step's update of all parameters against that with every rank's
+    microbatches in another order; none where sums of two are the same in any order, or are asked
+    for in bf16. All ranks must call it."""
     plan = replace(spec, model=replace(spec.model, dropout=0.0)).plan()  # masks have an order
+    if spec.precision == "fp32" or asks_for_narrow_sums(spec) or plan.num_microbatches < 3:
+        return []
+    rows = local_batch(batches, plan.layout, 0, device)
     updates = []
-    for source in (batches, replace(batches, rotated=size)):
+    for first in (0, plan.microbatch_size):
         trainer = contender.build(plan, sgd, device, spec.seed)
         before = _copies(trainer)
-        trainer.step(*local_batch(source, plan.layout, 0, device))
+        trainer.step(*(part.roll(-first, dims=0) for part in rows))
         updates.append({name: p - before[name] for name, p in trainer.full_parameters()})
         del trainer
-    first, second = updates
     squares = torch.zeros(2, dtype=torch.float64, device=device)
-    for name, update in first.items():
-        squares += squares.new_tensor([norm_of(update - second[name]), norm_of(update)]).square()
-    dist.all_reduce(squares)  # replicas count as often in both
+    for name, update in updates[0].items():
+        sizes = norm_of(update - updates[1][name]), norm_of(update)
+        squares += squares.new_tensor(sizes).square()
+    dist.all_reduce(squares)  # ranks with the same parameters count as often in both
     error = float((squares[0] / squares[1]).sqrt().nan_to_num(nan=math.inf))
-    limit = spec.measure.gate_tolerance + _ORDER
-    return [
-        GateCheck(
-            kind=f"{_ORDERED} (sgd, bf16)", worst="", step=1, error=min(error, _MOST), limit=limit
-        )
-    ]
+    kind, limit = f"{_ORDERED} (sgd, bf16)", spec.measure.gate_tolerance + _ORDER
+    return [GateCheck(kind=kind, worst="", step=1, error=min(error, _MOST), limit=limit)]
+
+
+def losses_of_one_process(
+    spec: RunSpec,
+    contender: Contender[Any],
+    batches: BatchSource,
+    device: torch.device,
+    known: Path,
+) -> list[float]:
+    """The losses that every step of a run should have, warm-up included; none where the model or
+    the run is too long for one process, or where a contender draws masks of its own. Rank 0 trains
+    one process for it, or reads what such a process has left in the folder ``known``. All ranks
+    must call it."""
+    steps = spec.measure.warmup_steps + spec.measure.steps
+    drawn = spec.model.dropout and not contender.reproduces_dropout
+    if not spec.measure.gate or drawn or steps > MAX_STEPS:
+        return []
+    if parameter_count(spec.model) > MAX_PARAMETERS:
+        return []
+    losses = torch.zeros(steps, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+
+        def train() -> list[float]:
+            alone = OneProcess(spec, batches, device, types_of(spec))
+            return alone.train(spec.optimizer, steps, updates=False).losses
+
+        values = remembered(known, spec, device, f"losses {spec.optimizer} {steps}", train)
+        losses += losses.new_tensor(values)
+    dist.broadcast(losses, 0)
+    return losses.tolist()
 
 
 def gated_spec(
@@ -451,26 +505,30 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
         if quantity == "scale" and spec.precision == "fp32":
             continue  # nothing is hidden there
         kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
-        rounds = max(float(of[name, quantity].max()) for of in rounding)
-        factor = _NORM if name not in _NUMBERS and not quantity else _NUMBER
-        limit = spec.measure.gate_tolerance + factor * rounds
+        rounds = (
+            torch.stack([of[name, quantity] for of in rounding]).nan_to_num(nan=0.0).amax(dim=0)
+        )
+        limits = spec.measure.gate_tolerance + _FACTOR * rounds.max().expand(len(errors))
+        if spec.precision == "bf16" and name not in _NUMBERS and not quantity:
+            limits = limits.clone()
+            limits[0] = spec.measure.gate_tolerance + _FIRST * rounds[0]
         worst = name if name in expected.shapes else ""
-        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limit, worst))
+        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limits, worst))
     return [worst_check(checks) for checks in kinds.values()]
 
 
 def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
     """The distances of each step, fp64 [steps], by (name, "" or "scale"): of the loss and the
     gradient norm, and of the updates of all parameters and of each."""
-    sizes = expected.update_norms / expected.update_norms.norm(dim=1, keepdim=True)
-    updates, scales = (
-        x.nan_to_num(nan=0.0) for x in (distances.updates * sizes, distances.scales * sizes**2)
-    )
+    sizes = expected.update_norms
+    updates = (distances.updates * sizes).nan_to_num(nan=0.0)  # an update of 0 by nothing
+    scales = (distances.scales * sizes.square()).nan_to_num(nan=0.0)
+    whole = sizes.norm(dim=1)
     found = {
         ("loss", ""): distances.losses,
         ("gradient norm", ""): distances.grad_norms,
-        ("all parameters", ""): updates.norm(dim=1),
-        ("all parameters", "scale"): scales.sum(dim=1),
+        ("all parameters", ""): updates.norm(dim=1) / whole,
+        ("all parameters", "scale"): scales.sum(dim=1) / whole.square(),
     }
     for index, name in enumerate(expected.shapes):
         found[name, ""] = distances.updates[:, index]
@@ -483,8 +541,8 @@ def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
     return max(checks, key=lambda check: check.error / check.limit)
 
 
-def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
+def _worst_step(kind: str, errors: Tensor, limits: Tensor, parameter: str) -> GateCheck:
     errors = errors.nan_to_num(nan=math.inf)  # where one process gets no numbers, as it diverges
-    step = int(errors.argmax())
-    error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
+    step = int((errors / limits).argmax())
+    error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
     return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)

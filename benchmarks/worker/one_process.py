@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,33 +17,51 @@ from torch.nn import functional as F
 
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
+from benchmarks.worker.meters import LOADED
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.literals import Precision
 from zeropp.model import build_model, cross_entropy
+from zeropp.price import parameter_count
 from zeropp.training import OptimizerConfig
+
+T = TypeVar("T")
+
+_KEPT_PARAMETERS = 4_000_000  # the updates of three steps take 48 MB
 
 
 @dataclass(frozen=True)
 class NumberTypes:
     """The number types of one training run: of the parameters that the optimizer updates
-    (``masters``), and of the copies with which the model computes. Gradients are summed in the type
-    of ``masters``."""
+    (``masters``), of the copies with which the model computes, and of the sums of the gradients of
+    microbatches."""
 
     masters: torch.dtype
     compute: torch.dtype
+    sums: torch.dtype
 
 
 # With the types of the run, one process makes rounding errors like those of any contender.
 ROUNDED: dict[Precision, NumberTypes] = {
-    "fp32": NumberTypes(torch.float32, torch.float32),
-    "bf16": NumberTypes(torch.float32, torch.bfloat16),
+    "fp32": NumberTypes(torch.float32, torch.float32, torch.float32),
+    "bf16": NumberTypes(torch.float32, torch.bfloat16, torch.float32),
 }
 # With the next wider types, it makes almost none.
 EXACT: dict[Precision, NumberTypes] = {
-    "fp32": NumberTypes(torch.float64, torch.float64),
-    "bf16": NumberTypes(torch.float32, torch.float32),
+    "fp32": NumberTypes(torch.float64, torch.float64, torch.float64),
+    "bf16": NumberTypes(torch.float32, torch.float32, torch.float32),
 }
+
+
+def types_of(spec: RunSpec) -> NumberTypes:
+    """The types of a run, with sums in bf16 where it asks for them."""
+    types = ROUNDED[spec.precision]
+    return replace(types, sums=torch.bfloat16) if asks_for_narrow_sums(spec) else types
+
+
+def asks_for_narrow_sums(spec: RunSpec) -> bool:
+    """Whether a run asks for gradients of microbatches to be summed in bf16."""
+    return getattr(spec.contender, "grad_accum_dtype", "fp32") == "bf16"
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,7 @@ class OneProcess:
         halves: bool = False,
     ) -> None:
         self._spec, self._batches, self._device = spec, batches, device
+        self._sums = types.sums
         self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
         self._working = build_model(spec.model, spec.seed, device).to(types.compute)
         if spec.model.dropout:
@@ -120,18 +144,20 @@ class OneProcess:
             working.data.copy_(master.data)
         inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
         count = self._spec.global_batch // self._spec.candidate.microbatch_size
-        total = 0.0
+        total, sums = 0.0, dict[int, Tensor]()
         for number, (x, y) in enumerate(
             zip(inputs.chunk(count), targets.chunk(count), strict=True)
         ):
             loss = cross_entropy(self._forward(x, step, number), y) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-            for master, working in pairs:
+            for index, (_, working) in enumerate(pairs):
                 if working.grad is not None:
-                    fresh = working.grad.to(master.dtype)
-                    master.grad = fresh if master.grad is None else master.grad + fresh
-                    working.grad = None
+                    fresh, working.grad = working.grad.to(self._sums), None
+                    sums[index] = sums[index] + fresh if index in sums else fresh
+        for index, gradient in sums.items():
+            master, _ = pairs[index]
+            master.grad = gradient.to(master.dtype)
         return total
 
     def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
@@ -169,3 +195,24 @@ class _Dropout(nn.Module):
         """Input and output have the same shape, which may be any."""
         kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
         return x * kept / (1 - self._probability)
+
+
+def remembered(
+    folder: Path | None, spec: RunSpec, device: torch.device, what: str, make: Callable[[], T]
+) -> T:
+    """What ``make`` returns, or what it returned to an earlier run of the same training with the
+    same files and torch, who left it in the ``folder``. All contenders of a sweep share it. Of
+    large models nothing is kept, because the updates of three steps are."""
+    if folder is None or parameter_count(spec.model) > _KEPT_PARAMETERS:
+        return make()
+    trained = [spec.model, spec.data, spec.global_batch, spec.candidate.microbatch_size, spec.seed]
+    trained += [spec.precision, types_of(spec)]
+    question = f"{LOADED.digest} {torch.__version__} {device} {trained} {what}"
+    file = folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        torch.save(make(), fresh)
+        fresh.replace(file)
+    kept: T = torch.load(file)
+    return kept

@@ -2,33 +2,34 @@
 
 torchrun --nproc-per-node 4 scripts/examples/train.py FOLDER TEXT --out OUT --pp 2 --shard 2
 
-OUT gets the trained model and a checkpoint, from which a later run on any number of ranks goes on.
-"""
+OUT gets the model and a checkpoint, from which a later run on any number of ranks goes on."""
 
 import argparse
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Dataset
 
 import zeropp
 from zeropp import huggingface
 
-BATCH, LENGTH = 16, 32  # rows per step over all ranks, and tokens per row
+BATCH, LENGTH, WARM_UP = 16, 32, 10  # rows per step over all ranks, tokens per row, steps
 
 
-def batches(file: Path, rows: slice, step: int, device: torch.device) -> Iterator[list[Tensor]]:
-    """One rank's inputs and targets of each step from a ``step`` on, read as they are needed."""
-    with file.open("rb") as text:
-        while True:
-            begin = step * BATCH * LENGTH % (file.stat().st_size - BATCH * LENGTH)
-            text.seek(begin + rows.start * LENGTH)
-            read = torch.tensor(list(text.read((rows.stop - rows.start) * LENGTH + 1)))
-            yield [part.view(-1, LENGTH).to(device) for part in (read[:-1], read[1:])]
-            step += 1
+class Bytes(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of a file's bytes, and the bytes that follow them; the file is read as it is needed."""
+
+    def __init__(self, file: Path) -> None:
+        self.text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // LENGTH
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        part = self.text[row * LENGTH : (row + 1) * LENGTH + 1].long()
+        return part[:-1], part[1:]
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -39,28 +40,29 @@ def main(arguments: list[str] | None = None) -> list[float]:
     for name, default in (("pp", 2), ("shard", 2), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
     options = parser.parse_args(arguments)
-    if options.text.stat().st_size <= BATCH * LENGTH:
-        parser.error(f"{options.text} is too short: a step reads more than {BATCH * LENGTH} bytes")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
         dist.init_process_group()
-    if device.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+    device = f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu"
     layers = huggingface.layers(options.folder)
     with zeropp.parallelize(
-        layers, huggingface.token_loss, loss_reduction="tokens", recompute="selective",
-        sample=torch.zeros(2, LENGTH, dtype=torch.long), global_batch=BATCH, pp=options.pp,
-        shard=options.shard, optimizer=zeropp.OptimizerConfig(clip_norm=1.0),
+        layers, huggingface.token_loss,  # the mean over the tokens of a batch
+        sample=torch.zeros(1, LENGTH, dtype=torch.long), microbatch_size=2, global_batch=BATCH,
+        pp=options.pp, shard=options.shard, recompute="selective", device=device,
+        optimizer=zeropp.OptimizerConfig(lr=1e-3, clip_norm=1.0),
+        lr_schedule=lambda step: min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5),
     ) as model:  # fmt: skip
         if (options.out / "checkpoint").exists():
             model.load(options.out / "checkpoint")
-        ahead = batches(options.text, model.rows, model.steps_done, device)
-        losses = [float(model.train_step(*one).loss) for one in islice(ahead, options.steps)]
-        losses.append(float(model.eval_step(*next(ahead))))  # of a batch that is still to come
+        loader, end = model.loader(Bytes(options.text)), model.steps_done + options.steps
+        losses: list[float] = []
+        while model.steps_done < end:  # epoch after epoch
+            for batch, _ in zip(loader, range(end - model.steps_done), strict=False):
+                losses.append(float(model.train_step(*(part.to(device) for part in batch)).loss))
+        losses.append(model.eval_step(*(part.to(device) for part in next(iter(loader)))))
         model.save(options.out / "checkpoint")
         layers.save_pretrained(model, options.out / "model")
         if dist.get_rank() == 0:
-            print(f"{model.steps_done} steps, losses {losses} ({model.summary})", flush=True)
+            print(f"{model.steps_done} steps, losses {losses} ({model.summary})")
     return losses
 
 

@@ -69,7 +69,7 @@ def find(
                     if found.get(name) or (name != "none" and (name in IN_OWN) != is_own):
                         continue
                     seen = expected if name in LATER else first
-                    with FAULTS[name](place) as prepare:
+                    with _ALL[name](place) as prepare:
                         trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
                         observed = observe(
                             trainer, plan.layout, batches=batches, device=CPU, expected=seen
@@ -77,7 +77,7 @@ def find(
                     found.setdefault(name, []).extend(_failed(checks_of(part, seen, observed)))
             for name in [name for name in faults if not found[name] and name not in IN_OWN]:
                 with (
-                    FAULTS[name](place) as prepare,
+                    _ALL[name](place) as prepare,
                     mock.patch.object(Contender, "build", _then(Contender.build, prepare)),
                 ):
                     found[name] += _failed(order_checks(part, contender, batches, CPU, sgd))
@@ -286,6 +286,6 @@ FAULTS: dict[str, Fault] = {
     "other dropout masks": _other_masks,
     **OPTIMIZER_FAULTS,
     **MEGATRON_FAULTS,
-    **SUBTLE_FAULTS,
-    **SUBTLE_OPTIMIZER_FAULTS,
 }
+SUBTLE = {**SUBTLE_FAULTS, **SUBTLE_OPTIMIZER_FAULTS}
+_ALL = {**FAULTS, **SUBTLE}

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from baselines.megatron_core import trainer as megatron
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.gate import run_gate
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 
@@ -68,6 +72,12 @@ def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple
         return mean, {"loss": mean.detach()}
 
     return model(tokens, positions, None, labels=labels), loss
+
+
+def gate_without_last_reduction(spec: RunSpec) -> None:
+    """On a rank: the gate of a Megatron-Core whose gradients are never finalised."""
+    with mock.patch.object(megatron, "finalize_model_grads"):
+        run_gate(spec, CONTENDERS[spec.contender.name], open_batches(spec), torch.device("cpu"))
 
 
 def _uninitialised(*arguments: Any) -> Any:

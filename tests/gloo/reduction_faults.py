@@ -13,12 +13,13 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 
+from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
 from baselines.deepspeed_3d.pipeline import PipelineTrainer
 from baselines.megatron_core.trainer import MegatronTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
-    "zeropp.engine.flat.TiedWeights.sum_gradients",
+    "zeropp.engine.tied.TiedWeights.sum_gradients",
     "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
     "megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads",
 )
@@ -86,6 +87,9 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
         if isinstance(trainer, PipelineTrainer) and place.pp == 0:
             handlers = trainer._engine._INSTRUCTION_MAP
             handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
+        if isinstance(trainer, OrdinaryTrainer):
+            engine = trainer._engine
+            engine.allreduce_gradients = _alone(engine.allreduce_gradients)
         if isinstance(trainer, MegatronTrainer) and place.pp == 0:
             buckets = trainer._chunks[0].bucket_groups[0]
             buckets.finish_grad_sync = _emptied(buckets)

@@ -165,14 +165,19 @@ class Alone:
 
     def loss(self, batch: Batch, rows: slice, seed: tuple[int, int] | None = None) -> Tensor:
         """The loss of some rows; with the step's and the microbatch's number, draws are seeded."""
-        inputs, targets, keywords = batch.part(rows)
+        _, targets, keywords = batch.part(rows)
+        function = LOSSES[self.reduction]
+        named = chosen(keywords, keywords_of(function))
+        return function(self._output(batch, rows, seed), targets, **named)
+
+    def _output(self, batch: Batch, rows: slice, seed: tuple[int, int] | None = None) -> Any:
+        inputs, _, keywords = batch.part(rows)
         value: Any = inputs
         for index, layer in enumerate(self.layers):
             if seed is not None:
                 seed_piece(0, *seed, index)
             value = layer(*tensors_of(value), **chosen(keywords, keywords_of(layer)))
-        function = LOSSES[self.reduction]
-        return function(value, targets, **chosen(keywords, keywords_of(function)))
+        return value
 
     def train(self, step: int) -> float:
         """One step; gives its loss."""
@@ -186,6 +191,14 @@ class Alone:
             total += float(loss.detach())
         self.optimizer.step()
         return total
+
+    @torch.no_grad()
+    def output(self, batch: Batch) -> Any:
+        """What the last layer gives for a whole batch, in evaluation mode."""
+        self.layers.eval()
+        value = self._output(batch, slice(None))
+        self.layers.train()
+        return value
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:

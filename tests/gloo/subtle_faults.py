@@ -1,6 +1,6 @@
 """Small faults, most of them within what bf16 rounds: a percent of a gradient, another epsilon,
-sums or weights in a narrower type, copies of weights that are late. The gate's score on bf16 runs is
-counted with them."""
+sums or weights in a narrower type, copies of weights that are late. They count the gate's score on
+runs in bf16."""
 
 from __future__ import annotations
 

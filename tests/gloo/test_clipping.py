@@ -74,6 +74,41 @@ def test_any_optimizer_is_clipped_as_in_one_process(world: World, degrees: dict[
             torch.testing.assert_close(value, parameters[name].detach().float(), rtol=0, atol=1e-6)
 
 
+def by_hook(norm_type: float) -> tuple[list[float], list[float], str]:
+    """Norms that a hook has clipped by, the largest elements afterwards, and what a call outside of
+    an update says."""
+    with built(layers_of(), tied=TIED, shard=2) as model:
+        norms: list[Tensor] = []
+
+        def clip(*_: object) -> None:
+            norms.append(model.clip_grad_norm_(LIMIT, norm_type))
+
+        model.optimizer.register_step_pre_hook(clip)
+        parts = ([part[model.rows] for part in data(number)] for number in range(STEPS))
+        for x, y in parts:
+            model.train_step(x, y)
+        largest = [float(gradient.abs().max()) for _, gradient in model.gradients()]
+        said = error_of(lambda: model.clip_grad_norm_(LIMIT))
+        return [float(norm) for norm in norms], [max(largest)], said
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_a_hook_clips_by_any_norm_of_the_whole_gradient(world: World, norm_type: float) -> None:
+    model = nn.Sequential(*layers_of())
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(STEPS):
+        inputs, targets = data(number)
+        optimizer.zero_grad()
+        loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm_type)))
+        optimizer.step()
+    largest = max(float(one.grad.abs().max()) for one in model.parameters() if one.grad is not None)
+    for found, found_largest, said in world.run(by_hook, norm_type, size=2):
+        assert found == pytest.approx(norms, rel=1e-9)
+        assert found_largest == pytest.approx([largest], rel=1e-9)
+        assert said.startswith("RuntimeError: clip_grad_norm_: no update is under way")
+
+
 def both() -> list[str]:
     """What ``parallelize`` says to clipping in two places, and to as much in both."""
     config = zeropp.OptimizerConfig("sgd", clip_norm=0.5)

@@ -18,6 +18,7 @@ from zeropp.api import make_plan
 from zeropp.choose import auto
 from zeropp.choose.auto import choose
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
+from zeropp.choose.recorder import Recorder
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import cluster_of
 from zeropp.engine.walk import LayerSizes, walk
@@ -39,7 +40,7 @@ def cut_on(
 ) -> tuple[Plan, list[LayerSizes]]:
     """The plan of so many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
-    sizes = walk(layers, sample, {})
+    sizes = walk(layers, sample, {}, recorder=Recorder)
     return make_plan(settings, frozenset(), sizes, world)[0], sizes
 
 
@@ -120,7 +121,8 @@ def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Setting
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
     given = {"precision": "bf16", "cluster": "a800", **more}
     settings = Settings(sample=tokens, global_batch=4 * world, **given)
-    return choose(settings, asked_for(given), walk(makers(shape), tokens, {}), world)
+    sizes = walk(makers(shape), tokens, {}, recorder=Recorder)
+    return choose(settings, asked_for(given), sizes, world)[:2]
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -158,12 +160,32 @@ def test_degrees_are_chosen_without_a_job() -> None:
     assert values == {name: getattr(asked, name) for name in EVERYTHING}
     assert "auto" not in values.values()
     assert zeropp.choose.degrees(makers(SMALL), 8, **keywords | values) == {}
-    sizes = walk(makers(SMALL), tokens, {})
+    sizes = walk(makers(SMALL), tokens, {}, recorder=Recorder)
     plans = [
         make_plan(read_keywords([], given), asked_for(given), sizes, 8)[0]
         for given in (keywords, keywords | values)
     ]
     assert plans[0] == plans[1]
+
+
+def test_the_size_of_microbatches_is_chosen() -> None:
+    keywords: dict[str, Any] = {"precision": "bf16", "cluster": "a800", "pp": 2, "shard": 2}
+    keywords |= {"sample": torch.zeros(1, SMALL.seq, dtype=torch.long), "global_batch": 32}
+    values = zeropp.choose.degrees(makers(SMALL), 4, **keywords, microbatch_size="auto")
+    assert values["microbatch_size"] in (2, 4, 8)  # one is slow, and 16 are no pipeline
+    times = {rows: chosen_step_s(keywords | {"microbatch_size": rows}) for rows in (1, 2, 4, 8)}
+    assert min(times, key=lambda rows: times[rows]) == values["microbatch_size"]
+    with pytest.raises(zeropp.InfeasibleError, match="microbatch_size='auto': needs clus"):
+        zeropp.choose.degrees(
+            makers(SMALL), 4, **keywords | {"cluster": None}, microbatch_size="auto"
+        )
+
+
+def chosen_step_s(keywords: dict[str, Any]) -> float:
+    """The estimated seconds per step on four ranks, with the fastest units."""
+    settings = Settings(**keywords)
+    sizes = walk(makers(SMALL), *settings.microbatch, recorder=Recorder)
+    return choose(settings, frozenset(), sizes, 4)[2]
 
 
 class TiedLayers(list[Any]):
@@ -190,6 +212,25 @@ def test_auto_counts_what_the_given_optimizer_keeps() -> None:
     assert words.endswith("usable GiB")
     with pytest.raises(zeropp.InfeasibleError, match="1 settings need more memory than a device"):
         chosen(wide, 2, **given)  # Adam's two numbers per parameter
+
+
+def test_auto_plans_for_what_must_be_whole() -> None:
+    layers, tokens = makers(SMALL), torch.zeros(1, SMALL.seq, dtype=torch.long)
+    settings = Settings(
+        sample=tokens, global_batch=8, cluster="a800", pp="auto", optimizer=two_kinds,
+        group_of=lambda name, _: "matrices" if name[0] == 1 else "others", shard=2, unit=2,
+    )  # fmt: skip
+    sizes = walk(layers, tokens, {}, recorder=Recorder)
+    plan, chosen_line = make_plan(settings, frozenset({"pp"}), sizes, 4)
+    assert plan.whole_groups == ("matrices",)
+    assert chosen_line.startswith("pp chosen")
+    ends = [str(action) for action in plan.schedule.programs[0][-3:]]
+    assert ends == ["0GATHER_WHOLE", "0UPDATE", "0GATHER_UPDATED"]
+
+
+def two_kinds(groups: Any) -> list[torch.optim.Optimizer]:
+    """One looks at all elements of a parameter, and the other at each."""
+    return [torch.optim.Adafactor(groups["matrices"]), torch.optim.SGD(groups["others"])]
 
 
 def plain_sgd(groups: Any) -> torch.optim.Optimizer:

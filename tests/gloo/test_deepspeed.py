@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer, build
 from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
@@ -46,10 +48,10 @@ def test_deepspeed_is_one_process(
         assert [span.action for span in outcome.spans] == expected
 
 
-@pytest.mark.parametrize("replicate_zero", [0, 1])
-def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
-    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
-    plan = request(8, contender).plan()
+@pytest.mark.parametrize(("pp", "replicate_zero"), [(2, 0), (2, 1), (1, 1), (1, 2)])
+def test_deepspeed_clips_and_adapts(world: World, pp: int, replicate_zero: int) -> None:
+    contender = {"name": "deepspeed_3d", "pp": pp, "tp": 2, "replicate_zero": replicate_zero}
+    plan = request(4 * pp, contender).plan()
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1))
 
 
@@ -58,6 +60,12 @@ def build_with(optimizer: str, plan: Plan, *arguments: Any) -> DeepSpeedTrainer:
     trainer = build(plan, *arguments)
     assert type(trainer._optimizer).__name__ == optimizer
     return trainer
+
+
+def build_in_python(*arguments: Any) -> DeepSpeedTrainer:
+    """Build a trainer whose compiled blocks need no C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return build(*arguments)
 
 
 build_with_own = partial(build_with, "DeepSpeedZeroOptimizer")
@@ -79,3 +87,13 @@ TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": Fals
 def test_deepspeed_bf16_is_close(world: World, contender: dict[str, Any], builder: str) -> None:
     plan = request(4, {"name": "deepspeed_3d", **contender}, precision="bf16", model=TIED).plan()
     check(world, f"{__name__}:{builder}", plan, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [{"pp": 1, "tp": 2, "replicate_zero": 2}, {"pp": 2, "recompute": "full"}],
+    ids=str,
+)
+def test_compiled_blocks_have_the_same_gradients(world: World, contender: dict[str, Any]) -> None:
+    plan = request(4, {"name": "deepspeed_3d", "compile": True, **contender}).plan()
+    check(world, f"{__name__}:build_in_python", plan)

@@ -48,6 +48,7 @@ def batch_names(inputs: Tensor, targets: Tensor) -> dict[str, Any]:
         "targets": targets,
         "batches": [(inputs, targets)] * 2,
         "mask": torch.ones(ROWS),
+        "dataset": torch.utils.data.TensorDataset(inputs, targets),
         "rows": slice(None),
         "held_out": inputs,
         "held_out_targets": targets,

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gloo.differences import largest
 from tests.gloo.step_cases import (
     DEGREES,
+    Alone,
     Batch,
     Course,
     course_of,
@@ -31,6 +33,34 @@ def uneven_rows(model: ParallelModel) -> slice:
         return slice(0, 7)
     parts = {0: slice(0, 2), model.data_parallel_size - 1: slice(2, 7)}
     return parts.get(model.data_parallel_rank, slice(0, 0))
+
+
+def same_outputs(model: ParallelModel, batch: Batch, expected: Tensor) -> bool:
+    """Whether this rank gets what one process gives for its rows, from both methods."""
+    rows = uneven_rows(model)
+    inputs, targets, keywords = batch.part(rows)
+    plain = model.forward_only(inputs, **keywords)
+    loss, less = model.eval_step(
+        inputs, targets, outputs=lambda output: (output.argmax(-1), output[:, 0]), **keywords
+    )
+    ours = expected[rows]
+    return (
+        isinstance(plain, Tensor)
+        and plain.shape == ours.shape
+        and bool((plain - ours).abs().le(1e-12).all())
+        and torch.equal(less[0], ours.argmax(-1))
+        and less[1].shape == ours[:, 0].shape
+        and loss == model.eval_step(inputs, targets, **keywords)
+    )
+
+
+def outputs_of(degrees: dict[str, Any], expected: dict[str, Tensor]) -> list[bool]:
+    """For every kind of layers whether the outputs are those of one process."""
+    same = []
+    for kind, output in expected.items():
+        with parallel(kind, "mean", degrees) as model:
+            same.append(same_outputs(model, evaluated(kind, "mean", 0), output))
+    return same
 
 
 def train_and_evaluate(
@@ -72,3 +102,11 @@ def test_steps_and_evaluations_are_those_of_one_process(
             assert evaluation < 1e-12
             assert step < 1e-12
             assert parameters < 1e-6  # they come as fp32
+
+
+@pytest.mark.parametrize("degrees", DEGREES[:3], ids=label)
+def test_every_rank_gets_the_outputs_of_its_rows(world: World, degrees: dict[str, Any]) -> None:
+    expected = {kind: Alone(kind, "mean").output(evaluated(kind, "mean", 0))
+                for kind in ("keywords", "dropout")}  # fmt: skip
+    for same in world.run(outputs_of, degrees, expected, size=ranks_of(degrees)):
+        assert same == [True, True]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.unit.simulated_task import cluster, preset
-from zeropp.choose.layer_prices import LayerPrices
+from zeropp.choose.layer_prices import LayerPrices, LayerState
+from zeropp.choose.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
@@ -23,6 +24,7 @@ from zeropp.model import build_piece
 from zeropp.operators import Attention, Elementwise, LayerOperators, Product
 from zeropp.plan import SizedPlan
 from zeropp.price.layers import passes_of_layer
+from zeropp.price.network import group_of
 from zeropp.price.price import pass_times
 from zeropp.price.programs import program_named
 from zeropp.schedule.program import loop_placement, unordered
@@ -45,7 +47,8 @@ def walked(model: str, microbatch: int) -> list[LayerSizes]:
     """The sizes of a model's pieces."""
     shape = shape_of(model)
     pieces = [lambda i=i: build_piece(shape, i, 0, "meta") for i in range(shape.num_pieces)]
-    return walk(pieces, torch.zeros(microbatch, shape.seq, dtype=torch.long), {})
+    sample = torch.zeros(microbatch, shape.seq, dtype=torch.long)
+    return walk(pieces, sample, {}, recorder=Recorder)
 
 
 def plan(model: str, microbatch: int, recompute: Recompute, cuts: tuple[int, ...]) -> SizedPlan:
@@ -98,6 +101,29 @@ def test_both_prices_of_a_stage_agree(
     assert_near([embedding], 0.035)
 
 
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_what_is_updated_whole_is_priced(replicas: int) -> None:
+    """Every element moves three times in fp32, from one rank to another, and a rank holds values
+    and gradients of its share."""
+    sizes, on = walked("llama_8b", 1), cluster("h100")
+    numbers = [layer.parameters for layer in sizes]
+    states = [LayerState(4.0 * n, 4.0 * n, 4.0 * n) for n in numbers]
+    layout = Layout(pp=2, shard=4, replicate=replicas, replicate_zero=1 if replicas > 1 else 0)
+    parts = replace(plan("llama_8b", 1, "none", (0, 3, 6)), layout=layout)
+    whole = replace(parts, whole_groups=("all",))
+    prices = LayerPrices(sizes, states)
+    for stage, held in enumerate((sum(numbers[:3]), sum(numbers[3:]))):
+        before, cost = (prices.times(one, on).stages[stage] for one in (parts, whole))
+        assert before.gather_whole == before.gather_updated == 0.0
+        assert cost.gather_whole == 2 * cost.gather_updated
+        share = 4 * held / layout.dp
+        rate = group_of(on, layout, "replicate" if replicas > 1 else "shard").rate
+        assert cost.gather_updated == pytest.approx(0.75 * share / rate, rel=0.1)
+        memory = prices.memory(whole, on).memory[stage]
+        assert memory.whole == pytest.approx(4 * share)
+        assert prices.memory(parts, on).memory[stage].whole == 0
+
+
 ROWS, TOKENS, WIDTH = 2, 16, 64
 SIZE = ROWS * TOKENS * WIDTH  # elements of a hidden state
 
@@ -105,7 +131,7 @@ SIZE = ROWS * TOKENS * WIDTH  # elements of a hidden state
 def recorded(layer: nn.Module) -> LayerOperators:
     """What the walk records of a layer between two others."""
     layers = [nn.Identity(), layer, nn.Identity()]
-    operators = walk(layers, torch.zeros(ROWS, TOKENS, WIDTH), {})[1].operators
+    operators = walk(layers, torch.zeros(ROWS, TOKENS, WIDTH), {}, recorder=Recorder)[1].operators
     assert operators is not None
     return operators
 

@@ -4,7 +4,7 @@ that a step does not use has a gradient of zeros there."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.world import World
+from zeropp.engine.users_optimizer import try_optimizer
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
-WIDTH, ROWS, STEPS = 6, 8, 2
+LAYERS, WIDTH, ROWS, STEPS = 4, 6, 8, 2
 LEGS = 3  # of as many steps, each in another topology; most optimizers train for two
 TOPOLOGIES: list[dict[str, Any]] = [
     {"pp": 2, "shard": 2, "chunks": 2},
@@ -29,7 +30,79 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"shard": 4},
     {"pp": 4},
 ]
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+Groups = Mapping[str, list[nn.Parameter]]
+
+
+def group_of(name: tuple[int, str], parameter: nn.Parameter) -> str:
+    """``matrices`` are those of the layers between the first and the last."""
+    return "matrices" if parameter.dim() == 2 and 0 < name[0] < LAYERS - 1 else "others"
+
+
+def muon_and_adamw(groups: Groups) -> list[torch.optim.Optimizer]:
+    """As people train with torch's Muon, which takes matrices alone."""
+    muon = torch.optim.Muon(groups["matrices"], lr=0.05, weight_decay=0.5)
+    return [muon, torch.optim.AdamW(groups["others"], lr=0.02, fused=True)]
+
+
+class OwnMuon(torch.optim.SGD):
+    """Momentum, and an update of every matrix of which the singular values are about 1."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2:
+                    x = parameter.grad / (parameter.grad.norm() + 1e-7)
+                    for _ in range(5):  # Newton and Schulz
+                        square = x @ x.mT
+                        x = 1.5 * x - 0.5 * square @ x
+                    parameter.grad.copy_(x * max(1, len(x) / x.shape[1]) ** 0.5)
+        super().step(closure)
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Momentum in 8 bits, with one scale for every 16 elements of a tensor, as bitsandbytes has."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                blocks = F.pad(parameter.grad.flatten(), (0, -parameter.numel() % 16)).view(-1, 16)
+                if state:
+                    kept = F.pad(state["momentum"].flatten(), (0, -parameter.numel() % 16))
+                    blocks = blocks + 0.9 * kept.view(-1, 16) * state["scale"] / 127
+                scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+                flat = (blocks / scale * 127).round().to(torch.int8).flatten()
+                state["momentum"] = flat[: parameter.numel()].view(parameter.shape).contiguous()
+                state["scale"] = scale
+                update = blocks.flatten()[: parameter.numel()]
+                parameter.sub_(group["lr"] * update.view(parameter.shape))
+
+
+def of_all(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[Groups], Any]:
+    """One optimizer of all parameters."""
+    return lambda groups: make([*groups["matrices"], *groups["others"]])
+
+
+def two_fused(groups: Groups) -> list[torch.optim.Optimizer]:
+    """Two that can leave an update out without the host."""
+    rates = {"matrices": 0.05, "others": 0.02}
+    return [torch.optim.AdamW(groups[name], lr=lr, fused=True) for name, lr in rates.items()]
+
+
+WHOLE: dict[str, Callable[[Groups], Any]] = {
+    "muon and adamw": muon_and_adamw,
+    "own muon": of_all(lambda p: OwnMuon(p, lr=0.1, momentum=0.9)),
+    "adafactor": of_all(lambda p: torch.optim.Adafactor(p, lr=0.1)),
+    "8 bits": of_all(lambda p: Blockwise(p, lr=0.1)),
+}
+ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     # First, so that it meets the first three topologies: stages with chunks and shards, then
     # replicas that keep a part of the optimizer's state each.
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.5),
@@ -40,6 +113,8 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True, maximize=True),
 }
+KINDS = {name: of_all(make) for name, make in ELEMENTWISE.items()} | WHOLE
+KINDS["two fused"] = two_fused
 
 
 class Choosing(nn.Module):
@@ -80,8 +155,11 @@ def data(step: int) -> dict[str, Tensor]:
 def alone(kind: str) -> list[dict[str, Tensor]]:
     """Training in one process: the parameters after every leg."""
     model = nn.ModuleList(copy.deepcopy(made()))
-    optimizer = KINDS[kind](model.parameters())
-    found = []
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "others": []}
+    for name, parameter in model.named_parameters():
+        index, _, own = name.partition(".")
+        groups[group_of((int(index), own), parameter)].append(parameter)
+    optimizers, found = KINDS[kind](groups), []
     for step in range(STEPS * LEGS):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -91,7 +169,8 @@ def alone(kind: str) -> list[dict[str, Tensor]]:
             for layer in model:
                 x = layer(x, late, rare) if isinstance(layer, Choosing) else layer(x)
             (F.mse_loss(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
         if (step + 1) % STEPS == 0:
             found.append({name: value.clone() for name, value in model.state_dict().items()})
     return found
@@ -105,14 +184,15 @@ def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
         sample=batch["inputs"][:1],
         sample_keywords={name: batch[name][:1] for name in ("late", "rare")},
         global_batch=ROWS,
-        optimizer=lambda groups: KINDS[kind](groups["all"]),
+        group_of=group_of,
+        optimizer=KINDS[kind],
         **degrees,
     )
 
 
 def kinds_of(number: int) -> list[str]:
     """The kinds of optimizers that train in a leg."""
-    return [*KINDS] if number < 2 else ["momentum", "adamw"]
+    return [*ELEMENTWISE, *WHOLE] if number < 2 else ["momentum", "muon and adamw"]
 
 
 def go_on(place: Path, number: int) -> None:
@@ -146,37 +226,25 @@ def test_every_optimizer_is_that_of_one_process_through_checkpoints(
                 )
 
 
-class Middling(torch.optim.Optimizer):
-    """Subtracts the mean of a tensor's gradient: what others have matters."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+class Coupled(torch.optim.SGD):
+    """Scales all gradients by the norm of all."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.sub_(group["lr"] * (one.grad - one.grad.mean()))
-
-
-class Orthogonal(torch.optim.SGD):
-    """Gives every matrix an orthogonal update, and all else a plain one, as Muon's do."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() == 2:
-                    left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
-                    parameter.grad.copy_(left @ right)
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        norm = nn.utils.get_total_norm([one.grad for one in parameters])
+        for one in parameters:
+            one.grad.div_(norm)
         super().step(closure)
 
 
-class Decaying(torch.optim.SGD):
-    """Decays matrices alone."""
+class Anchored(OwnMuon):
+    """Pulls towards the values that parameters had when it was made."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.first = {id(one): one.detach().clone() for one in parameters}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -184,45 +252,54 @@ class Decaying(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(0.9 if parameter.ndim >= 2 else 1.0)
+                parameter.lerp_(self.first[id(parameter)], 0.1)
 
 
-class Blockwise(torch.optim.SGD):
-    """Keeps one scale of every 16 elements, as optimizers with a state of 8 bits do."""
+class Listing(torch.optim.SGD):
+    """Keeps a list of each parameter, as some have of their preconditioners."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
-        super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                scale = torch.ones(-(-parameter.numel() // 16))
-                self.state[parameter] |= {"moment": parameter.clone(), "scale": scale}
+                self.state[parameter]["factors"] = [parameter.grad.clone()]
+        super().step(closure)
 
 
-WRONG: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adafactor does not work element by element": torch.optim.Adafactor,
-    "LBFGS cannot take a step": torch.optim.LBFGS,
-    "Middling does not work element by element": Middling,
-    "Adam cannot take a step": lambda p: torch.optim.Adam(p, capturable=True),
-    "Orthogonal updates a matrix in another way": lambda p: Orthogonal(p, lr=0.5),
-    "Decaying updates a matrix in another way": lambda p: Decaying(p, lr=0.5),
-    "keeps 'scale' of a parameter, which is neither one number nor one per": Blockwise,
-    "cannot be made from groups of flat tensors (as in lambda groups: torch.optim.AdamW(groups['all"
-    "'])): Muon only supports 2D": lambda p: torch.optim.Muon(p),
+_CANNOT_BE_MADE = (
+    "cannot be made from groups of tensors (as in lambda groups: torch.optim.AdamW(groups['all'])):"
+)
+WRONG: dict[str, Any] = {
+    "LBFGS cannot take a step": lambda groups: torch.optim.LBFGS(groups["all"]),
+    "Adam cannot take a step": lambda groups: torch.optim.Adam(groups["all"], capturable=True),
+    "Coupled updates a parameter in another way beside others than alone": (
+        lambda groups: Coupled(groups["all"], lr=0.5)
+    ),
+    "Anchored needs whole parameters, and reads them when it is made": (
+        lambda groups: Anchored(groups["all"], lr=0.5)
+    ),
+    "Listing keeps 'factors' of a parameter, which is of type list": (
+        lambda groups: Listing(groups["all"], lr=0.5)
+    ),
+    f"{_CANNOT_BE_MADE} Muon only supports 2D parameters whereas we found": (
+        lambda groups: torch.optim.Muon(groups["all"])
+    ),
+    f"{_CANNOT_BE_MADE} some parameters appear in more than one": (
+        lambda groups: [torch.optim.SGD(groups["all"]), torch.optim.AdamW(groups["all"])]
+    ),
+    "gives list, but a torch.optim.Optimizer is needed, or a list of them": lambda groups: [],
+    "gives int, but a torch.optim.Optimizer is needed, or a list of them": lambda groups: [3],
+    f"{_CANNOT_BE_MADE} ": partial(torch.optim.AdamW, lr=0.1),
+    f"{_CANNOT_BE_MADE}": lambda parameters: torch.optim.AdamW(parameters),
+    f"{_CANNOT_BE_MADE[:-1]}": lambda groups: torch.optim.AdamW(groups.values()),
 }
-FIRST_TRIES: list[Any] = [
-    partial(torch.optim.AdamW, lr=0.1),
-    lambda parameters: torch.optim.AdamW(parameters),
-    lambda groups: torch.optim.AdamW(groups.values()),
-]
 
 
 def refused() -> list[str]:
-    """What ``parallelize`` says to optimizers that cannot update flat shards."""
+    """What ``parallelize`` says to optimizers that cannot update a model that is cut."""
     said = []
-    makers = [lambda groups, kind=kind: kind(groups["all"]) for kind in WRONG.values()]
-    for make in (*makers, *FIRST_TRIES):
+    for make in WRONG.values():
         with pytest.raises(InfeasibleError) as caught:
             zeropp.parallelize(
                 made()[:1], F.mse_loss, sample=data(0)["inputs"][:1], global_batch=ROWS,
@@ -232,11 +309,55 @@ def refused() -> list[str]:
     return said
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused(world: World) -> None:
+def test_an_optimizer_that_no_rank_could_run_is_refused(world: World) -> None:
     first, second = world.run(refused, size=2)
     assert first == second
-    assert len(first) == len(WRONG) + len(FIRST_TRIES)
-    words_of = [*WRONG, *["cannot be made from groups of flat tensors (as in"] * len(FIRST_TRIES)]
-    for said, words in zip(first, words_of, strict=True):
+    for said, words in zip(first, WRONG, strict=True):
         assert said.startswith(f"optimizer: {words}"), said
         assert "\n" not in said
+
+
+def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
+    cpu = torch.device("cpu")
+    for kind, make in KINDS.items():
+        trial = try_optimizer(make, ["matrices", "others"], cpu)
+        both = ("matrices", "others") if kind in WHOLE else ()
+        assert trial.whole == (("matrices",) if kind == "muon and adamw" else both), kind
+    kept = try_optimizer(KINDS["muon and adamw"], ["matrices", "others"], cpu).state_bytes
+    assert kept == {"matrices": 4.0, "others": 8.0}
+    mixed = lambda groups: [  # noqa: E731
+        torch.optim.Adafactor(groups["matrices"]),
+        torch.optim.AdamW(groups["others"]),
+    ]
+    assert try_optimizer(mixed, ["matrices", "others"], cpu).whole == ("matrices",)
+    begins_with_0 = of_all(lambda p: OwnMuon(p, lr=0.0))
+    assert try_optimizer(begins_with_0, ["matrices", "others"], cpu).whole
+
+
+def scheduled(kind: str) -> tuple[list[float], int, list[str]]:
+    """The learning rates of two optimizers after steps of one scheduler, how many parameters they
+    have whole here, and what a NaN in a batch leaves as it was."""
+    with parallel(kind, {"shard": 2}) as model:
+        schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda step: 1 / (1 + step))
+        inputs, targets, late, rare = (part[model.rows] for part in data(0).values())
+        for _ in range(2):
+            model.train_step(inputs, targets, late=late, rare=rare)
+            schedule.step()
+        before = dict(model.full_parameters())
+        model.train_step(inputs * torch.nan, targets, late=late, rare=rare)
+        after = dict(model.full_parameters())
+        whole = [flat.whole for flat in model.engine.flats if flat.whole is not None]
+        assert int(model.skipped_steps) == 1
+        return (
+            [group["lr"] for group in model.optimizer.param_groups],
+            sum(len(one.shards) for one in whole),
+            [name for name in before if not torch.equal(before[name], after[name])],
+        )
+
+
+@pytest.mark.parametrize("kind", ["muon and adamw", "two fused"])
+def test_two_optimizers_are_scheduled_and_skipped_as_one(world: World, kind: str) -> None:
+    (rates, first, changed), (_, second, _) = world.run(scheduled, kind, size=2)
+    assert rates == pytest.approx([0.05 / 3, 0.02 / 3])
+    assert (first, second) == ((2, 2) if kind in WHOLE else (0, 0))  # of four matrices
+    assert changed == []

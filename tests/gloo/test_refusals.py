@@ -223,7 +223,7 @@ REFUSALS = {
     "one layer": "layers: must be a list of modules",
     "no batch": "global_batch=0: must be at least 1",
     "half a row": "global_batch=2.5: must be a whole number",
-    "no sample": "sample: must be a tensor of one microbatch",
+    "no sample": "sample: must be a tensor of inputs",
     "optimizer class": "must be a OptimizerConfig or a function of (Mapping)",
     "optimizer instance": "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
     "no optimizer": "optimizer: gives NoneType, but one torch.optim.Optimizer is needed",

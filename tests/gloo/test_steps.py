@@ -56,9 +56,9 @@ MESSAGES = {
     "one row": "InfeasibleError: sample_keywords: 'mask' has shape (1, 8), but one row",
     "left out": "TypeError: keyword inputs are ['mask'], but parallelize got",
     "short": "ValueError: mask: 4 rows, but this rank trains on 12 rows",
-    "uneven": "ValueError: eval_step: numbers of rows differ",
+    "uneven": "ValueError: inputs: numbers of rows differ",
     "ranks differ": "RowsError: eval_step: ranks of one pipeline were given different rows",
-    "no rows": "RowsError: eval_step: no rank was given any rows",
+    "no rows": "RowsError: inputs: no rank was given any rows",
 }
 
 

@@ -3,7 +3,7 @@ fp64: losses, gradients, parameters and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from zeropp.parallel_model import ParallelModel
 
 WIDTH, LENGTH, VOCABULARY, STEPS = 8, 6, 11, 3
 SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
+MUON = "muon"  # with AdamW for what are no matrices of blocks, clipped as SGD is
 TIED = (0, "weight"), (LAYERS - 1, "weight")
 DISTRIBUTIONS = ("any", "first rows", "one label")
 TOPOLOGIES = 50
@@ -79,9 +80,23 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, (targets != -100).sum()
 
 
-def parallel(tied: bool, microbatch: int, **degrees: Any) -> ParallelModel:
+def group_of(name: tuple[int, str], parameter: nn.Parameter) -> str:
+    """The optimizer group of a parameter under Muon."""
+    return "matrices" if parameter.dim() == 2 and 0 < name[0] < LAYERS - 1 else "others"
+
+
+def muon_and_adamw(groups: Mapping[str, list[nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks."""
+    muon = torch.optim.Muon(groups["matrices"], lr=0.1)
+    return [muon, torch.optim.AdamW(groups["others"], lr=0.05)]
+
+
+def parallel(tied: bool, microbatch: int, *, kind: str = "sgd", **degrees: Any) -> ParallelModel:
+    optimizer: Any = {"optimizer": SGD}
+    if kind == MUON:
+        optimizer = {"optimizer": muon_and_adamw, "group_of": group_of, "clip_norm": SGD.clip_norm}
     return zeropp.parallelize(
-        made(tied), degrees.pop("loss_fn", token_loss), loss_reduction="tokens", optimizer=SGD,
+        made(tied), degrees.pop("loss_fn", token_loss), loss_reduction="tokens", **optimizer,
         sample=data(0, "any")[0][:microbatch], global_batch=ROWS, tied=TIED if tied else None,
         **degrees,
     )  # fmt: skip
@@ -98,9 +113,14 @@ class Course:
 
 
 @cache
-def alone(tied: bool, distribution: str) -> Course:
+def alone(tied: bool, distribution: str, kind: str = "sgd") -> Course:
     model = nn.ModuleList(made(tied))
-    optimizer = torch.optim.SGD(model.parameters(), lr=SGD.lr)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=SGD.lr)]
+    if kind == MUON:
+        groups: dict[str, list[nn.Parameter]] = {"matrices": [], "others": []}
+        for name, parameter in model.named_parameters():
+            groups[group_of((int(name[0]), name), parameter)].append(parameter)
+        optimizers = muon_and_adamw(groups)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         value, own = tokens, torch.zeros(())
@@ -114,22 +134,23 @@ def alone(tied: bool, distribution: str) -> Course:
     for step in range(STEPS):
         with torch.no_grad():
             evaluated = float(loss_of(*data(100 + step, distribution, rows=7)))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_of(*data(step, distribution))
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), SGD.clip_norm)
         assert norm > SGD.clip_norm
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         numbers.append((float(loss.detach()), float(norm), evaluated))
     named = dict(model.named_parameters())
     gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
     return Course(numbers, gradients, {name: one.detach() for name, one in named.items()})
 
 
-def errors(seed: int, distribution: str, expected: Course) -> tuple[float, float, float]:
+def errors(seed: int, distribution: str, kind: str, expected: Course) -> tuple[float, float, float]:
     """How far this rank's numbers, gradients and parameters are from those of one process."""
     degrees = topology(seed)
-    with parallel(degrees.pop("tied"), degrees.pop("microbatch"), **degrees) as model:
+    with parallel(degrees.pop("tied"), degrees.pop("microbatch"), kind=kind, **degrees) as model:
         apart = []
         for step, numbers in enumerate(expected.numbers):
             share = slice(model.data_parallel_rank, None, model.data_parallel_size)
@@ -150,15 +171,16 @@ def errors(seed: int, distribution: str, expected: Course) -> tuple[float, float
 def check(world: World, seed: int) -> None:
     """Hold a random topology to one process. Parameters are given in fp32."""
     drawn = topology(seed)
-    for distribution in DISTRIBUTIONS:
-        expected = alone(drawn["tied"], distribution)
+    courses = [*((distribution, "sgd") for distribution in DISTRIBUTIONS), ("any", MUON)]
+    for distribution, kind in courses:
+        expected = alone(drawn["tied"], distribution, kind)
         size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
         for numbers, gradients, parameters in world.run(
-            errors, seed, distribution, expected, size=size
+            errors, seed, distribution, kind, expected, size=size
         ):
-            assert numbers < 1e-9, (numbers, distribution, drawn)
-            assert gradients < 1e-9, (gradients, distribution, drawn)
-            assert parameters < 1e-6, (parameters, distribution, drawn)
+            assert numbers < 1e-9, (numbers, distribution, kind, drawn)
+            assert gradients < 1e-9, (gradients, distribution, kind, drawn)
+            assert parameters < 1e-6, (parameters, distribution, kind, drawn)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from benchmarks.launch.local import preloaded_on_cpu
 from benchmarks.specification.contenders import CONTENDERS
+from tests.waiting import LIMIT_S
 
 # What tasks need and what is slow to import: beside what real ranks need, the tests' own modules,
 # which every worker would import for itself.
@@ -82,7 +83,7 @@ class World:
         self._tasks = 0
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 240.0
+        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = LIMIT_S
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``size`` ranks of a fresh gloo group; results by rank.
 

@@ -14,14 +14,12 @@ import shutil
 import socket
 import stat
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
-from tests.slurm.commands import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 NODES, GPUS_PER_NODE = 10, 4
 SHARED_NODES = 6  # of the main partition; each of the others is one test's, to break it
@@ -270,15 +268,6 @@ class SlurmCluster:
         if process.name() != "slurmstepd":
             return False
         return any(_variable(child, "SLURMD_NODENAME") == node for child in _children(process))
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Poll until the condition holds; raises TimeoutError that names what did not come."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {LIMIT_S:g} s")
-        time.sleep(0.2)
 
 
 def _free_ports(number: int) -> int:

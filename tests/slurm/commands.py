@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import CHECKOUT
+from tests.waiting import LIMIT_S
 
-LIMIT_S = 400.0  # ends what hangs; nothing is expected to take nearly as long
 _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty at the same time
 # What the commands import when they are called, so that it is imported once.
 _PRELOADED = (

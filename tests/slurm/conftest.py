@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.launch.sweep_status import PointStatus
 from benchmarks.records.record import RunRecord, find_records, read_record
-from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
+from tests.slurm.cluster import SlurmCluster, unavailable
 from tests.slurm.commands import Command, call, server
+from tests.waiting import wait_until
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _RESULT_S = 560.0
@@ -188,9 +189,10 @@ class Suite:
         self._wait(lambda: not self.queue(), f"an empty queue of {self.runs}")
 
     def _wait(self, condition: Callable[[], object], what: str) -> None:
-        """``wait_until``, with what Slurm says of its jobs and nodes where it took too long."""
+        """``wait_until``, with what Slurm says of its jobs and nodes where it took too long. Thirty
+        tests at once would keep a core busy with their questions if they asked more often."""
         try:
-            wait_until(condition, what)
+            wait_until(condition, what, every_s=1.0)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{_account(self.cluster)}") from None
 

@@ -2,7 +2,8 @@
 """In the place of the ranks' Python: ``stand_in.py -m benchmarks.worker SPEC --out DIR``.
 
 Writes the events that a worker writes, in a second and without torch, and ends in the way that
-the spec's seed asks for, unless a file ``calm`` lies beside the runs.
+the spec's seed asks for, unless a file ``calm`` lies beside the runs, and after a file ``wait`` is
+gone from there.
 """
 
 import ctypes
@@ -57,6 +58,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGUSR1, leave)
         (directory / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
+        while (directory.parents[2] / "wait").exists():
+            time.sleep(0.05)
         places = ["OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
         places += ["SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"]
         seen = {name: os.environ.get(name, "") for name in places}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.launch.slurm.submit import copy_checkout
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
@@ -31,7 +32,7 @@ def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, s
         env=suite.variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

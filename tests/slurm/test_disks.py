@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import TOGETHER, Suite
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
@@ -18,12 +19,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 def mounted(place: Path, *options: str) -> Iterator[None]:
     """Something mounted on a folder; skips where that is not allowed."""
     place.mkdir(exist_ok=True)
-    if subprocess.run(["mount", *options, str(place)], check=False, timeout=10).returncode:
+    if subprocess.run(["mount", *options, str(place)], check=False, timeout=LIMIT_S).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=False, timeout=10)
+        subprocess.run(["umount", "-l", str(place)], check=False, timeout=LIMIT_S)
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def read_only(place: Path) -> Iterator[None]:
     changed what it exports."""
     with mounted(place, "--bind", str(place)):
         remount = ["mount", "-o", "remount,ro,bind", str(place)]
-        subprocess.run(remount, check=True, timeout=10)
+        subprocess.run(remount, check=True, timeout=LIMIT_S)
         yield
 
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from benchmarks.records.record import RunRecord
-from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 

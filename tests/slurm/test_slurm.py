@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
@@ -19,7 +19,7 @@ REAL = (  # ranks with all of the engine, on one node and on two
 @FIRST
 def test_sweep_of_real_ranks_over_nodes(suite: Suite) -> None:
     suite.sweep(*REAL)
-    wait_until(lambda: "Written to" in _report_log(suite), "the report of the sweep")
+    wait_until(lambda: "report.html (and" in _report_log(suite), "the report of the sweep")
     records = suite.records()
     assert [r.status for r in records] == ["ok"] * 2, [r.reason for r in records]
     assert all(len(r.step_s) == 2 for r in records)

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from tests.slurm.cluster import wait_until
 from tests.slurm.commands import call
 from tests.slurm.conftest import TOGETHER, Suite
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 

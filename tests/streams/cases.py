@@ -1,4 +1,4 @@
-"""Ten configurations of the engine that differ in what its streams do."""
+"""Eleven configurations of the engine that differ in what its streams do."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ CASES = {
             dropout=0.1,
         ),
         Case("reduced once per step", 2, {"pp": 2, "chunks": 2, "reduce_every": "step"}),
+        Case(
+            "whole parameters",
+            4,
+            {"pp": 1, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2, "unit": 2},
+            whole=True,
+            then=("save and load",),
+        ),
         Case(
             "visible parameters",
             2,

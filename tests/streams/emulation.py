@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,6 +30,7 @@ class Case:
     batch: int = 4
     tied: bool = False
     dropout: float = 0.0
+    whole: bool = False  # matrices are updated whole, by Muon
     then: tuple[str, ...] = ()  # names of functions below
 
     def __str__(self) -> str:
@@ -51,8 +51,7 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
     """Train on this rank, on virtual streams if ``emulate``; ``folder`` is for checkpoints. With a
     fault or a control of ``faults.py``, by its name, nothing is done besides training."""
     with ExitStack() as stack:
-        fused = partial(torch.optim.AdamW, fused=True)  # as on CUDA
-        stack.enter_context(mock.patch("torch.optim.AdamW", fused))
+        stack.enter_context(mock.patch("torch.optim.AdamW", _fused(torch.optim.AdamW)))
         device = stack.enter_context(emulated()) if emulate else None
         if fault is not None:
             make, _ = (FAULTS | CONTROLS)[fault]
@@ -63,6 +62,11 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
     if device is None:
         return Found(numbers, [], [], program)
     return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
+
+
+def _fused(adamw: Any) -> Callable[..., torch.optim.Optimizer]:
+    """AdamW as it is on CUDA."""
+    return lambda *arguments, **more: adamw(*arguments, **more | {"fused": True})
 
 
 def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:
@@ -79,7 +83,10 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
         built[-1].output.weight.data.copy_(built[0].tokens.weight.data)
     generator = torch.Generator().manual_seed(5)
     batches = torch.randint(WORDS, (6, case.batch, SEQUENCE + 1), generator=generator)
-    optimizer = zeropp.OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
+    optimizer: Any = zeropp.OptimizerConfig("adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
+    if case.whole:
+        optimizer = _muon_and_adamw
+        options |= {"group_of": lambda _, parameter: str(parameter.dim()), "clip_norm": 0.05}
     model = zeropp.parallelize(
         built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
         optimizer=optimizer, **options,
@@ -97,12 +104,18 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
     step(0)
     mark("its end")
     model.engine.interpreter.on_action = None
+    mark("the second step")
     step(1)
+    mark("the end of the second step")
     for name in case.then:
         numbers += BETWEEN_STEPS[name](model, batches[4], folder)
         step(5)
     model.close()
     return [float(number) for number in numbers], program
+
+
+def _muon_and_adamw(groups: Mapping[str, list[Any]]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Muon(groups["2"], lr=1e-2), torch.optim.AdamW(groups["1"], lr=1e-2)]
 
 
 def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, Request, sync_playwright
 from rich.console import Console
 
+from benchmarks import CHECKOUT
 from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -43,9 +44,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     write_records(records, root / "runs")
     write_report([root / "runs"], root / "out", Console(quiet=True))
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=60_000)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=200_000)
         opened = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened.set_default_timeout(20_000)
+        opened.set_default_timeout(200_000)
         problems: list[str] = []
         opened.on("console", lambda message: problems.append(message.text))
         opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -65,7 +66,7 @@ def column(page: Page, name: str) -> list[str]:
 
 def test_tables_are_filled(page: Page) -> None:
     assert page.locator("#table-throughput tbody tr").count() == 6
-    assert page.locator("#table-speedup tbody tr").count() == 3  # two cells and their mean
+    assert page.locator("#table-speedup tbody tr").count() == 3  # two cells and their median
     assert page.locator("#table-evidence tbody tr").count() == 2  # step and memory
     assert "OOM" in column(page, "step [s]")
 
@@ -92,6 +93,25 @@ def test_a_phone_scrolls_tables_and_not_the_page(page: Page) -> None:
     wide = page.evaluate("document.documentElement.scrollWidth")
     page.set_viewport_size({"width": 1280, "height": 900})
     assert wide <= 390
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_figure_of_the_docs_is_shown_whole(page: Page, width: int) -> None:
+    css = (CHECKOUT / "docs" / "tables.css").read_text()
+    picture = (CHECKOUT / "docs" / "images" / "schedules.svg").as_uri()
+    body = f"<body class=md-typeset style='margin: 0 1rem'><p><img src='{picture}'></p></body>"
+    browser = page.context.browser
+    assert browser is not None
+    other = browser.new_page(viewport={"width": width, "height": 844})
+    other.goto((CHECKOUT / "docs" / "tables.css").as_uri())  # a page that may read files
+    other.set_content(f"<style>img {{ max-width: 100% }} {css}</style>{body}")
+    other.wait_for_function("document.images[0].naturalWidth > 0")
+    box = other.locator("img").bounding_box()
+    other.close()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    assert box["width"] > 0.9 * min(width, 900)
 
 
 def test_nothing_is_cut_off_on_paper(page: Page) -> None:

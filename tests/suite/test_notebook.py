@@ -22,9 +22,18 @@ def count_images(outputs: list[dict[str, object]]) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)  # type: ignore[operator]
 
 
+def table_in(output: dict[str, object]) -> list[list[str]]:
+    """The words of every line of a frame that a cell shows; empty for another output."""
+    data = output.get("data", {})
+    is_frame = "text/html" in data  # type: ignore[operator]
+    text = "".join(data["text/plain"]) if is_frame else ""  # type: ignore[index]
+    return [line.split() for line in text.splitlines()]
+
+
 def test_notebook_runs_on_records(tmp_path: Path) -> None:
     """The command of docs/report.md, with other records and another output."""
-    records = [make_record(c, num_gpus=n) for c in ("zeropp", "deepspeed_3d") for n in (4, 8)]
+    steps = {"zeropp": [1.0] * 7, "deepspeed_3d": [2.0, 2.0, 4.0, 4.0, 4.0, 8.0, 8.0]}
+    records = [make_record(c, num_gpus=n, step_s=steps[c]) for c in steps for n in (4, 8)]
     write_records(records, tmp_path / "runs")
     made = tmp_path / "compare.ipynb"
     arguments = ["--to", "ipynb", "--execute", "--run-path", "."]
@@ -35,7 +44,7 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
         env=os.environ | {"ZEROPP_RECORDS": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -45,3 +54,6 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
     assert text.count("median") == 4
     assert "| GPT tiny |" in json.dumps(outputs, ensure_ascii=False)
     assert count_images(outputs) >= 6
+    tables = [table for output in outputs if (table := table_in(output))]
+    assert ["0", "gpt_tiny", "4", "zeropp", "2.0", "6.0"] in tables[2]  # halves of 3 and 4 steps
+    assert ["0", "gpt_tiny", "4", "zeropp"] in [row[:4] for row in tables[1]]  # not 4.0 ranks

@@ -1,4 +1,5 @@
-"""Every table of README and docs comes from committed records; links lead somewhere."""
+"""Every table of README and docs comes from committed records, and so does every number of a result
+in a sentence of the pages that give the answers; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -25,6 +26,43 @@ def test_a_changed_number_is_found() -> None:
     page = Path("docs/index.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith("| GPT mini"))
     assert filled(page.replace(line, line.replace("GPT mini", "GPT mimi"))) == page
+
+
+# Numbers that look like results: shares, factors, counts of a total, two decimals.
+_RESULT = re.compile(r"\d[\d,]*(?:\.\d+)?\s?(?:%|×|times\b)|\b\d+ of (?:the )?\d+|\b\d+\.\d{2,}\b")
+# Those that are none: what the paper claims, limits that somebody chose, versions and papers.
+_STATED = {
+    "README.md": {"33 %", "2402.03791", "2.11", "2.12", "2.13"},
+    "index.md": {"2402.03791", "3.11"},
+    "reproduce.md": set(),
+    "verdict.md": {
+        *("33 %", "1.33", "1.33 times", "1.1 times", "2402.03791"),
+        *("1 %", "6 %", "90 %", "0.67", "8 ×"),
+    },
+}
+
+
+def results_in(text: str) -> list[str]:
+    """The numbers of results in a page's sentences, without those that come from records."""
+    for generated in (r"<!-- (table|value): .*?<!-- end of \1 -->", r"```.*?```", r"`[^`\n]*`"):
+        text = re.sub(generated, "", text, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    return [found[0] for found in _RESULT.finditer("\n".join(lines))]
+
+
+@pytest.mark.parametrize("name", _STATED)
+def test_numbers_of_results_in_sentences_come_from_records(name: str) -> None:
+    (page,) = (page for page in PAGES if page.name == name)
+    written = {number for number in results_in(page.read_text()) if number not in _STATED[name]}
+    assert written == set(), "put them between <!-- value: ... --> and <!-- end of value -->"
+
+
+def test_a_written_result_is_found() -> None:
+    text = (
+        "1.27 times as fast in 12 of 31 cells, 9.6 % of <!-- value: a b -->3 %<!-- end of value -->"
+    )
+    assert results_in(text) == ["1.27 times", "12 of 31", "9.6 %"]
 
 
 def test_links_lead_somewhere() -> None:

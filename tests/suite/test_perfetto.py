@@ -144,10 +144,10 @@ def page(traces: list[Path]) -> Iterator[Page]:
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=60_000
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=200_000
         )
         opened = browser.new_page(viewport={"width": 1280, "height": 800})
-        opened.set_default_timeout(20_000)
+        opened.set_default_timeout(200_000)
         here = f"http://127.0.0.1:{server.server_port}"
         opened.goto(f"{here}/index.html#!/?url={here}/trace.json")
         yield opened

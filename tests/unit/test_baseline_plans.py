@@ -19,11 +19,13 @@ def request(num_gpus: int, global_batch: int, **contender: Any) -> RunSpec:
     values = mapping()
     values["model"]["layers"] = 16
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
+    values["precision"] = contender.pop("precision", "fp32")
     values |= {"num_gpus": num_gpus, "global_batch": global_batch, "contender": contender}
     return spec_from_mapping(values)
 
 
 WAY_OUT = r"(use|try|change|it has|input should be)"
+OWNERS = {"use_multi_rank_bucket_allreduce": False}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "deepspeed_3d": [
         ({"tp": 3, "replicate": 1, "pp": 1}, "contender.tp=3: must divide model.heads=4"),
@@ -32,8 +34,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"schedule": "zbv"}, "contender.schedule='zbv': deepspeed_3d has no such knob"),
         ({"units": 4, "recomputes": 1}, "contender.units=4"),
         ({"recomputed": "full"}, "did you mean contender.recompute?"),
-        ({"compile": True}, "contender.compile=True"),
         ({"pp": 4, "replicate": 2}, "contender.replicate=2: the degrees"),
+        ({"sequence_parallel": True}, "contender.sequence_parallel=True"),
+        ({"pp": 2, "replicate_zero": 2}, "contender.replicate_zero=2: DeepSpeed's pipelines"),
+        ({"grad_accum_dtype": "bf16"}, "contender.grad_accum_dtype=bf16: gradients of fp32"),
+        ({"precision": "bf16", "replicate_zero": 0}, "contender.replicate_zero=0"),
+        ({"pp": 1, **OWNERS}, "contender.use_multi_rank_bucket_allreduce=False"),
+        ({"pp": 2, "precision": "bf16", **OWNERS}, "contender.use_multi_rank_bucket_allreduce"),
     ],
     "fsdp": [
         ({"pp": 2}, "contender.pp=2"),

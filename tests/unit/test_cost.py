@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster, preset
 from zeropp.layout import Layout
-from zeropp.literals import Recompute
+from zeropp.literals import Recompute, ReplicateZero
 from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
-from zeropp.price import balanced_cuts, parameter_count, price_plan
+from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.kernels import fused_attention_s, matmul_s
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
 from zeropp.price.price import stragglers
-from zeropp.price.programs import Program, Selective, StateBytes, Updated
+from zeropp.price.programs import Program, Selective, StateBytes, Updated, program_named
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
@@ -179,6 +179,47 @@ def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
     assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
     assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
     assert deepspeed.stages[0].forward > best.stages[0].forward
+
+
+def without_pipeline(name: str, microbatches: int, zero: ReplicateZero = 1) -> PlanPrice:
+    mine = plan(replicate=16, replicate_zero=zero)
+    schedule = unordered("1f1b", (0,), microbatches)
+    return price_plan(replace(mine, schedule=schedule, program=name), A100)
+
+
+def test_deepspeed_without_a_pipeline_hides_its_reduction() -> None:
+    open_, hidden = (without_pipeline(f"deepspeed_{n}", 4) for n in ("ordinary", "zero1"))
+    (behind,), (beside,) = open_.stages, hidden.stages
+    backward = beside.backward_input + beside.backward_weight
+    assert behind.reduce_replicas < backward  # so that it can be hidden
+    assert beside.reduce_replicas < 0.4 * behind.reduce_replicas
+    assert beside.backward_weight < behind.backward_weight  # adds in bf16
+    # Its sums have two bytes instead of four, but gradients also stand in buckets.
+    less = open_.memory[0].gradients - hidden.memory[0].gradients
+    assert 2 * less == open_.memory[0].gradients
+    state = program_named("deepspeed_zero1").state("bf16")
+    assert hidden.memory[0].parameters - open_.memory[0].parameters >= 2 * 2 * state.bucket
+    assert open_.resident_gradients > hidden.resident_gradients
+
+
+def test_zero2_shards_the_sums_and_reduces_every_microbatch() -> None:
+    one, four = (without_pipeline("deepspeed_zero2", m, zero=2) for m in (1, 4))
+    first = without_pipeline("deepspeed_zero1", 1)
+    assert one.memory[0].gradients == pytest.approx(2 * first.memory[0].gradients / 16, rel=1e-6)
+    assert one.extras[0].reductions == 0
+    assert four.stages[0].reduce_replicas == one.stages[0].reduce_replicas
+    earlier = 4 * four.extras[0].reductions  # those of three microbatches
+    assert earlier == pytest.approx(3 * four.stages[0].reduce_replicas)
+    more = four.stages[0].backward_weight - one.stages[0].backward_weight
+    assert more == pytest.approx(four.extras[0].reductions)
+
+
+def test_blocks_that_are_not_compiled_move_more_bytes() -> None:
+    mine = replace(plan(pp=2), program="zeropp")
+    eager, compiled = (price_plan(replace(mine, compile=c), A100) for c in (False, True))
+    assert eager.stages[0].forward > 1.03 * compiled.stages[0].forward
+    others = replace(mine, program="megatron_core")  # fused without torch.compile
+    assert price_plan(others, A100) == price_plan(replace(others, compile=True), A100)
 
 
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:

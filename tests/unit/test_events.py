@@ -62,15 +62,16 @@ def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> N
 
 
 END = StageCost(
-    reduce_grad=1.0, reduce_replicas=4.0, reduce_tied=0.5, update=2.0, gather_updated=3.0
-)
+    reduce_grad=1.0, reduce_replicas=4.0, reduce_tied=0.5, gather_whole=1.5, update=2.0,
+    gather_updated=3.0,
+)  # fmt: skip
 
 
 def test_the_update_waits_for_all_reductions_which_have_a_lane_of_their_own() -> None:
     """Both lanes of reductions work side by side; the tied sum and the update stand in line."""
     words = (
         "0F0 1F0 1B0 1REDUCE_GRAD 1REDUCE_REPLICAS 0B0 0REDUCE_GRAD 0REDUCE_REPLICAS "
-        "0REDUCE_TIED 0UPDATE 0GATHER_UPDATED"
+        "0REDUCE_TIED 0GATHER_WHOLE 0UPDATE 0GATHER_UPDATED"
     )
     result = run(scheduled((program(words),), (0, 0)), [END] * 2)
     named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=True))
@@ -79,9 +80,10 @@ def test_the_update_waits_for_all_reductions_which_have_a_lane_of_their_own() ->
     assert named["0REDUCE_GRAD"] == (6.0, 7.0)  # beside the other stage's sum over the replicas
     assert named["0REDUCE_REPLICAS"] == (9.0, 13.0)
     assert named["0REDUCE_TIED"] == (13.0, 13.5)
-    assert named["0UPDATE"] == (13.5, 15.5)
-    assert named["0GATHER_UPDATED"] == (15.5, 18.5)
-    assert result.updated == (result.step_s,) == (18.5,)
+    assert named["0GATHER_WHOLE"] == (13.5, 15.0)
+    assert named["0UPDATE"] == (15.0, 17.0)
+    assert named["0GATHER_UPDATED"] == (17.0, 20.0)
+    assert result.updated == (result.step_s,) == (20.0,)
     assert result.busy == (6.0,)
     lanes = {span.action: span.lane for span in result.spans()}
     assert lanes["0UPDATE"] == lanes["0REDUCE_TIED"] == "compute"

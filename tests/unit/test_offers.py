@@ -13,15 +13,10 @@ from baselines.torch_pp.contender import (
     TorchPPKnobs,
     TorchtitanKnobs,
 )
-from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.claim_33.cells import COMPARED
+from benchmarks.specification.contenders import COMPARED, PRICED
 from tests.unit.simulated_task import task
 from zeropp.layout import InfeasibleError
 from zeropp.price.programs import program_named
-
-# DeepSpeed recomputes groups of layers (``PipelineModule``: ``activation_checkpoint_interval``),
-# but all of a stage; its adapter has no other knob.
-_WHOLE_STAGES = {"deepspeed_3d"}
 
 
 def _schedules(contender: object, asked: TorchPPKnobs) -> set[str]:
@@ -50,7 +45,7 @@ def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> Non
             for candidate, _ in contender.candidates(task(4, 8))
         }
         counts = found - {"auto"}
-        assert (len(counts) > 1) == (name not in _WHOLE_STAGES), (name, found)
+        assert len(counts) > 1, (name, found)
 
 
 def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() -> None:
@@ -66,4 +61,4 @@ def test_every_contender_that_runs_here_is_in_the_verdict() -> None:
     runnable = {name for name, contender in PRICED.items() if contender.trainer}
     assert len(runnable) > 3
     # The verdict's Megatron-Core is NVIDIA's own, with Transformer Engine.
-    assert runnable - {"megatron_core_local"} <= {contender.name for contender in COMPARED}
+    assert runnable - {"megatron_core_local"} <= set(COMPARED)

@@ -12,7 +12,7 @@ from baselines.fsdp.contender import FSDP
 from baselines.public_3d import BEST_3D
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.compose import preset
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import COMPARED, PRICED
 from benchmarks.studies.claim_33.cells import Cell, winner_of
 from benchmarks.studies.validation.cases import case_of
 from benchmarks.studies.validation.predict import predict, simulated
@@ -83,6 +83,7 @@ def as_row(plan: Plan) -> PublishedRow:
         "schedule": plan.schedule.name if pipeline else "none",
         "micro_batch": str(plan.microbatch_size), "global_batch": str(plan.global_batch),
         "recompute": plan.recompute, "dtype": plan.precision,
+        "compiled": "yes" if plan.compile else "no",
         "cuts": " ".join(map(str, plan.cuts)) if pipeline else "",
     }  # fmt: skip
     if plan.recomputed:
@@ -133,6 +134,6 @@ def test_validation_tuner_launch_and_verdict_give_one_number(
 
 def test_what_the_verdict_finds_has_one_price() -> None:
     for contender in (ZEROPP, DEEPSPEED_3D, BEST_3D, FSDP):
-        winner = winner_of(Cell(task()), 0.05, contender)
+        winner = winner_of(Cell(task()), 0.05, COMPARED[contender.name])
         assert winner is not None
         assert_one_number(task(), contender, winner.candidate)

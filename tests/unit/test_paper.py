@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.report import Options
-from benchmarks.report.display import gib, model_label, tflops
+from benchmarks.report.display import Unit, flops_unit, memory_unit, model_label
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.table import write_table
 from benchmarks.report.tables import paper_grids, paper_table
@@ -40,7 +41,7 @@ def compiled(texts: list[str], folder: Path) -> str:
         ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "document.tex"],
         cwd=folder,
         check=True,
-        timeout=120,
+        timeout=300,
         capture_output=True,
     )
     return (folder / "document.log").read_text(errors="replace")
@@ -135,6 +136,24 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
     assert numbers["mfu"].between(0.05, 0.8).all()
 
 
+def test_contenders_and_columns_can_be_chosen(tmp_path: Path) -> None:
+    names = ("zeropp", "deepspeed_3d", "deepspeed_best", "megatron_core")
+    options = Options(contenders=names[2:], columns=("tokens_per_s_per_gpu", "speedup"))
+    claim = REFERENCE / "claim_33"
+    made = write_one_table("paper", [claim], out=tmp_path, options=options, console=QUIET)
+    latex = next(path for path in made.files if path.suffix == ".tex").read_text()
+    first = latex.partition(r"\toprule")[2].partition(r"\midrule")[0]
+    assert [label in first for label in ("DeepSpeed, best", "Megatron-Core", "ZeroPP")] == [1, 1, 0]
+    assert first.count("tokens/s &") == first.count("speed-up") == 2
+    assert "GiB" not in first
+    csv = pd.read_csv(next(path for path in made.files if path.suffix == ".csv"))
+    assert csv["mfu"].isna().all()
+    assert csv["speedup"].notna().any()
+    for wrong in (Options(contenders=("magic",)), Options(columns=("magic",))):
+        with pytest.raises(SpecError, match="=magic: there are "):
+            write_one_table("paper", [claim], out=tmp_path, options=wrong, console=QUIET)
+
+
 def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
     table = paper_table(load_frame([tmp_path])[0])
     csv, parquet, *_ = write_table(table, [], tmp_path)
@@ -154,12 +173,18 @@ def test_latex_compiles_and_fits_the_text(
     assert "Float too large" not in log
 
 
-def test_numbers_are_rounded_by_size() -> None:
-    assert [gib(x) for x in (0.0114, 0.99961, 4.561, 9.996, 74.84)] == [
-        "0.011",
-        "1.00",
-        "4.56",
-        "10.0",
-        "74.8",
-    ]
-    assert [tflops(x) for x in (0.00281, 161.94)] == ["0.00281", "161.9"]
+@pytest.mark.parametrize(
+    ("unit", "name", "texts"),
+    [
+        (memory_unit, "GiB", {0.0114: "0.011", 0.99961: "1.00", 9.996: "10.0", 74.84: "74.8"}),
+        (memory_unit, "MiB", {0.0004: "0.4", 0.0114: "12", 0.5: "512", 0.9999: "1,024"}),
+        (flops_unit, "TFLOP/s", {0.00281: "0.00281", 4.561: "4.56", 161.94: "161.9"}),
+        (flops_unit, "GFLOP/s", {0.000458: "0.458", 0.01116: "11.2", float("nan"): "nan"}),
+    ],
+)
+def test_a_column_has_one_unit_and_numbers_are_rounded_by_size(
+    unit: Callable[[Iterable[float]], Unit], name: str, texts: dict[float, str]
+) -> None:
+    chosen = unit(texts)
+    assert chosen.name == name
+    assert [chosen.form(value) for value in texts] == list(texts.values())

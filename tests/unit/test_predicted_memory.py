@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.launch.attempt import freeze, new_header
 from benchmarks.launch.points import plan_point
-from benchmarks.report import display
 from benchmarks.report.charts import memory_breakdown
 from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
@@ -58,4 +57,4 @@ def test_it_stands_beside_the_measured_peak(tmp_path: Path) -> None:
     assert picture.caption.startswith("Predicted memory of the fullest rank by kind")
     assert "The diamond is the measured peak (resident)" in picture.caption
     texts = [text.get_text() for text in picture.figure.axes[0].texts]
-    assert f"measured {display.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts
+    assert f"measured {frame['peak_gib'].iloc[0]:.3f}\npredicted 1.00" in texts

@@ -33,12 +33,16 @@ def test_throughput_is_the_formula(tmp_path: Path) -> None:
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
     assert row["memory_kind"] == "resident"
-    assert not row["unstable"]
+    assert row["steps_unsettled"] == ""
 
 
 def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     early = make_record(step_s=[2.0] * 6)
-    late = make_record(step_s=[1.0] * 6, attempt="local-2", fields={"started_at": "2026-11-21"})
+    newer = {
+        "started_at": "2026-11-21",
+        "code_digest": "other",
+    }  # with equal files: one row of both
+    late = make_record(step_s=[1.0] * 6, attempt="local-2", fields=newer)
     broken = make_record(attempt="local-3", fields=failed("failed", "rank 1 was killed"))
     other = make_record("deepspeed_3d", fields=failed("oom", "rank 0: out of memory"))
     frame = frame_of(early, late, broken, other, root=tmp_path)
@@ -46,9 +50,28 @@ def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     rows = latest_ok(frame)
     assert list(rows["step_s"].dropna()) == [1.0]
     table = throughput_table(rows)
-    assert column(table, "note") == ["rank 0: out of memory", "default degrees"]
+    assert column(table, "note") == [
+        "rank 0: out of memory",
+        "default degrees; 1 other attempt did not succeed",
+    ]
     assert "OOM" in column(table, "step [s]")
     assert "OOM" in column(headline_table(rows), "tokens/s/rank")
+
+
+def test_attempts_that_failed_beside_a_success_are_listed(tmp_path: Path) -> None:
+    endings = {"oom": "rank 0: out of memory", "preempted": "", "failed": "rank 1 was killed"}
+    records = [make_record(attempt="local-0"), make_record("deepspeed_3d")]
+    for number, (status, reason) in enumerate(endings.items(), 1):
+        fields = failed(status, reason) | {"started_at": f"2026-11-2{number}"}
+        records.append(make_record(attempt=f"local-{number}", fields=fields))
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    assert list(rows["status"]) == ["ok", "ok"]
+    table = make_table("attempts", rows)
+    assert column(table, "status") == list(endings)
+    assert column(table, "reason") == list(endings.values())
+    assert table.grid().records == tuple((record.record_id,) for record in records[2:])
+    (note,) = notes_of(rows)
+    assert note.startswith("1 oom, 1 preempted, 1 failed: other attempts")
 
 
 def test_the_reference_is_the_fastest_and_sure_of_itself(tmp_path: Path) -> None:
@@ -88,9 +111,7 @@ def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
     noisy = make_record("zeropp", step_s=[1.0, 2.0, 0.5, 1.5, 3.0, 1.0])
     base = make_record("deepspeed_3d", step_s=[1.0, 1.1, 0.9, 1.0, 1.05, 1.0])
     pair = paired_speedups(latest_ok(frame_of(noisy, base, root=tmp_path)), "deepspeed_3d").iloc[0]
-    assert pair["unsure"]
-    assert "unstable" in pair["doubts"]
-    assert "interval includes 1" in pair["doubts"]
+    assert pair["speedup_unsettled"] == "spread 70.0 %, interval includes 1"
 
 
 def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
@@ -102,12 +123,19 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
             make_record("deepspeed_3d", num_gpus=gpus, step_s=quiet),
         ]
     rows = latest_ok(frame_of(*records, root=tmp_path))
-    *speedups, mean = column(speedup_table(rows), "speed-up")
+    table = speedup_table(rows)
+    *speedups, middle = column(table, "speed-up")
     assert speedups[0] == "2.00 [2.00, 2.00]"
     assert speedups[1].startswith("~0.80 [")
     assert speedups[2] == "~2.00 [2.00, 2.00]"  # one step shows nothing, however large the ratio
-    assert mean.startswith("~")
-    assert "2 of them unsure" in column(speedup_table(rows), "note")[-1]
+    assert middle == "2.00"
+    *notes, note = column(table, "note")
+    assert notes == ["", "unsettled: spread 70.0 %, interval includes 1", "unsettled: 1 step"]
+    assert note == "0.80 to 2.00, 2 of them unsettled"
+    assert (
+        "~ unsettled: an interval that includes 1 or a spread over 10 % or fewer than 5 steps."
+        in table.grid().caption
+    )
     (fmap,) = speedup_maps(rows)
     texts = [text.get_text() for text in fmap.figure.axes[0].texts]
     assert [text.startswith("~") for text in texts] == [False, True, True]
@@ -157,7 +185,7 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     assert len(picture.figure.axes) == 2
 
 
-def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path: Path) -> None:
+def test_speedup_takes_the_fastest_configuration_and_the_median_of_cells(tmp_path: Path) -> None:
     records = []
     for gpus in (4, 8):
         slow = {"plan": {"layout": {"pp": 4, "shard": 1}}}
@@ -170,8 +198,8 @@ def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path:
     assert len(rows) == 6
     assert list(paired_speedups(rows, "deepspeed_3d")["speedup"]) == [2.0, 2.0]
     table = speedup_table(rows)
-    assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 3
-    assert column(table, "model")[-1] == "mean of 2 cells"
+    assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 2 + ["2.00"]
+    assert column(table, "model")[-1] == "median of 2 cells"
 
 
 def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
@@ -215,6 +243,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
         knobs = {"pp": 2, "chunks": 2, "unit": unit}
         records.append(make_record(num_gpus=8, contender_knobs=knobs, fields=plan))
     records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
+    records.append(make_record(attempt="local-2", fields=failed("oom", "rank 0: out of memory")))
     write_records(records, tmp_path / "runs")
     every = Options(timelines=True)
     paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET, every)
@@ -229,6 +258,9 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "contender.pp=3: too many" in page
+    attempt = records[-1].record_id  # listed, with its source
+    assert f'data-record="{attempt}"' in page
+    assert f'"{attempt}":{{' in page
     parquet = pd.read_parquet(tmp_path / "out" / "throughput.parquet")
     csv = pd.read_csv(tmp_path / "out" / "throughput.csv")
     assert list(parquet.columns) == list(csv.columns)

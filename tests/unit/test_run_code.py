@@ -32,7 +32,7 @@ def git(folder: Path, *words: str) -> str:
         text=True,
         check=True,
         env=variables,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout.strip()
 

@@ -267,6 +267,11 @@ ENDS = [
         ["2REDUCE_GRAD 2REDUCE_REPLICAS", "0REDUCE_GRAD 0REDUCE_REPLICAS 0UPDATE 0GATHER_UPDATED"],
         ["3REDUCE_GRAD 3REDUCE_REPLICAS", "1REDUCE_GRAD 1REDUCE_REPLICAS 1UPDATE 1GATHER_UPDATED"],
     ),
+    (
+        StepEnd(tied=(0, 3), gathers_updated=True, gathers_whole=True),
+        ["0REDUCE_TIED 0GATHER_WHOLE 0UPDATE 0GATHER_UPDATED"],
+        ["3REDUCE_TIED 1GATHER_WHOLE 1UPDATE 1GATHER_UPDATED"],
+    ),
 ]
 
 
@@ -284,16 +289,17 @@ def test_a_step_ends_with_what_its_plan_asks_for(
     assert with_step_end(lowered, end) is whole  # its order in time is found once
 
 
-@given(any_schedule(), st.booleans(), st.booleans(), st.booleans())
+@given(any_schedule(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_end_of_a_step_adds_to_its_passes_alone(
-    compute: Schedule, tied: bool, replicas: bool, zero1: bool
+    compute: Schedule, tied: bool, replicas: bool, zero1: bool, parts: bool
 ) -> None:
     """Each stage is reduced over the replicas once, when its gradients are complete."""
     lowered = lower(compute, gather=True)
     ends = (0, compute.num_stages - 1) if tied and compute.num_stages > 1 else ()
-    whole = with_step_end(lowered, StepEnd(replicas, ends, zero1))
-    validate(whole)
+    end = StepEnd(replicas, ends, zero1, zero1 and not parts)
+    whole = with_step_end(lowered, end)
+    validate(whole, end=end)
     assert tuple(map(for_torch, whole.programs)) == lowered.programs
     for rank, program in enumerate(whole.programs):
         stages = list(compute.stages_of(rank))
@@ -318,7 +324,7 @@ def test_gradients_without_a_reduction_over_shards_are_reduced_over_replicas() -
 def _broken(change: str) -> Schedule:
     schedule = with_step_end(
         lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True),
-        StepEnd(over_replicas=True, tied=(0, 3), gathers_updated=True),
+        StepEnd(over_replicas=True, tied=(0, 3), gathers_updated=True, gathers_whole=True),
     )
     first = list(schedule.programs[0])
     at = {str(action): index for index, action in reversed([*enumerate(first)])}
@@ -360,6 +366,16 @@ def _broken(change: str) -> Schedule:
         first.append(first[-1])
     elif change == "gathered on one rank":
         first.pop()
+    elif change == "whole on one rank":
+        del first[at["0GATHER_WHOLE"]]
+    elif change == "whole before the tied sum":
+        first.insert(at["0REDUCE_TIED"], first.pop(at["0GATHER_WHOLE"]))
+    elif change == "whole before the replicas":
+        first.insert(at["0REDUCE_REPLICAS"], first.pop(at["0GATHER_WHOLE"]))
+    elif change == "whole after":
+        first.append(first.pop(at["0GATHER_WHOLE"]))
+    elif change == "whole of a stage":
+        first[at["0GATHER_WHOLE"]] = Action(2, Op.GATHER_WHOLE)
     return replace(schedule, programs=(tuple(first), *schedule.programs[1:]))
 
 
@@ -385,6 +401,11 @@ def _broken(change: str) -> Schedule:
         ("tied before the shards", "0REDUCE_GRAD after 0REDUCE_TIED"),
         ("gathered updates twice", "0GATHER_UPDATED is repeated"),
         ("gathered on one rank", "there is no 0GATHER_UPDATED"),
+        ("whole on one rank", "there is no 0GATHER_WHOLE"),
+        ("whole before the tied sum", "0REDUCE_TIED after 0GATHER_WHOLE"),
+        ("whole before the replicas", "0REDUCE_REPLICAS after 0GATHER_WHOLE"),
+        ("whole after", "0GATHER_WHOLE after the update"),
+        ("whole of a stage", "2GATHER_WHOLE must name stage 0"),
     ],
 )
 def test_a_broken_program_is_refused_with_its_grid(change: str, words: str) -> None:
@@ -408,6 +429,7 @@ def test_a_tied_sum_without_its_other_rank_is_refused() -> None:
         (StepEnd(True, (), True), "the plan has no 0REDUCE_TIED"),
         (StepEnd(True, (0, 2), True), "rank 1, action .*: the plan has no 3REDUCE_TIED"),
         (StepEnd(True, (1, 3), True), "the plan has no 0REDUCE_TIED"),
+        (StepEnd(True, (0, 3), True, True), "the plan asks for 0GATHER_WHOLE"),
     ],
 )
 def test_an_end_that_the_plan_does_not_ask_for_is_refused(asked: StepEnd, words: str) -> None:

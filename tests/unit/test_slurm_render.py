@@ -62,7 +62,7 @@ def test_scripts_are_the_golden_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["slurm_array.sbatch", "slurm_report.sbatch"])
 def test_scripts_are_bash(name: str) -> None:
     checked = subprocess.run(
-        ["bash", "-n", str(GOLDEN / name)], capture_output=True, text=True, timeout=10, check=False
+        ["bash", "-n", str(GOLDEN / name)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (checked.returncode, checked.stderr) == (0, "")
 

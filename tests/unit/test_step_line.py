@@ -14,7 +14,7 @@ def test_a_step_on_a_device_of_known_peak() -> None:
     values["cluster"]["device"] |= {"peak_fp32_tflops": 0.001, "memory_gib": 8.0}
     line = step_line(read_spec(values), STEP | {"peak_bytes": 2 * 2**30})
     assert line.startswith("step    3  loss   5.5432  grad norm   1.2500  2.000 s  128 tokens/s  ")
-    assert " TFLOP/s  MFU " in line
+    assert " GFLOP/s  MFU " in line
     assert line.endswith("memory 2.00 GiB (25.0%)")
 
 
@@ -24,5 +24,5 @@ def test_what_is_not_known_is_left_out() -> None:
     warmup = {"event": "warmup", "index": 0, "seconds": 2.0, "peak_bytes": 2**29}
     line = step_line(read_spec(values), warmup)
     assert line.startswith("step    1 (warm-up)  2.000 s  128 tokens/s  ")
-    assert line.endswith("memory 0.50 GiB")
+    assert line.endswith("memory 512 MiB")
     assert not {"loss", "norm", "MFU"} & set(line.split())

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import subprocess
 import threading
-import time
-from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
 from benchmarks.launch.attempt import Ending, killed
-from benchmarks.launch.points import Point, plan_point
+from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points, only_one
 from benchmarks.launch.sweep_status import sweep_status
-from benchmarks.records.events import Events, EventWriter
+from benchmarks.records.events import Events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
+from tests.slurm.commands import Command
+from tests.slurm.ranks import use_stand_ins
 from tests.unit.toy_spec import mapping
+from tests.waiting import wait_until
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in (0, 1, 0)]
     points = [Point(spec, None, "no plan") for spec in specs]
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path), "rerun": "missing"}
+    places = {
+        "runs_dir": str(tmp_path / "runs"),
+        "report_dir": str(tmp_path),
+        "rerun": "missing",
+        "repeats": 1,
+    }
     config = places | {"launcher": {"kind": "local"}}
     launch_points(points, [config] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
@@ -39,7 +43,12 @@ def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    config = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path), "rerun": "missing"}
+    config = {
+        "runs_dir": str(tmp_path),
+        "report_dir": str(tmp_path),
+        "rerun": "missing",
+        "repeats": 1,
+    }
     with pytest.raises(SpecError, match=r"launcher\.threads=4: unknown key"):
         launch_points([point], [config | {"launcher": {"kind": "local", "threads": 4}}])
 
@@ -55,12 +64,9 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     with only_one(lock, "runs tests", said.append):
         thread = threading.Thread(target=second)
         thread.start()
-        deadline = time.monotonic() + 30
-        while not said:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: said, "the second to wait")
         order.append("first")
-    thread.join(timeout=30)
+    thread.join()
     assert order == ["first", "second"]
     assert said == [f"waiting for another process, which runs tests ({lock})"]
 
@@ -68,7 +74,7 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
 def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
     def git(directory: Path, *arguments: str) -> str:
         command = ("git", "-C", str(directory), *arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         return done.stdout
 
     if not git(CHECKOUT, "rev-parse", "HEAD"):
@@ -77,16 +83,6 @@ def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
     for question in (("rev-parse", "HEAD"), ("status", "--porcelain")):
         assert git(tmp_path / "copy", *question) == git(CHECKOUT, *question)
     assert (tmp_path / "copy" / "benchmarks" / "worker" / "__main__.py").exists()
-
-
-def be_rank(arguments: list[str], variables: dict[str, str]) -> None:
-    """What a rank of a measured point writes."""
-    directory = Path(arguments[2])
-    events, deadline = EventWriter(directory, int(variables["RANK"])), time.monotonic() + 60
-    while not (directory.parents[2] / "go").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    events.write("step", index=0, seconds=0.1, loss=5.0)
-    events.write("done")
 
 
 @pytest.mark.parametrize(
@@ -110,41 +106,20 @@ def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
     assert local._ending_by_codes(codes, failed_first, {0: said, 2: []}) == ending
 
 
-def start_stand_in(arguments: list[str], *, variables: dict[str, str], **_: Any) -> BaseProcess:
-    """In the place of ``start_rank``, without torch."""
-    process = multiprocessing.get_context("fork").Process(
-        target=be_rank, args=(arguments, variables)
-    )
-    process.start()
-    return process
-
-
-def test_two_local_sweeps_at_once_run_every_point_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(local, "start_rank", start_stand_in)
-    spec = spec_from_mapping(mapping() | {"num_gpus": 2})
-    points = [plan_point(replace(spec, seed=seed)) for seed in range(3)]
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path), "rerun": "missing"}
-    configs = [places | {"launcher": {"kind": "local"}}] * 3
-    fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=launch_points, args=(points, configs)) for _ in range(2)]
-    for sweep in both:
-        sweep.start()
-    said, deadline = "", time.monotonic() + 60
-    while "which runs or submits points in this folder" not in said:
-        assert time.monotonic() < deadline, said
-        said += capfd.readouterr().err
-        time.sleep(0.02)
-    (tmp_path / "go").touch()
-    for sweep in both:
-        sweep.join(timeout=60)
-    assert [sweep.exitcode for sweep in both] == [0, 0]
-    records = [read_record(path) for path in find_records([tmp_path / "runs"])]
-    assert sorted(r.spec["seed"] for r in records) == [0, 1, 2]
+def test_two_local_sweeps_at_once_run_every_point_once(tmp_path: Path) -> None:
+    runs, wait = tmp_path / "runs", tmp_path / "wait"
+    wait.touch()
+    words = ["-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,10,20"]
+    words += ["global_batch=4", f"runs_dir={runs}", f"report_dir={tmp_path}"]
+    both = [Command("benchmarks.run", words, os.environ, use_stand_ins) for _ in range(2)]
+    waits = "which runs or submits points in this folder"
+    wait_until(lambda: any(waits in sweep.printed for sweep in both), "one of them to wait")
+    wait.unlink()
+    assert [sweep.wait() for sweep in both] == [0, 0], [sweep.printed for sweep in both]
+    records = [read_record(path) for path in find_records([runs])]
+    assert sorted(r.spec["seed"] for r in records) == [0, 10, 20]
     assert {r.status for r in records} == {"ok"}
-    said += capfd.readouterr().err
-    assert "0 of 3 points to run with launcher=local, 3 already recorded" in said
-    assert {point.spec_id for point in sweep_status(tmp_path / "runs").points} == {
-        r.spec_id for r in records
-    }
+    said = "0 of 3 points to run with launcher=local, 3 already recorded"
+    assert sum(said in sweep.printed for sweep in both) == 1
+    points = sweep_status(runs).points
+    assert {point.spec_id for point in points} == {r.spec_id for r in records}

@@ -261,6 +261,7 @@ def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
         recompute="none",
         reduce_every="unit",
         placement="dp_inner",
+        compile=False,
     )
     plan = ZEROPP.size(what, asked, 1)
     price = price_plan(plan, what.cluster)

@@ -3,20 +3,39 @@ tables follow from the committed rows."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from benchmarks.records.simulated import BASES, TABLE, line_of, plan_record, read_table
 from benchmarks.report.frame import row_of
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification import SpecError
+from benchmarks.specification.compose import compose
+from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.studies.claim_33 import study
-from benchmarks.studies.claim_33.cells import COMPARED, Cell, CellPart, priced_again
+from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS, RepricedPlan
+from benchmarks.studies.claim_33.cells import (
+    CELL,
+    Cell,
+    CellPart,
+    candidate_of,
+    priced_again,
+    winner_of,
+)
 from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, PUBLIC_3D, judge
 from benchmarks.studies.claim_33.pages import page_tables
+from benchmarks.studies.claim_33.summary import summary
+from benchmarks.studies.claim_33.uncertainty import (
+    ProgramErrors,
+    Uncertainty,
+    judged,
+    program_errors,
+)
 from tests.unit.simulated_task import task
 from zeropp.choose.search import search
 from zeropp.price.lost_time import TimeBreakdown
@@ -61,6 +80,10 @@ def test_a_cell_is_judged_by_its_speed_up() -> None:
     assert verdict["regime"] == "small batch, idle 10 % in 3D"
 
 
+def _repriced() -> pd.DataFrame:
+    return pd.read_csv(REFERENCE / "assumptions.csv")
+
+
 def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
     """One cell's rows, from speed and peak by contender."""
     keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": 8, "bandwidth": 1.0}
@@ -102,7 +125,7 @@ def test_no_committed_3d_row_is_faster_than_the_bound() -> None:
 def test_parts_of_a_cell_that_have_no_rows_are_simulated() -> None:
     cell = Cell(task(16, 32))
     keys = dict(zip(CELL, cell.key, strict=True))
-    rows = [keys | {"contender": c.name, "mode": "best"} for c in COMPARED if c.name != "fsdp"]
+    rows = [keys | {"contender": name, "mode": "best"} for name in COMPARED if name != "fsdp"]
     rows.append(keys | {"contender": "zeropp", "mode": "equal"})
     missing = study.missing_jobs(rows, [cell], 0.03, {(*cell.key, "fsdp"): "{}"})
     assert [job.part for job in missing[cell]] == ["fsdp", *(set(GIVEN) - {"equal"})]
@@ -113,7 +136,7 @@ def test_configured_cells_without_rows_are_listed() -> None:
     plans = pd.read_csv(REFERENCE / "plans.csv")
     lost = ("gpt_76b", "a800", 64, 64_000, 1.0)
     have = next(plans[CELL].itertuples(index=False, name=None))
-    told = page_tables(plans, [lost, have])["missing"]
+    told = page_tables(plans, _repriced(), [lost, have])["missing"]
     assert told == "Configured, but not among the rows: GPT 76B on 64 A800, 1000 per GPU."
 
 
@@ -127,18 +150,27 @@ def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
             for name, speed in speeds.items()
         ]
 
-    verdicts = judge(pd.DataFrame([*cell(8, 90.0), *cell(16, None)]))
+    rows = pd.DataFrame([*cell(8, 90.0), *cell(16, None)])
+    verdicts, uncertainty = judged(rows, pd.DataFrame())
     assert list(verdicts["verdict_over_best_3d"]) == [
         "slower, not reproduced",
         "ZeroPP does not fit",
     ]
-    assert "1 cells, median 0.90" in summary(verdicts)
-    assert summary(verdicts).count("In 1 more no plan of ZeroPP fits.") == len(BASELINES)
+    text = summary(verdicts, uncertainty)
+    assert "1 cells, median 0.90" in text
+    assert text.count("In 1 more no plan of ZeroPP fits.") == len(BASELINES)
 
 
 def test_committed_tables_follow_from_the_committed_rows() -> None:
-    verdicts = judge(pd.read_csv(REFERENCE / "plans.csv"))
-    assert summary(verdicts) == (REFERENCE / "verdict.md").read_text()
+    verdicts, uncertainty = judged(pd.read_csv(REFERENCE / "plans.csv"), _repriced())
+    assert summary(verdicts, uncertainty) == (REFERENCE / "verdict.md").read_text()
+
+
+def test_committed_assumptions_are_of_the_committed_plans() -> None:
+    plans, repriced = pd.read_csv(REFERENCE / "plans.csv"), _repriced()
+    best = plans[(plans["mode"] == "best") & (plans["bandwidth"] == 1) & plans["step_s"].notna()]
+    keys = [*CELL, "contender", "step_s"]
+    assert repriced[keys].values.tolist() == best[keys].values.tolist()
 
 
 def test_a_table_is_read_as_records_and_written_again_without_loss() -> None:
@@ -185,3 +217,126 @@ def test_every_committed_step_is_the_sum_of_its_losses() -> None:
     assert (plans["limit_s"] / plans["step_s"]).tolist() == pytest.approx(
         plans["share_of_limit"].tolist(), rel=1e-4
     )
+
+
+def test_a_row_has_only_plans_that_it_allows() -> None:
+    """DeepSpeed 3D has a pipeline, whatever an earlier search has found; with sums in fp32 it is
+    never faster; and no row of DeepSpeed is faster than the best of all."""
+    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    cell = Cell(replace(task(8, 64), shape=shape))
+    best = winner_of(cell, 0.01, COMPARED["deepspeed_best"])
+    assert best is not None
+    assert best.plan.layout.pp == 1  # a plan that DeepSpeed 3D must not begin with
+    known = json.dumps(asdict(best.candidate) | {"knobs": asdict(best.candidate.knobs)})
+    names = [name for name, row in COMPARED.items() if row.contender.name == "deepspeed_3d"]
+    plans = {name: winner_of(cell, 0.01, COMPARED[name], known) for name in names}
+    speeds = {}
+    for name, plan in plans.items():
+        assert plan is not None
+        assert plan.plan.layout.pp > 1 or "best" in name
+        assert plan.candidate.knobs.grad_accum_dtype == "fp32" or "fp32" not in name
+        speeds[name] = 1 / plan.step_s
+    for name in ("deepspeed_3d", "deepspeed_best"):
+        assert speeds[f"{name}_fp32"] <= 1.01 * speeds[name]
+    assert speeds["deepspeed_3d"] <= 1.01 * speeds["deepspeed_best"]
+
+
+def test_a_setting_of_a_row_is_read_again() -> None:
+    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    (record,) = CellPart(
+        Cell(replace(task(8, 16), shape=shape)), "deepspeed_best_fp32", 0.3
+    ).records("")
+    line = line_of(record)
+    assert line["contender"] == "deepspeed_best_fp32"
+    row, candidate = candidate_of(str(line["setting"]))
+    assert (row.name, candidate.knobs.name) == ("deepspeed_best_fp32", "deepspeed_3d")
+
+
+def _constant(common: list[float]) -> ProgramErrors:
+    return ProgramErrors(np.array(common), (np.zeros(1),))
+
+
+def _uncertain(errors: ProgramErrors) -> Uncertainty:
+    """Of one cell, in which ZeroPP has the speed of everybody."""
+    rows = _rows("best", dict.fromkeys(COMPARED, (100.0, 10.0)))
+    return Uncertainty(judge(rows), pd.DataFrame(), errors)
+
+
+def test_ratios_have_the_errors_of_both_programs() -> None:
+    exact = _uncertain(_constant([0.0])).median("megatron_core")
+    assert (exact.value, exact.low, exact.high) == (1.0, 1.0, 1.0)
+    half = _uncertain(_constant([-0.1, 0.1])).median(
+        "megatron_core"
+    )  # 0.2 off in half of the draws
+    assert (half.low, half.high) == pytest.approx((np.exp(-0.2), np.exp(0.2)))
+
+
+def test_rows_of_one_program_have_its_error_in_common() -> None:
+    drawn = _uncertain(program_errors()).drawn
+    assert (drawn["deepspeed_3d"] == drawn["deepspeed_best"]).all()
+    assert not (drawn["deepspeed_3d"] == drawn["megatron_core"]).all()
+
+
+def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
+    """Pairs of runs of different programs on one model, device and number of GPUs."""
+    rng = np.random.default_rng(0)
+    errors = program_errors()
+    drawn = np.abs(errors.draw(rng, 1) - errors.draw(rng, 1)).ravel()
+    assert 0.045 < np.median(drawn) < 0.08
+    assert 0.11 < np.quantile(drawn, 0.9) < 0.25
+
+
+def test_an_assumption_moves_the_price_and_nothing_else() -> None:
+    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    cell = Cell(replace(task(16, 32), shape=shape))
+    (record,) = CellPart(cell, "zeropp", 0.3).records("")
+    line = line_of(record)
+    times = RepricedPlan(cell, str(line["setting"])).step_s()
+    assert len(times) == 2 * len(ASSUMPTIONS)
+    ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
+    assert {name for name, (low, high) in ends.items() if low == high} <= {"device.launch_us"}
+    slow, fast = (times[column] for column in ASSUMPTIONS[0].columns)
+    assert slow <= float(str(line["step_s"])) <= fast  # the slowdown beside collectives
+    same = replace(ASSUMPTIONS[0], low=1.0).applied(cell.task.cluster, 1.0)
+    assert (
+        replace(same, name=cell.task.cluster.name, device=cell.task.cluster.device)
+        == cell.task.cluster
+    )
+
+
+def test_assumptions_widen_an_interval_on_the_side_that_they_move() -> None:
+    rows = _rows("best", dict.fromkeys(COMPARED, (100.0, 10.0)))
+    columns = [column for assumption in ASSUMPTIONS for column in assumption.columns]
+    step_s = {name: dict.fromkeys(columns, 1.0) for name in COMPARED}
+    step_s["zeropp"][ASSUMPTIONS[0].columns[1]] = 2.0
+    cell = rows[CELL].iloc[0].to_dict()
+    repriced = pd.DataFrame(cell | {"contender": name} | times for name, times in step_s.items())
+    verdicts = judge(rows)
+    uncertainty = Uncertainty(verdicts, repriced, _constant([0.0]))
+    median = uncertainty.median("megatron_core")
+    assert (median.value, median.high) == (1.0, 1.0)
+    assert median.low == pytest.approx(
+        2**-0.9, abs=0.02
+    )  # 5 % of the places in a range from -1 to 1
+    (moved, *_) = uncertainty.moved_medians("megatron_core")["1 sequence per GPU"]
+    assert moved == (1.0, 0.5)
+
+
+def test_a_search_that_begins_elsewhere_is_refused() -> None:
+    (config,) = compose("config", ["experiment=claim_33", "search=magic"])
+    with pytest.raises(SpecError, match=r"^search=magic: must be one of known, fresh$"):
+        study.run(config)
+
+
+def test_a_fresh_search_has_no_settings_to_begin_with(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    begun = []
+    monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
+    monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
+    monkeypatch.setattr(study, "write_verdict", lambda *_: None)
+    monkeypatch.setattr(study.pd, "read_csv", lambda _: None)
+    monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
+    for begin in ("known", "fresh"):
+        words = ["experiment=claim_33_quick", f"search={begin}", f"report_dir={tmp_path}"]
+        (config,) = compose("config", words)
+        assert study.run(config) == 0
+    assert begun == [{"a cell": "a setting"}, {}]

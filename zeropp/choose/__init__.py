@@ -4,7 +4,8 @@ In: a Task and a ``Contender``. Out: an ``Outcome`` with the best plan and its s
 ``task`` (what is trained, on what), ``contender`` (what a contender provides, and a plan in one
 line), ``planner`` (degrees), ``space`` (which settings are tried), ``search`` (its queue, and its
 result), ``bounds`` (why a plan need not be simulated). ``auto`` chooses for the public API, over a
-user's own layers, whose prices are in ``layer_prices``; ``degrees`` asks it without any job.
+user's own layers, whose operators ``recorder`` finds and whose prices are in ``layer_prices``;
+``degrees`` asks it without any job.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
     Raises InfeasibleError, in one line, for keywords or layers that do not fit.
     """
     from zeropp.choose import auto  # imports torch
+    from zeropp.choose.recorder import Recorder
     from zeropp.engine.walk import walk
     from zeropp.settings import asked_for, read_keywords
 
@@ -33,6 +35,13 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
     if not auto_names:
         return {}
     recompute: Recompute = if_auto(settings.recompute, "full")
-    sizes = walk(layers, settings.sample, settings.sample_keywords, recompute, tied=settings.tied)
-    chosen, _ = auto.choose(settings, auto_names, sizes, num_ranks)
+    settings, sizes = auto.sized_microbatch(
+        settings,
+        auto_names,
+        lambda tried: walk(
+            layers, *tried.microbatch, recompute, recorder=Recorder, tied=tried.tied
+        ),
+        num_ranks,
+    )
+    chosen, _, _ = auto.choose(settings, auto_names, sizes, num_ranks)
     return {name: getattr(chosen, name) for name in sorted(auto_names)}

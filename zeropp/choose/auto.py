@@ -7,11 +7,13 @@ memory; the prices are those of the user's own layers (``zeropp.choose.layer_pri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any
+
+import torch
 
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
@@ -19,20 +21,22 @@ from zeropp.choose.planner import fastest
 from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
-from zeropp.engine.engine import groups_of
-from zeropp.engine.optimizer_trial import state_bytes
+from zeropp.engine.engine import group_names, groups_of
+from zeropp.engine.users_optimizer import Trial, try_optimizer
 from zeropp.engine.walk import LayerSizes
 from zeropp.knobs import StepKnobs
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
 from zeropp.plan import Plan, SizedPlan
-from zeropp.settings import Settings
-from zeropp.stages import check_ranks, cut_plan, shape_of, size_layers
+from zeropp.settings import ParameterName, Settings
+from zeropp.stages import check_ranks, cut_plan, shape_of, size_layers, whole_groups
 from zeropp.step_plan import drafts
 
+Sizes = Sequence[LayerSizes]
 _CHUNKS = (1, 2, 4)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-SEARCHED = ("pp", "shard", "replicate", "chunks", "unit", "recompute")
+_MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)  # rows
+SEARCHED = ("pp", "shard", "replicate", "chunks", "unit", "recompute", "microbatch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +56,59 @@ def plan_on_cluster(
     """
     chosen = ""
     if auto_names:
-        settings, chosen = choose(settings, auto_names, sizes, num_ranks)
+        settings, chosen, _ = choose(settings, auto_names, sizes, num_ranks)
     check_ranks(settings, num_ranks)
     assert settings.hardware is not None
-    sized = _sized(settings, sizes)
+    sized = _sized(settings, sizes, whole_groups(settings, sizes))
     prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
     price = _prices_of(prices).of(sized, settings.hardware)
     orders = (draft.complete() for draft in drafts(sized, price.stages))
     return fastest(orders, settings.hardware, price).plan, chosen
 
 
-def _sized(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
+def _sized(settings: Settings, sizes: Sequence[LayerSizes], whole: tuple[str, ...]) -> SizedPlan:
     """The plan of a step without its order of actions; layers weigh what they take."""
     assert settings.hardware is not None
-    plan = size_layers(settings, sizes)
+    plan = size_layers(settings, sizes, whole)
     passes = layer_passes(sizes, plan, settings.hardware)
     return cut_plan(plan, settings, [layer.total for layer in passes])
 
 
+def sized_microbatch(
+    settings: Settings,
+    auto_names: frozenset[str],
+    sizes_of: Callable[[Settings], Sizes],
+    num_ranks: int,
+) -> tuple[Settings, Sizes]:
+    """The settings with the size of microbatches, where that is to be chosen, with which a step is
+    the fastest, and the layers' sizes for it, which ``sizes_of`` gives for settings.
+
+    Raises InfeasibleError as ``choose`` does, if it does so for every size.
+    """
+    if "microbatch_size" not in auto_names:
+        return settings, sizes_of(settings)
+    best: tuple[float, Settings, Sizes] | None = None
+    refusal = InfeasibleError(f"global_batch={settings.global_batch}: has no microbatches")
+    for rows in (rows for rows in _MICROBATCHES if settings.global_batch % rows == 0):
+        tried = replace(settings, microbatch_size=rows)
+        sizes = sizes_of(tried)
+        try:
+            _, _, step_s = choose(tried, auto_names, sizes, num_ranks)
+        except InfeasibleError as error:
+            refusal = error
+            continue
+        if best is None or step_s < best[0]:
+            best = step_s, tried, sizes
+    if best is None:
+        raise refusal
+    return best[1:]
+
+
 def choose(
-    settings: Settings, auto_names: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> tuple[Settings, str]:
-    """The settings with a value for each of ``auto_names``, for so many ranks, and one line about
-    the choice.
+    settings: Settings, auto_names: frozenset[str], sizes: Sizes, num_ranks: int
+) -> tuple[Settings, str, float]:
+    """The settings with a value for each of ``auto_names``, for so many ranks, one line about the
+    choice, and the estimated seconds per step. The size of microbatches is not chosen here.
 
     Raises InfeasibleError where no cluster was named, where no setting makes up the ranks and the
     batch, or where none fits.
@@ -94,16 +128,19 @@ def choose(
         global_batch=settings.global_batch,
         precision=settings.precision,
     )
-    outcome = search(task, layers.contender(), layers.knobs, len(settings.sample), runner_up=False)
+    rows = settings.microbatch_rows
+    outcome = search(task, layers.contender(), layers.knobs, rows, runner_up=False)
     winner, usable = outcome.winner, cluster.device.usable_bytes
     if winner is None:
         why = _why_none(outcome.rejected, layers.refused, task)
         raise InfeasibleError(f"{words}='auto': {why}")
+    if "microbatch_size" in auto_names:
+        words = words.replace("microbatch_size", f"microbatch_size={rows}")
     chosen = (
         f"{words} chosen: estimated {winner.step_s:.3g} s per step and "
         f"{winner.peak_bytes / 2**30:.3g} of {usable / 2**30:.3g} usable GiB"
     )
-    return layers.with_knobs(winner.candidate.knobs), chosen
+    return layers.with_knobs(winner.candidate.knobs), chosen, winner.step_s
 
 
 def _why_none(rejected: dict[str, int], refused: str, task: Task) -> str:
@@ -123,7 +160,10 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        self._prices = _prices_of(LayerPrices(sizes, _states(settings, sizes)))
+        groups, device = groups_of(settings, sizes), torch.device(settings.device or "cpu")
+        trial = try_optimizer(settings.optimizer, group_names(settings, sizes), device)
+        self._whole = trial.whole
+        self._prices = _prices_of(LayerPrices(sizes, _states(trial, groups, sizes)))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in auto_names}
@@ -151,7 +191,7 @@ class _Layers:
     def _size(self, task: Task, knobs: _LayerKnobs, microbatch_size: int) -> SizedPlan:
         del task, microbatch_size
         try:
-            return _sized(self.with_knobs(knobs), self._sizes)
+            return _sized(self.with_knobs(knobs), self._sizes, self._whole)
         except InfeasibleError as error:
             self.refused = str(error)
             raise
@@ -185,16 +225,17 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(settings: Settings, sizes: Sequence[LayerSizes]) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps depends on
-    each parameter's group."""
-    groups = groups_of(settings, sizes)
-    kept = state_bytes(settings.optimizer, sorted(set(groups.values())))
+def _states(
+    trial: Trial, groups: Mapping[ParameterName, str], sizes: Sequence[LayerSizes]
+) -> list[LayerState]:
+    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps, and
+    whether it needs a parameter whole, depends on the parameter's group."""
     states = []
     for index, layer in enumerate(sizes):
         counts = {name: prod(kind.shape) for name, kind in layer.kinds.items() if kind.trained}
-        state = sum(kept[groups[index, name]] * count for name, count in counts.items())
-        states.append(LayerState(4 * sum(counts.values()), state))
+        kept = sum(trial.state_bytes[groups[index, name]] * n for name, n in counts.items())
+        whole = sum(n for name, n in counts.items() if groups[index, name] in trial.whole)
+        states.append(LayerState(4 * sum(counts.values()), kept, 4 * whole))
     return states
 
 

@@ -389,7 +389,7 @@ class _Ends:
 
 
 def _after_reductions_s(cost: StageCost) -> float:
-    return cost.reduce_tied + cost.update + cost.gather_updated
+    return cost.reduce_tied + cost.gather_whole + cost.update + cost.gather_updated
 
 
 def _capped_s(

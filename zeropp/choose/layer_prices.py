@@ -35,11 +35,12 @@ _FP32 = 4  # bytes: masters, gradient sums, and the loss
 
 @dataclass(frozen=True)
 class LayerState:
-    """Bytes of one layer's gradients in fp32 (frozen parameters have none), and of what the
-    optimizer keeps for them."""
+    """Bytes of one layer's gradients in fp32 (frozen parameters have none), of what the optimizer
+    keeps for them, and of those among them that are updated whole."""
 
     sums: float = 0.0
     optimizer: float = 0.0
+    whole: float = 0.0
 
 
 def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster) -> list[PassTimes]:
@@ -88,8 +89,8 @@ class LayerPrices:
         )
 
     def times(self, plan: SizedPlan, cluster: Cluster) -> StepTimes:
-        """Durations in seconds: of every stage's layers, gather, reduction and messages, and of the
-        reduction over the replicas."""
+        """Durations in seconds: of every stage's layers, gather, reduction and messages, of the
+        reduction over the replicas, and of moving what is updated whole, but not of updates."""
         layout, ranks = plan.layout, plan.schedule.stage_rank
         among, replicas = (group_of(cluster, layout, axis) for axis in ("shard", "replicate"))
         width, sent = element_bytes(plan.precision), element_bytes(plan.reduce_dtype)
@@ -113,6 +114,17 @@ class LayerPrices:
                 transfer = transfer_s(cluster, layout, source=here, target=there, size=moved)
                 cost = replace(cost, transfer=transfer)
             stages.append(cost)
+        zero = layout.replicate if layout.replicate_zero else 1
+        slowest = among if zero == 1 else replicas
+        for rank in range(layout.pp):
+            held = plan.schedule.stages_of(rank)
+            bounds = (plan.cuts[stage : stage + 2] for stage in held)
+            whole = sum(state.whole for begin, end in bounds for state in self.states[begin:end])
+            if plan.step_end.gathers_whole:
+                # A rank sends its share but for what it keeps: to one rank what a gather sends on.
+                moved_s = gather_s(cluster, slowest, whole / layout.shard / zero)
+                ends = {"gather_whole": 2 * moved_s, "gather_updated": moved_s}
+                stages[held[0]] = replace(stages[held[0]], **ends)
         return StepTimes(
             stages=tuple(stages),
             extras=(StageExtras(),) * len(stages),
@@ -147,6 +159,10 @@ class LayerPrices:
             "parameters": masters / layout.shard,
             "optimizer": sum(s.optimizer for s in self.states[begin:end]) / layout.shard / rows,
             "gradients": sums / layout.shard,
+            # The values and gradients that this rank updates whole; it sends as much.
+            "whole": 4 * sum(s.whole for s in self.states[begin:end]) / layout.shard / rows
+            if plan.step_end.gathers_whole
+            else 0.0,
             "unsharded": parameters * width if gathers(plan) else 0.0,
             "unsharded_gradients": reduced,
             "early_gradients": ends if layout.shard > 1 else 0.0,

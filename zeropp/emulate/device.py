@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log
+from zeropp.emulate.private_names import group_of
 from zeropp.emulate.races import Extent, Fault, Races
-from zeropp.engine.private_names import TorchDispatchMode, group_of
+from zeropp.engine.private_names import TorchDispatchMode
 
 Tensors = Sequence[Tensor]
 # From an operator's name, the tensors that it reads and that it writes, and its arguments by name.

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
+from zeropp.emulate.private_names import CONVERSION, SHAPES_BY_TRIAL, without_modes
 from zeropp.engine import deferred, walk
-from zeropp.engine.private_names import CONVERSION, SHAPES_BY_TRIAL, without_modes
 from zeropp.operators import Attention, Product
 
 _device: VirtualDevice | None = None  # that of ``as_on_cuda``

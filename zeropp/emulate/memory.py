@@ -21,18 +21,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeropp.engine import flat
-from zeropp.engine.private_names import (
+from zeropp.emulate.private_names import (
     FSDP_COPY_IN,
     FSDP_GATHERED,
     FSDP_GRADIENTS,
     FSDP_REDUCED_COPY,
     NUMBER_OF,
     REDUCE_SCATTER,
-    TorchDispatchMode,
     autograd_run,
     unsharded_gradient,
 )
+from zeropp.engine import flat
+from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.plan import MemoryBytes
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]

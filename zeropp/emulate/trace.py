@@ -25,9 +25,9 @@ from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.kernels import as_on_cuda, describe
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
+from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.stand_ins import emulated
 from zeropp.emulate.world import fake_world
-from zeropp.engine.private_names import FakeTensorMode
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 

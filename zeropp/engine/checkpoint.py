@@ -4,10 +4,6 @@ Everything is saved under the model's own names, ``{piece}.{parameter}``, and in
 shapes; names do not depend on pipeline rank, shard or replica. Each rank writes the boxes that it
 holds of every tensor (``HeldPart``). A process without parallelism can read the same
 checkpoint into a plain state dict.
-
-An optimizer makes its state in its first step. A checkpoint from before that has such state, too,
-because a reader must name the tensors before it reads them; it counts only once a step was not
-skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +34,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
 from zeropp.engine.flat import ElementRange, FlatParameters, Slot
-from zeropp.engine.optimizer import OptimizerState, Updater
+from zeropp.engine.optimizer import Updater
+from zeropp.engine.optimizer_state import OptimizerState, states, take_over
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 
@@ -139,7 +136,7 @@ class Checkpointer:
         engine.skipped_steps.copy_(state.skipped_steps)
         if optimizer:
             updates = engine.steps_done - int(state.skipped_steps)
-            engine.updater.take_over(state.states, updates)
+            take_over(engine.updater, state.states, updates)
         _set_settings(state, engine.updater)
         for flat in engine.flats:
             flat.gather_updated()
@@ -307,29 +304,28 @@ class State:
 
 
 def _state_of(engine: Engine) -> State:
-    """The state of one rank. Raises InfeasibleError for an optimizer that keeps something which
-    cannot be cut like the parameters."""
+    """The state of one rank."""
     engine.settle()
     model = engine.buffers()
     for flat in engine.flats:
         model.update(_described("{}", flat, flat.rows, flat.layout.owned))
-    states = list(engine.updater.states(engine.flats))
+    held = list(states(engine.updater, engine.flats))
     optimizer: dict[str, Tensor] = {}
-    for state in states:
+    for state in held:
         flat, shard = state.flat, state.shard
         for kind, value in state.elements.items():
             optimizer.update(_described(f"{{}}.{kind}", flat, value, shard.elements))
         for slot in flat.layout.slots:
             if slot.group == shard.group and len(slot.elements.intersect(shard.elements)):
-                for kind, number in state.numbers.items():
-                    optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
+                for kind, value in state.others.items():
+                    optimizer.update((f"{key}.{kind}", value) for key in _keys(slot))
     return State(
         model=model,
         optimizer=optimizer,
         settings=_settings_of(engine.updater),
         steps_done=torch.tensor(engine.steps_done),
         skipped_steps=torch.tensor(int(engine.skipped_steps)),
-        states=states,
+        states=held,
     )
 
 

@@ -14,7 +14,8 @@ one pair are matched by their order; the schedule's passes put receives in the o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -38,7 +39,8 @@ class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
     ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
-    and ``replicas``. ``world`` has all ranks.
+    and ``replicas``. ``world`` has all ranks; ``owners`` those that divide the optimizer's work,
+    where parameters are updated whole.
     """
 
     shard: int
@@ -49,38 +51,44 @@ class DataGroups:
     reduce: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
+    owners: dist.ProcessGroup | None
 
     def close(self) -> None:
         """Destroy the process groups; all their ranks must call it."""
-        groups = [self.gather, self.reduce, self.replicate, self.world]
-        self.gather = self.reduce = self.replicate = self.world = None
+        groups = [self.gather, self.reduce, self.replicate, self.world, self.owners]
+        self.gather = self.reduce = self.replicate = self.world = self.owners = None
         while groups:
             if (group := groups.pop()) is not None:
                 dist.destroy_process_group(group)
 
 
-def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:
+def make_groups(
+    layout: Layout, device: torch.device, timeout: timedelta | None, *, owners: bool = False
+) -> DataGroups:
     """Make the groups of all shards and replicas, whatever their numbering; collective over all
     ranks, because torch names groups by how many a rank has made.
 
-    ``timeout``: how long a collective waits for its peers; None: torch's default.
+    ``timeout``: how long a collective waits for its peers; None: torch's default. ``owners``: also
+    the group in which ranks share whole parameters out.
     """
     place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
+    dividing: list[Axis] = ["shard", "replicate"] if layout.replicate_zero else ["shard"]
     groups = DataGroups(
         shard=place["shard"],
         shards=layout.shard,
         replica=place["replicate"],
         replicas=layout.replicate,
-        gather=make("shard", name="zeropp gathers"),
-        reduce=make("shard", name="zeropp reductions"),
-        replicate=make("replicate", name="zeropp replicas"),
+        gather=make(["shard"], name="zeropp gathers"),
+        reduce=make(["shard"], name="zeropp reductions"),
+        replicate=make(["replicate"], name="zeropp replicas"),
         world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums")
         if layout.world > 1
         else None,
+        owners=make(dividing, name="zeropp owners") if owners else None,
     )
-    for group in (groups.gather, groups.reduce, groups.replicate, groups.world):
+    for group in (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners):
         if group is not None:  # NCCL connects a group in its first collective, and waits there
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return groups
@@ -93,22 +101,18 @@ def backend_of(device: torch.device) -> str:
 
 
 def _group(
-    layout: Layout, axis: Axis, *, backend: str, name: str, timeout: timedelta | None
+    layout: Layout, axes: Sequence[Axis], *, backend: str, name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The group of the ranks that differ from this one only on an axis."""
-    size = dict(layout.axes)[axis]
-    if size == 1:
-        return None
-    places = [layout.coordinates(rank) for rank in range(layout.world)]
-    rank_lists = [
-        [layout.rank_at({**place, axis: index}) for index in range(size)]
-        for place in places
-        if not place[axis]
-    ]
+    """The group of the ranks that differ from this one only on some axes, in ascending order."""
+    alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(layout.world):
+        place = layout.coordinates(rank)
+        alike[tuple(place[axis] for axis in place if axis not in axes)].append(rank)
     group: dist.ProcessGroup | None = None
-    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        rank_lists, timeout=timeout, backend=backend, group_desc=name
-    )
+    if len(alike) < layout.world:
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            list(alike.values()), timeout=timeout, backend=backend, group_desc=name
+        )
     return group
 
 

@@ -17,21 +17,27 @@ from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffe
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, together
-from zeropp.engine.flat import FlatParameters, TiedWeights
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.given_rows import GivenRows, RowsError
-from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, Microbatches, Passed
+from zeropp.engine.interpreter import (
+    Evaluator,
+    Interpreter,
+    Loss,
+    Microbatches,
+    Outputs,
+    Passed,
+)
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import ParameterUpdate, StepTensors, Updater
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import make_flats
-from zeropp.engine.values import TensorShape, computing_in_fp32
+from zeropp.engine.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.walk import LayerSizes
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.settings import ParameterName, Settings
 from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
@@ -68,6 +74,11 @@ def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[Parameter
         for name, kind in layer.kinds.items()
         if kind.trained
     }
+
+
+def group_names(settings: Settings, sizes: Sequence[LayerSizes]) -> list[str]:
+    """The optimizer groups of a model, in the order of their first parameters."""
+    return list(dict.fromkeys(groups_of(settings, sizes).values()))
 
 
 class Engine:
@@ -107,15 +118,31 @@ class Engine:
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 2 + self._rows.count)
             undo.callback(self.barrier.close)
-            self._groups = make_groups(layout, device, timeout)
+            owners = plan.step_end.gathers_whole
+            self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
             together(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
-            stages = [bisect_right(plan.cuts, index) - 1 for index, _ in settings.tied or ()]
-            ends = [schedule.stage_rank[stage] for stage in stages]
-            self._tied = TiedWeights(settings.tied, ends, self.flats, layout, timeout)
-            undo.callback(self._tied.close)
+            tied = None
+            if settings.tied is not None:
+                from zeropp.engine.tied import TiedWeights
+
+                stages = [bisect_right(plan.cuts, index) - 1 for index, _ in settings.tied]
+                ends = [schedule.stage_rank[stage] for stage in stages]
+                tied = TiedWeights(settings.tied, ends, self.flats, layout, timeout)
+                undo.callback(tied.close)
+            self._copy = tied and tied.copy
+            self._update = ParameterUpdate(
+                self.flats,
+                layout,
+                self.lanes,
+                tied,
+                self.updater,
+                self._groups.world,
+                self.skipped_steps,
+                _divisor(plan, settings) if loss.reduction == "tokens" else None,
+            )
             self._make_runners(plan, settings, loss)
             self._undo = undo.pop_all()
 
@@ -185,11 +212,11 @@ class Engine:
             self.check_usable()
         return self.barrier.run(call, checked)[0]
 
-    def evaluate(self, batch: Microbatches) -> float:
-        """The loss of a batch without training on it; see ``Evaluator.run``."""
+    def evaluate(self, batch: Microbatches, outputs: Outputs | None = None) -> tuple[float, Value]:
+        """The loss of a batch without training on it, and its outputs; see ``Evaluator.run``."""
         counts = self._evaluator.agree(batch)
         with self._usable_unless_it_fails():
-            return self._evaluator.run(batch, *counts)
+            return self._evaluator.run(batch, *counts, outputs)
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
@@ -218,6 +245,15 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of what this rank updates."""
         return self.updater.optimizer
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
+        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update."""
+        if not self.updater.is_updating:
+            raise RuntimeError(
+                "clip_grad_norm_: no update is under way (call it in a hook of "
+                "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
+            )
+        return self._update.clip_grad_norm(max_norm, norm_type)
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
@@ -309,16 +345,12 @@ class Engine:
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
-        groups = dict.fromkeys(groups_of(settings, sizes).values())  # in the order of the model
-        if not isinstance(settings.optimizer, OptimizerConfig):
-            from zeropp.engine.optimizer_trial import check_elementwise
-
-            check_elementwise(settings.optimizer, groups or ["all"], self._device)
         self.updater = Updater.make(
             self.flats,
             settings.optimizer,
             self._device,
-            groups,
+            group_names(settings, sizes),
+            whole=plan.whole_groups,
             clip_norm=settings.clip_norm,
             lr_schedule=settings.lr_schedule,
         )
@@ -379,30 +411,13 @@ class Engine:
     def _make_runners(self, plan: Plan, settings: Settings, loss: Loss) -> None:
         """Make the interpreter and the evaluator, which run the chunks."""
         layout, schedule = plan.layout, plan.schedule
-        # A batch's count is known only once all of it has run forward. Until the update, losses are
-        # divided by its rows times their positions, so that gradients stay in range.
-        divisors = {
-            "mean": schedule.num_microbatches * layout.dp,
-            "sum": 1,
-            "tokens": plan.global_batch * prod(settings.sample.shape[1:2]),
-        }
-        divisor = divisors[loss.reduction]
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
             channels=self._channels,
             loss=loss,
-            divisor=divisor,
-            update=ParameterUpdate(
-                self.flats,
-                layout,
-                self.lanes,
-                self._tied,
-                self.updater,
-                self._groups.world,
-                self.skipped_steps,
-                divisor if loss.reduction == "tokens" else None,
-            ),
+            divisor=_divisor(plan, settings),
+            update=self._update,
         )
         self._evaluator = Evaluator(
             schedule,
@@ -418,9 +433,18 @@ class Engine:
         self, flat: FlatParameters, part: Tensor, dtype: torch.dtype, *, every_name: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         for slot, whole in flat.copies(part, dtype):
-            once = () if flat is self._tied.copy else slot.names[:1]
+            once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _divisor(plan: Plan, settings: Settings) -> int:
+    """The number by which the losses of microbatches are divided. A batch's count of tokens is
+    known only once all of it has run forward: until the update, losses are divided by its rows
+    times their positions, so that gradients stay in range."""
+    rows = {"mean": plan.num_microbatches * plan.layout.dp, "sum": 1, "tokens": plan.global_batch}
+    positions = settings.sample.shape[1:2] if settings.loss_reduction == "tokens" else ()
+    return rows[settings.loss_reduction] * prod(positions)
 
 
 def _outputs(layer: LayerSizes, compute: torch.dtype | None) -> list[TensorShape]:

@@ -20,25 +20,22 @@ storage, and ``resize_(bytes)`` allocates it again, at another address.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, starmap
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.collectives import (
-    DataGroups,
-    all_gather_single,
-    new_group_in_each_pipeline,
-    reduce_scatter_single,
-)
+from zeropp.engine.collectives import DataGroups, all_gather_single, reduce_scatter_single
 from zeropp.engine.lanes import Lanes, Ticket
-from zeropp.layout import Layout
+
+if TYPE_CHECKING:
+    from zeropp.engine.whole import WholeParameters
 
 # Elements. Every parameter and every part begins at a multiple of 16 bytes, also in bf16, because
 # the vectorised loads of matrix products and fused kernels need that.
@@ -89,23 +86,42 @@ class Slot:
 @dataclass(frozen=True)
 class FlatLayout:
     """The slots of a buffer of ``size`` elements. ``part`` is the range that this rank's shard
-    keeps, and ``owned`` the one that this rank updates."""
+    keeps, and ``all_owned[rank]`` the one that this rank is to update.
+
+    Parameters that are updated whole are the last ones: those in ``spans[i]`` by rank ``i``, which
+    keeps parts of them only. There are no spans if nothing is updated whole.
+    """
 
     slots: tuple[Slot, ...]
     size: int
     part: ElementRange
-    owned: ElementRange
+    all_owned: tuple[ElementRange, ...]
+    rank: int
+    spans: tuple[ElementRange, ...] = ()
+
+    @property
+    def owned(self) -> ElementRange:
+        """The range that this rank updates, but for what is updated whole."""
+        return self.all_owned[self.rank]
 
     def groups(self) -> Iterator[tuple[str, ElementRange]]:
-        """(optimizer group, the range of it that this rank updates), without empty ones."""
-        whole: dict[str, ElementRange] = {}
+        """(optimizer group, the range of it that this rank updates), without empty ones and without
+        groups that are updated whole."""
+        first_whole = self.spans[0].begin if self.spans else self.size
+        ranges: dict[str, ElementRange] = {}
         for slot in self.slots:
-            first = whole.setdefault(slot.group, slot.elements)
-            whole[slot.group] = ElementRange(first.begin, slot.elements.end)
-        for group, elements in whole.items():
+            if slot.begin < first_whole:
+                first = ranges.setdefault(slot.group, slot.elements)
+                ranges[slot.group] = ElementRange(first.begin, slot.elements.end)
+        for group, elements in ranges.items():
             common = elements.intersect(self.owned)
             if len(common):
                 yield group, common
+
+    def whole_slots(self) -> list[Slot]:
+        """The parameters that this rank updates whole."""
+        span = self.spans[self.rank] if self.spans else ElementRange(0, 0)
+        return [slot for slot in self.slots if len(slot.elements.intersect(span))]
 
 
 @dataclass(frozen=True)
@@ -119,28 +135,59 @@ class Partition:
     rows: int = 1
 
 
+Member = tuple[tuple[Name, ...], Sequence[int], str]  # names, shape, optimizer group
+
+
 def lay_out(
-    parameters: Iterable[tuple[tuple[Name, ...], Sequence[int], str]], partition: Partition
+    parameters: Iterable[Member], partition: Partition, whole: Collection[str] = ()
 ) -> FlatLayout:
-    """Lay out parameters, given as (names, shape, optimizer group), one after another in a buffer.
+    """Lay out parameters one after another in a buffer; those of the groups ``whole`` are updated
+    whole.
 
     Groups come in the order of their first parameters, each in one piece, so that a rank has at
-    most one range of each. The buffer is padded with zeros so that all parts are equal.
+    most one range of each; but the last parameters are those that are updated whole, rank by rank.
+    The buffer is padded with zeros so that all parts are equal. Ranks are numbered row by row, as
+    in their process group.
     """
-    members = list(parameters)
+    members, ranks = list(parameters), partition.rows * partition.shards
     order = list(dict.fromkeys(group for _, _, group in members))
-    slots, end = [], 0
-    for names, shape, group in sorted(members, key=lambda member: order.index(member[2])):
-        slots.append(Slot(names, tuple(shape), group, end))
-        end = _aligned(slots[-1].elements.end, ALIGNMENT)
-    size = _aligned(end, ALIGNMENT * partition.shards * partition.rows)
+    members.sort(key=lambda member: order.index(member[2]))
+    lists = [[member for member in members if member[2] not in whole]]
+    lists += _shared_out([member for member in members if member[2] in whole], ranks)
+    slots: list[Slot] = []
+    ends = [0]
+    for each in lists:
+        for names, shape, group in each:
+            slots.append(Slot(names, tuple(shape), group, ends[-1]))
+            ends[-1] = _aligned(slots[-1].elements.end, ALIGNMENT)
+        ends.append(ends[-1])
+    size = _aligned(ends[-1], ALIGNMENT * ranks)
     part = size // partition.shards
     row = part // partition.rows
-    begin = partition.shard * part
-    first = begin + partition.row * row
-    return FlatLayout(
-        tuple(slots), size, ElementRange(begin, begin + part), ElementRange(first, first + row)
+    owned = tuple(
+        ElementRange(shard * part + index * row, shard * part + (index + 1) * row)
+        for index in range(partition.rows)
+        for shard in range(partition.shards)
     )
+    kept = ElementRange(partition.shard * part, (partition.shard + 1) * part)
+    spans = tuple(starmap(ElementRange, pairwise(ends[:-1]))) if any(lists[1:]) else ()
+    rank = partition.row * partition.shards + partition.shard
+    return FlatLayout(tuple(slots), size, kept, owned, rank, spans)
+
+
+def _shared_out(members: Sequence[Member], ranks: int) -> list[list[Member]]:
+    """Share whole parameters out among ranks, so that all have about as many elements: the largest
+    first, each to the rank with the least. The first one's layer says with which rank to begin, so
+    that the ranks have about as much of all buffers, too."""
+    lists: list[list[Member]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    first = members[0][0][0][0] if members else 0
+    turn = [(first + index) % ranks for index in range(ranks)]
+    for member in sorted(members, key=lambda member: -prod(member[1])):
+        rank = min(turn, key=lambda rank: loads[rank])
+        lists[rank].append(member)
+        loads[rank] += prod(member[1])
+    return lists
 
 
 def _aligned(count: int, multiple: int) -> int:
@@ -167,7 +214,8 @@ class SlotParameters:
 @dataclass(frozen=True)
 class OptimizerShard:
     """A tensor in the optimizer: the range of the flat buffer that it is, and the name of its
-    optimizer group. However many parameters lie in it, one kernel updates them all."""
+    optimizer group. However many parameters lie in it, one kernel updates them all; one that is
+    updated whole is a tensor of its own, in its own shape."""
 
     group: str
     elements: ElementRange
@@ -255,10 +303,27 @@ class FlatParameters:
         self._row_gathers: list[Ticket] = []
         self._sums: Tensor | None = None  # gradients of this rank that are not reduced
         self._reduced: Tensor | None = None  # over the shards, at last over the replicas, too
-        self.owned = [
+        # What the optimizer updates here in the masters, and whole parameters that come for it.
+        self._in_place = [
             OptimizerShard(group, elements, nn.Parameter(self.master[elements.inside(self._kept)]))
             for group, elements in (layout.groups() if trainable else ())
         ]
+        self.whole: WholeParameters | None = None
+        if len(layout.spans) == 1:
+            self._in_place += [
+                OptimizerShard(slot.group, slot.elements, nn.Parameter(slot.view(self.master)))
+                for slot in layout.whole_slots()
+            ]
+        elif layout.spans:
+            from zeropp.engine.whole import WholeParameters  # which most models do without
+
+            assert groups.owners is not None
+            self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
+
+    @property
+    def owned(self) -> list[OptimizerShard]:
+        """The tensors that this rank's optimizer updates."""
+        return [*self._in_place, *(self.whole.shards if self.whole else ())]
 
     @property
     def rows(self) -> Tensor:
@@ -357,8 +422,20 @@ class FlatParameters:
         """Set the gradients of the tensors that the optimizer updates: sums over all data-parallel
         ranks. Compute must have waited for all reductions."""
         if (gradient := self.gradient()) is not None:
-            for shard in self.owned:
-                shard.tensor.grad = gradient[shard.elements.inside(self.layout.owned)]
+            for shard in self._in_place:
+                part = gradient[shard.elements.inside(self.layout.owned)]
+                shard.tensor.grad = part.view_as(shard.tensor)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what ``finish`` has set, and all other gradients of what this rank updates."""
+        for gradient in (self.gradient(), self.whole.gradient if self.whole else None):
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def gather_whole(self) -> None:
+        """Bring the parameters that this rank updates whole, with their gradients, here."""
+        if self.whole is not None and (gradient := self.gradient()) is not None:
+            self.whole.gather(self.rows, gradient)
 
     def gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, after ``finish``; None without one."""
@@ -377,8 +454,10 @@ class FlatParameters:
             shard.tensor.grad = None
 
     def gather_updated(self) -> None:
-        """Start to gather the rows that other replicas have updated; the next gather or the next
-        use waits for them."""
+        """Take back what other ranks have updated whole, and start to gather the rows that other
+        replicas have updated; the next gather or the next use waits for them."""
+        if self.whole is not None:
+            self.whole.give_back(self.rows)
         if self._zero:
             self._row_gathers.append(self._lanes.replicate.run(self._gather_rows))
 
@@ -510,63 +589,3 @@ def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(sent, group=group)
     if sent is not source:
         source.copy_(sent)
-
-
-class TiedWeights:
-    """Keeps two copies of a parameter equal that the model uses in two layers (tied embeddings);
-    does nothing if ``tied`` is None, or if both uses are in one chunk, where they are one.
-
-    The copies, on two pipeline ranks or on one, begin equal, and their gradients are summed before
-    every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
-    are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
-    buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
-    norms and full parameters leave it out. ``ranks`` are the pipeline ranks of the two names. All
-    ranks must construct it.
-    """
-
-    def __init__(
-        self,
-        tied: tuple[Name, Name] | None,
-        ranks: Sequence[int],
-        flats: Sequence[FlatParameters],
-        layout: Layout,
-        timeout: timedelta | None = None,
-    ) -> None:
-        ends = [
-            next((f for f in flats if any(name in m.slot.names for m in f.members)), None)
-            for name in tied or ()
-        ]
-        self.copy = ends[1] if ends and ends[1] is not ends[0] else None
-        self._flats = [flat for flat in dict.fromkeys(ends) if flat is not None]
-        self._group: dist.ProcessGroup | None = None
-        if tied is None:
-            return
-        first, second = ranks
-        if first != second:
-            self._group = new_group_in_each_pipeline(layout, {first, second}, timeout)
-        self._make_equal(layout.pipeline(dist.get_rank())[first])
-
-    def sum_gradients(self) -> None:
-        """Replace the gradients of both copies by their sum."""
-        gradients = [gradient for flat in self._flats if (gradient := flat.gradient()) is not None]
-        if self._group is not None and gradients:
-            dist.all_reduce(gradients[0], group=self._group)
-        elif len(gradients) == 2:
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
-
-    def close(self) -> None:
-        """Destroy the process group; all its ranks must call it."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
-
-    @torch.no_grad()
-    def _make_equal(self, source: int) -> None:
-        """Overwrite the copy with the original's values, which the global rank ``source`` has."""
-        if self._group is not None:
-            dist.broadcast(self._flats[0].master, source, group=self._group)
-        elif len(self._flats) == 2:
-            self._flats[1].master.copy_(self._flats[0].master)
-        for flat in self._flats:
-            flat.gather_updated()

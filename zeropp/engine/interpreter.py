@@ -34,6 +34,7 @@ from zeropp.timeline import Span
 # From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
 # a sum and a count.
 LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
+Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Key = tuple[int, int]  # stage, microbatch
 Tensors = Sequence[Tensor]
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
@@ -220,6 +221,7 @@ class Interpreter:
             Op.REDUCE_GRAD: lambda action, _: chunks[action.stage].reduce(),
             Op.REDUCE_REPLICAS: lambda action, _: chunks[action.stage].reduce_over_replicas(),
             Op.REDUCE_TIED: lambda *_: update.sum_tied(),
+            Op.GATHER_WHOLE: self._gather_whole,
             Op.UPDATE: self._update,
             Op.GATHER_UPDATED: lambda *_: update.gather_updated(),
             Op.SEND_F: self._send,
@@ -253,35 +255,12 @@ class Interpreter:
         return step.result
 
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk forward and backward once, with zeros for messages. Persistent buffers
-        and torch's random generators are as before, but the last step's gradients are dropped.
+        """Run every chunk forward and backward once; see ``zeropp.engine.warm_up``."""
+        from zeropp.engine.warm_up import warm_up
 
-        The first use of a kernel, and of a library's workspace, may make the host wait for the
-        whole device. In a step that could be for ever, because receives are posted that depend on
-        what this rank is yet to send.
-        """
-        device = self._channels.device
-        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        same = _same_buffers(self._chunks.values(), self._loss)
-        with seeds, shown(self._chunks.values()), same:
-            for stage, chunk in self._chunks.items():
-                chunk.unshard()
-                shapes = chunk.arriving or ()
-                inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
-                inputs = [batch.inputs[0]] if stage == 0 else inputs
-                output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
-                if stage == self._last:
-                    loss, _ = self._loss(output, batch, 0)
-                if loss is not None:
-                    chunk.set_loss(0, loss, alone=stage == self._last)
-                shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
-                gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
-                for_split = any(action.op is Op.BACKWARD_INPUT for action in self._program)
-                chunk.backward(0, gradients, split=for_split)
-                chunk.backward_weight(0)
-                chunk.reshard()
-                for flat in chunk.flats:  # else the sums of all chunks would be held at once
-                    flat.clear_gradients()
+        splits = any(action.op is Op.BACKWARD_INPUT for action in self._program)
+        place = self._channels.device, self._last
+        warm_up(self._chunks, batch, self._loss, *place, splits=splits)
 
     def reads(self, keywords: Mapping[str, Tensor]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
@@ -340,6 +319,11 @@ class Interpreter:
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
 
+    def _gather_whole(self, action: Action, step: _Step) -> None:
+        del action, step
+        self._channels.drain()  # so that what was sent is freed
+        self._parameters.gather_whole()
+
     def _update(self, action: Action, step: _Step) -> None:
         del action
         self._channels.drain()  # so that what was sent is freed before the optimizer needs memory
@@ -396,7 +380,7 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
+def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
     """After this context modules, and a loss that is one, have the persistent buffers that they had
     before, with the same values. Others may be caches, which their modules believe to be filled."""
     held = []
@@ -438,22 +422,39 @@ class Evaluator:
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
-    def run(self, batch: Microbatches, rounds: int, all_rows: int) -> float:
+    def run(
+        self, batch: Microbatches, rounds: int, all_rows: int, outputs: Outputs | None
+    ) -> tuple[float, Value]:
         """The loss over the batches of all ranks: the mean over their rows, the sum, or the sum
-        over the count. ``rounds`` and ``all_rows`` are what ``agree`` gives."""
+        over the count; it is 0 without targets. ``rounds`` and ``all_rows`` are what ``agree``
+        gives. With ``outputs`` also what that makes of what the model gives for this rank's
+        rows."""
         rows = [len(part) for part in batch.inputs]
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
+        given: list[Value] = []
         with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
-                for microbatch, loss, count in self._run_unit(batch, unit, {}):
-                    sums[0] += loss * (rows[microbatch] if is_mean else 1)
+                for microbatch, output, loss in self._run_unit(batch, unit, {}):
+                    count = None
+                    if output is not None and outputs is not None:
+                        given.append(outputs(output))
+                    if output is not None and batch.targets:
+                        loss, count = self._loss(output, batch, microbatch)
+                    if loss is not None:
+                        sums[0] += loss * (rows[microbatch] if is_mean else 1)
                     sums[1] += 0 if count is None else count
+        value: Value = ()
+        if outputs is not None:
+            from zeropp.engine.outputs import on_pipelines
+
+            last, device = self._schedule.stage_rank[self._last], self._channels.device
+            value = on_pipelines(given, self._layout, last, device, self._world)
         dist.all_reduce(sums, group=self._world)
-        if self._loss.reduction == "tokens":
-            return float(sums[0] / sums[1])
-        return float(sums[0]) / (all_rows if is_mean else 1)
+        total, count = sums.tolist()
+        divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
+        return total / divisor if divisor else math.nan, value
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all
@@ -466,7 +467,7 @@ class Evaluator:
         all_rows, all_microbatches = zip(*counts, strict=True)
         total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
         if not total:
-            raise RowsError("eval_step: no rank was given any rows")
+            raise RowsError("inputs: no rank was given any rows")
         return -(-max(all_microbatches) // self._schedule.unit), total
 
     def boundaries(self, batch: Microbatches) -> Passed:
@@ -480,9 +481,9 @@ class Evaluator:
             for output in outputs:
                 self._loss.compare_halves(output, batch)
 
-        with self._evaluating(), _same_buffers(self.chunks.values(), self._loss):
-            for _ in self._run_unit(batch, range(1), passed, outputs):
-                pass
+        with self._evaluating(), same_buffers(self.chunks.values(), self._loss):
+            for _, output, _ in self._run_unit(batch, range(1), passed):
+                outputs += [] if output is None else [output]
             together(compare)
         return passed
 
@@ -504,11 +505,10 @@ class Evaluator:
                     module.training = True
 
     def _run_unit(
-        self, batch: Microbatches, unit: range, passed: Passed, outputs: list[Value] | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """(microbatch, loss, count if it has one) of what this rank's stages give for a unit.
-        ``passed`` collects the shapes between stages, and ``outputs``, instead of their losses,
-        what the model gives."""
+        self, batch: Microbatches, unit: range, passed: Passed
+    ) -> Iterator[tuple[int, Value | None, Tensor | None]]:
+        """(microbatch, what the model gives, or the loss of a stage's own) of a unit. ``passed``
+        collects the shapes between stages."""
         local: dict[Key, Tensors] = {}
         for stage, chunk in self.chunks.items():
             chunk.unshard()
@@ -520,14 +520,12 @@ class Evaluator:
                     passed[stage] = _shapes(inputs)
                 output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
                 if loss is not None:
-                    yield microbatch, loss, None
+                    yield microbatch, None, loss
                 if stage < self._last:
                     passed[stage + 1] = _shapes(tensors_of(output))
                     self._pass_on((stage + 1, microbatch), tensors_of(output), local)
-                elif outputs is None:
-                    yield microbatch, *self._loss(output, batch, microbatch)
                 else:
-                    outputs.append(output)
+                    yield microbatch, output, None
             chunk.reshard()
         self._channels.drain()
 

@@ -1,5 +1,4 @@
-"""The optimizer of what one rank updates: made, clipped, its state for checkpoints, and the
-end of a step, in which it updates.
+"""The optimizer of what one rank updates, and the end of a step, in which it clips and updates.
 
 All contenders and the one-process reference call ``build_optimizer``, ``clip_factor`` and
 ``square_norm``.
@@ -7,22 +6,26 @@ All contenders and the one-process reference call ``build_optimizer``, ``clip_fa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from zeropp.engine.flat import FlatParameters, OptimizerShard, TiedWeights
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.settings import MakeOptimizer
 from zeropp.training import OptimizerConfig
+
+if TYPE_CHECKING:
+    from zeropp.engine.tied import TiedWeights
 
 
 def build_optimizer(
@@ -56,6 +59,15 @@ def clip_factor(norm: float, clip_norm: float) -> float:
 
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
+    ``parts`` as in ``power_of_norm``."""
+    return power_of_norm(parts, device, 2.0)
+
+
+def power_of_norm(
+    parts: Iterable[tuple[Tensor, float]], device: torch.device, norm_type: float
+) -> Tensor:
+    """This rank's part of the p-th power of the gradient's p-norm in fp64; the parts of all ranks
+    add up to it. For a norm of infinity it is this rank's norm, and the largest is that of all.
 
     ``parts``: (local gradient, number of ranks that hold the same).
     Torch's ``get_total_norm`` uses one kernel for many gradients, since one launch per tensor would
@@ -68,8 +80,10 @@ def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> 
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), gradients in alike.items():
         if torch.finfo(dtype).bits < 32:
-            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        total += get_total_norm(gradients).double().square() / copies
+            kind = {"ord": norm_type, "dtype": torch.float32}
+            gradients = [torch.linalg.vector_norm(g, **kind) for g in gradients]
+        norm = get_total_norm(gradients, norm_type).double()
+        total = total.maximum(norm) if norm_type == math.inf else total + norm**norm_type / copies
     return total
 
 
@@ -86,7 +100,8 @@ class Updater:
 
     def __post_init__(self) -> None:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._begins_with_state = bool(self.optimizer.state)  # Adagrad's does
+        self.begins_with_state = bool(self.optimizer.state)  # Adagrad's does
+        self.is_updating = False
 
     @classmethod
     def make(
@@ -96,11 +111,13 @@ class Updater:
         device: torch.device,
         names: Iterable[str],
         *,
+        whole: Collection[str] = (),
         clip_norm: float,
         lr_schedule: Callable[[int], float] | None,
     ) -> Updater:
         """The optimizer that was asked for, over what this rank updates of the flat buffers; a
-        group that this rank has nothing of, among the model's ``names``, has one empty tensor.
+        group that this rank has nothing of, among the model's ``names``, has one tensor: an empty
+        one, or, in one of the groups ``whole``, a matrix of one number, which stays 0.
 
         Raises InfeasibleError for an optimizer that has left a group out.
         """
@@ -109,13 +126,22 @@ class Updater:
         for flat in flats:
             for one in flat.owned:
                 groups[one.group].append(one.tensor)
+        held = {id(one) for members in groups.values() for one in members}
         groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
         for name in [*groups] or ["all"]:  # optimizers refuse to have nothing at all
+            if name in whole and not groups[name]:
+                groups[name] = [nn.Parameter(torch.zeros(1, 1, device=device))]
+                groups[name][0].grad = torch.zeros(1, 1, device=device)
             groups[name] = groups[name] or groups.default_factory()
-        optimizer = made_optimizer(asked, groups)
+        if isinstance(asked, OptimizerConfig):
+            optimizer = build_optimizer(chain.from_iterable(groups.values()), asked)
+        else:
+            from zeropp.engine.users_optimizer import made_optimizer
+
+            optimizer = made_optimizer(asked, groups)
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():
-            if any(one.numel() and id(one) not in known for one in members):
+            if any(id(one) in held and id(one) not in known for one in members):
                 raise InfeasibleError(
                     f"optimizer: has nothing of group {name!r}, whose parameters would never be "
                     f"updated (give it groups[{name!r}], or freeze these parameters)"
@@ -139,123 +165,17 @@ class Updater:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
 
-    def update(self, norm: Tensor) -> Tensor:
-        """Clip the gradients, as ``clip_factor`` says, and update, unless their global ``norm`` is
-        not finite. Gives, as a tensor, whether the update was skipped.
-
-        The host waits for the device only if the optimizer cannot skip an update by itself, as
-        torch's fused ones can.
-        """
-        finite = torch.isfinite(norm)
-        if self.clip_norm:
-            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for group in self.optimizer.param_groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
-                        tensor.grad.mul_(factor)
-        optimizer: Any = self.optimizer
+    def update(self, finite: Tensor) -> None:
+        """Update, if the gradients are ``finite``. The host waits for the device only if the
+        optimizer cannot skip an update by itself, as torch's fused ones can."""
+        self.is_updating, optimizer = True, cast("Any", self.optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's GradScaler asks
             optimizer.found_inf = (~finite).float()
             optimizer.step()
             del optimizer.found_inf
         elif bool(finite):
             optimizer.step()
-        return ~finite
-
-    def states(self, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
-        """What the optimizer keeps of each tensor of the flat buffers.
-
-        Before its first update that is what it keeps after a step with gradients of zeros and a
-        learning rate of 0, at step 0, so that a reader of a checkpoint can name the tensors; the
-        optimizer itself stays as it was.
-        """
-        state = self.optimizer.state or self._state_to_be()
-        for flat in flats:
-            for shard in flat.owned:
-                if values := state.get(shard.tensor):
-                    yield OptimizerState.of(flat, shard, values)
-
-    def take_over(self, states: Iterable[OptimizerState], updates: int) -> None:
-        """Go on from what has been read into these states after so many steps that were not
-        skipped, or, after none, from the start."""
-        if not updates and not self._begins_with_state:
-            self.optimizer.state.clear()
-            return
-        for state in states:
-            self.optimizer.state[state.shard.tensor] = state.read()
-
-    def _state_to_be(self) -> Mapping[Tensor, dict[str, Any]]:
-        optimizer = self.optimizer
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0
-            for tensor in group["params"]:
-                tensor.grad = torch.zeros_like(tensor)
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-            for tensor in group["params"]:
-                tensor.grad = None
-        made, optimizer.state = optimizer.state, defaultdict(dict)
-        for values in made.values():
-            if "step" in values:
-                values["step"] *= 0
-        return made
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """What an optimizer keeps of one tensor.
-
-    ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
-    ``numbers`` are copies, on the CPU, of those of the whole tensor (a count of steps). ``like``
-    has the numbers as the optimizer keeps them, whose types and devices loaded ones take over.
-    """
-
-    flat: FlatParameters
-    shard: OptimizerShard
-    elements: Mapping[str, Tensor]
-    numbers: Mapping[str, Tensor]
-    like: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, flat: FlatParameters, shard: OptimizerShard, values: Mapping[str, Any]
-    ) -> OptimizerState:
-        """The state of one tensor, sorted."""
-        elements = {kind: v for kind, v in values.items() if is_of_elements(v, shard.tensor)}
-        like = {k: v for k, v in values.items() if k not in elements and v is not None}
-        numbers = {kind: torch.as_tensor(value).cpu().clone() for kind, value in like.items()}
-        return cls(flat, shard, elements, numbers, like)
-
-    def read(self) -> dict[str, Any]:
-        """What the optimizer is to keep, after numbers and elements have been read into this."""
-        state: dict[str, Any] = dict(self.elements)
-        for kind, like in self.like.items():
-            number = self.numbers[kind].item()
-            as_tensor = isinstance(like, Tensor)
-            state[kind] = torch.full_like(like, number) if as_tensor else type(like)(number)
-        return state
-
-
-def made_optimizer(
-    asked: OptimizerConfig | MakeOptimizer, groups: Mapping[str, list[nn.Parameter]]
-) -> torch.optim.Optimizer:
-    """The optimizer that was asked for, of tensors by group; raises InfeasibleError for another
-    thing than an optimizer."""
-    if isinstance(asked, OptimizerConfig):
-        return build_optimizer(chain.from_iterable(groups.values()), asked)
-    made: object = asked(groups)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise InfeasibleError(
-            f"optimizer: gives {type(made).__name__}, but one torch.optim.Optimizer is needed"
-        )
-    return made
-
-
-def is_of_elements(value: Any, tensor: Tensor) -> bool:
-    """Whether what an optimizer keeps of a tensor is one number per element of it."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape
+        self.is_updating = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +197,7 @@ class ParameterUpdate:
     flats: Sequence[FlatParameters]
     layout: Layout
     lanes: Lanes
-    tied: TiedWeights
+    tied: TiedWeights | None
     updater: Updater
     world: dist.ProcessGroup | None
     skipped_steps: Tensor
@@ -285,8 +205,16 @@ class ParameterUpdate:
 
     def sum_tied(self) -> None:
         """Sum the gradients of tied weights, once they are reduced."""
+        assert self.tied is not None
         self.lanes.join_reductions()
         self.tied.sum_gradients()
+
+    def gather_whole(self) -> None:
+        """Gather the parameters that are updated whole, with their gradients, once all gradients
+        are reduced."""
+        self.lanes.join_reductions()
+        for flat in self.flats:
+            flat.gather_whole()
 
     def update(self, losses: list[Tensor], counts: list[Tensor]) -> StepTensors:
         """Clip the gradients by their global norm and update; add the losses of all ranks up, and
@@ -299,32 +227,50 @@ class ParameterUpdate:
         for place, parts in enumerate((losses, counts)):
             if parts:
                 sums[place] = torch.stack(parts).sum()
-        sums[2] = self._square_norm()
+        sums[2] = square_norm(self._gradients(), self.lanes.device)
         if self.world is not None:
             dist.all_reduce(sums, group=self.world)
         result = StepTensors(sums[0], sums[2].sqrt())
         if self.divisor is not None:
             ratio = self.divisor / sums[1]  # infinite without a count, so that nothing is updated
             result = StepTensors(result.loss * ratio, result.grad_norm * ratio)
-            for flat in self.flats:
-                if (gradient := flat.gradient()) is not None:
-                    gradient.mul_(ratio)
-        self.skipped_steps.add_(self.updater.update(result.grad_norm))
+            self._scale(ratio)
+        if self.updater.clip_norm:
+            self._clip(self.updater.clip_norm, result.grad_norm)
+        finite = torch.isfinite(result.grad_norm)
+        self.updater.update(finite)
+        self.skipped_steps.add_(~finite)
         return result
 
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients by their global norm of some type, which is returned; in an update."""
+        total = power_of_norm(self._gradients(), self.lanes.device, norm_type)
+        is_largest = norm_type == math.inf
+        if self.world is not None:
+            largest = dist.ReduceOp.MAX
+            dist.all_reduce(total, largest if is_largest else dist.ReduceOp.SUM, group=self.world)
+        norm = total if is_largest else total ** (1 / norm_type)
+        self._clip(max_norm, norm)
+        return norm
+
     def gather_updated(self) -> None:
-        """Start to gather what other replicas have updated (ZeRO-1)."""
+        """Start to gather what other ranks have updated."""
         for flat in self.flats:
             flat.gather_updated()
 
-    def _square_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm; the parts of all ranks add up to it.
+    def _clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients as ``clip_factor`` says."""
+        self._scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-        Replicas that hold the same gradients count for one part of their number each, and of tied
-        weights one copy counts.
-        """
+    def _scale(self, factor: Tensor) -> None:
+        for flat in self.flats:
+            flat.scale_gradients(factor)
+
+    def _gradients(self) -> Iterator[tuple[Tensor, float]]:
+        """The gradients of what this rank updates, each with the number of ranks that have the
+        same. Of tied weights one copy counts."""
         copies = 1 if self.layout.replicate_zero else self.layout.replicate
-        flats = (flat for flat in self.flats if flat is not self.tied.copy)
-        gradients = (one.tensor.grad for flat in flats for one in flat.owned)
-        parts = ((one, copies) for one in gradients if one is not None)
-        return square_norm(parts, self.lanes.device)
+        for flat in self.flats:
+            for shard in flat.owned if self.tied is None or flat is not self.tied.copy else ():
+                if shard.tensor.grad is not None:
+                    yield shard.tensor.grad, copies

@@ -78,6 +78,7 @@ def make_flats(
                 for entry in bucket
             ),
             Partition(groups.shard, groups.shards, *rows),
+            plan.whole_groups if trainable else (),
         )
         by_names = {entry.names: tuple(entry.parameters) for entry in bucket}
         yield FlatParameters(

@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.errors import free_frames
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.values import (
@@ -42,7 +41,7 @@ from zeropp.literals import Recompute
 from zeropp.settings import ParameterName
 
 if TYPE_CHECKING:
-    from zeropp.engine.recorder import Recorder
+    from zeropp.choose.recorder import Recorder
     from zeropp.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -104,13 +103,13 @@ def walk(
     keywords: Mapping[str, Tensor],
     recompute: Recompute = "none",
     *,
-    record_operators: bool = True,
+    recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, ``keywords`` are
     its keyword inputs, and ``recompute`` is what inner layers have to be able to. Prices need
-    ``record_operators``; without it there are no ``operators``. Layers that use ``torch.func`` can
+    the ``recorder``; without it there are no ``operators``. Layers that use ``torch.func`` can
     run only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that
     may be one object.
 
@@ -125,7 +124,7 @@ def walk(
         _walk,
         layers,
         recompute=recompute,
-        recorder=_recorder() if record_operators else None,
+        recorder=recorder,
         tied=tied,
         hooks=saved_tensors_hooks if measure_saved else _no_hooks,
     )
@@ -137,12 +136,6 @@ def walk(
     devices = [sample.device] if sample.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # training draws the same numbers as without this
         return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
-
-
-def _recorder() -> type[Recorder]:
-    from zeropp.engine.recorder import Recorder  # not loaded where nothing is priced
-
-    return Recorder
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -197,13 +190,15 @@ def _walk(
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            _check_recurrent(module, index, recompute)
+            from zeropp.engine.recompute_trial import check_recurrent, recomputed
+
+            check_recurrent(module, index, recompute)
             with _refusal(
                 index,
                 f"cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
             ):
-                _recomputed(function, given, module, recompute)
+                recomputed(function, given, module, recompute)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
             kinds=_kinds(module),
@@ -309,7 +304,7 @@ def _forward(
         return tensor
 
     with torch.enable_grad(), hooks(keep, lambda tensor: tensor):
-        inputs = _leaves(given)
+        inputs = leaves_of(given)
         with ExitStack() as watching:
             for watch in watches:
                 watching.enter_context(watch)
@@ -324,38 +319,11 @@ def _no_hooks(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _leaves(given: Value) -> list[Tensor]:
+def leaves_of(given: Value) -> list[Tensor]:
     """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
     of a graph, but these."""
     leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
     return [x.clone() for x in leaves]
-
-
-def _recomputed(
-    function: Callable[..., Value], given: Value, module: nn.Module, recompute: Recompute
-) -> None:
-    """Run a layer with recomputation, forward and backward; raises what torch raises, and
-    RuntimeError if buffers change in both."""
-    with torch.enable_grad():
-        value = run_recomputed(function, *_leaves(given), recompute=recompute, random=True)
-    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
-    outputs = [x for x in tensors_of(value) if x.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-    for name, one in module.named_buffers():
-        if before.get(name) != (id(one), one._version):
-            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
-
-
-def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                "recompute='selective', because it changes in place what that keeps (take 'full')"
-            )
 
 
 def check_layer(module: nn.Module, index: int) -> None:

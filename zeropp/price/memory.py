@@ -65,6 +65,7 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
         "reduction_step": _reduction_step(plan, program, sizes) * separate,
         "reduction_copy": _copied(plan, work, stage, sizes) * separate,
         "flat_gradients": _flattened(plan, program, whole),
+        "whole": 0.0,  # AdamW and SGD work on parts
     }
     return {kind: int(size) for kind, size in state_bytes.items()}
 

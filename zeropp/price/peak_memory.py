@@ -63,6 +63,9 @@ class RankMemory:
             Op.FULL_BACKWARD: self._full_backward,
             Op.REDUCE_GRAD: self._reduce,
             Op.REDUCE_REPLICAS: self._reduce_replicas,
+            Op.GATHER_WHOLE: lambda _: self._moment(
+                0, self.activations, sum(price.memory[stage].whole for stage in stages)
+            ),
         }
 
     def _unshard(self, stage: int) -> Moment | None:

@@ -30,6 +30,7 @@ class StageMemory:
     reduction_step: int  # what a reduction copies at a time
     reduction_copy: int  # what a reduction holds until the next one
     flat_gradients: int  # a copy during the reduction over the replicas
+    whole: int  # values and gradients that come for the update, with what is sent
     activations: int  # from its forward to the end of its input gradient
     deferred: int  # from its input gradient to its weight gradient (x and dY)
     boundary: int  # a message into the stage

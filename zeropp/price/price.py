@@ -30,7 +30,7 @@ from zeropp.price.memory import shares_ends, stage_memory
 from zeropp.price.network import crosses_nodes, gather_s, group_of, transfer_s
 from zeropp.price.pieces import PassTimes, PieceTimes, Work, piece_times
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
-from zeropp.price.programs import Program, program_named
+from zeropp.price.programs import Program, program_as_run
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
-    program = program or program_named(plan.program)
+    program = program or program_as_run(plan.program, compiled=plan.compile)
     return Work(
         shape=plan.shape,
         device=cluster.device.of_year(program.kernels),
@@ -220,7 +220,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=repeated * again,
-        accumulation=unfused,
+        accumulation=max(0.0, unfused),
     )
 
 

@@ -88,6 +88,7 @@ class Program:
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
+    eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
@@ -255,6 +256,14 @@ def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
 def program_named(name: str) -> Program:
     """A program; raises ValueError as ``entry_named`` does."""
     return entry_named(name).program
+
+
+@cache
+def program_as_run(name: str, *, compiled: bool) -> Program:
+    """A program whose blocks run through ``torch.compile`` or do not."""
+    program = program_named(name)
+    factor = 1.0 if compiled else program.eager_traffic
+    return replace(program, traffic_factor=program.traffic_factor * factor)
 
 
 def gathers(plan: SizedPlan) -> bool:

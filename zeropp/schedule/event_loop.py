@@ -4,11 +4,12 @@ A rank has five lanes that work side by side, each in the order of the program: 
 its shard group (gathers and reductions, which share its bandwidth); that of its replicas; and one
 lane for transfers in each direction of the pipeline. A gather, reduction or transfer starts once
 the compute actions before it in the program have ended, and a reduction over the replicas once the
-stage's gradients are reduced over the shards. Tied sums and updates stand in line with compute, and
-wait for all reductions of their own rank, but for no other rank. The copy that belongs to a gather
-is done by the first compute action that uses the parameters; the copy that belongs to a reduction
-is done before it starts. In programs without transfers (compute actions alone) a message takes
-``StageCost.transfer`` from the end of the action that produces it.
+stage's gradients are reduced over the shards. Tied sums, updates and the gathers of what is updated
+whole stand in line with compute, and wait for all reductions of their own rank, but for no other
+rank. The copy that belongs to a gather is done by the first compute action that uses the
+parameters; the copy that belongs to a reduction is done before it starts. In programs without
+transfers (compute actions alone) a message takes ``StageCost.transfer`` from the end of the action
+that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
@@ -45,6 +46,7 @@ LANES: dict[Op, Lane] = {
     Op.REDUCE_GRAD: "reduce",
     Op.REDUCE_REPLICAS: "replicas",
     Op.REDUCE_TIED: "compute",
+    Op.GATHER_WHOLE: "compute",
     Op.UPDATE: "compute",
     Op.GATHER_UPDATED: "gather",
     Op.SEND_F: "transfer",
@@ -286,8 +288,8 @@ class _Loop:
             end = link[rank] = start + cost.gather_updated
         else:
             start = max(start, self._shard_link[rank])
-            seconds = cost.update if op is Op.UPDATE else cost.reduce_tied
-            end = compute[rank] = start + seconds
+            seconds = {Op.REDUCE_TIED: cost.reduce_tied, Op.GATHER_WHOLE: cost.gather_whole}
+            end = compute[rank] = start + seconds.get(op, cost.update)
         return start, end
 
     def _how_to_time(self) -> dict[Op, _How]:

@@ -10,6 +10,7 @@ from zeropp.schedule.program import (
     COMPUTE,
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
+    OF_RANK,
     STEP_END,
     Action,
     DeadlockError,
@@ -22,7 +23,6 @@ from zeropp.schedule.program import (
 
 _COLUMNS = 12  # shown on each side of the bad cell
 
-_OF_RANK = (Op.UPDATE, Op.GATHER_UPDATED)
 _PARTS = {op: (op,) for op in COMPUTE} | {Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 
 
@@ -157,7 +157,7 @@ def _check_reductions(schedule: Schedule) -> None:
 
 def _check_step_end(schedule: Schedule) -> None:
     """Check what follows the passes: sums over replicas and of tied gradients, once each and of
-    complete gradients; then one update; then ZeRO-1's gather, on all ranks or on none."""
+    complete gradients; then one update; the gathers around it are on all ranks or on none."""
     everywhere = {action.op for program in schedule.programs for action in program}
     tied = [a for program in schedule.programs for a in program if a.op is Op.REDUCE_TIED]
     for rank, program in enumerate(schedule.programs):
@@ -176,7 +176,7 @@ def _check_step_end(schedule: Schedule) -> None:
         if left:
             why = f"gradients of stages {left} are not reduced over the replicas"
             raise _error(schedule, rank, len(program) - 1, why)
-        for op in (Op.UPDATE, *({Op.GATHER_UPDATED} & everywhere)):
+        for op in (Op.UPDATE, *sorted((OF_RANK - {Op.UPDATE}) & everywhere)):
             if (action := Action(stages[0], op)) not in done:
                 raise _error(schedule, rank, len(program) - 1, f"there is no {action}")
 
@@ -189,7 +189,7 @@ def _step_end_error(
     and, where parameters are ``shards``, for their reductions, as it adds reduced gradients."""
     stage, op, _ = action
     updated = Action(stages[0], Op.UPDATE) in done
-    if op in _OF_RANK and stage != stages[0]:
+    if op in OF_RANK and stage != stages[0]:
         return f"{action} must name stage {stages[0]}"
     if (op is Op.GATHER_UPDATED) != updated:
         return f"{action} {'after the update' if updated else 'before the update'}"
@@ -198,6 +198,8 @@ def _step_end_error(
         sums.append(Action(stage, Op.REDUCE_REPLICAS))
     if op in MAKES_GRADIENTS or (shards and op in COLLECTIVE - {Op.UNSHARD}):
         sums += [Action(held, Op.REDUCE_TIED) for held in stages]
+    if op in MAKES_GRADIENTS | (COLLECTIVE - {Op.UNSHARD}) | {Op.REDUCE_TIED}:
+        sums.append(Action(stages[0], Op.GATHER_WHOLE))
     if early := [str(each) for each in sums if each in done]:
         return f"{action} after {early[0]}"
     return ""
@@ -212,8 +214,8 @@ def _check_asked_end(schedule: Schedule, end: StepEnd) -> None:
         asked |= {Action(s, Op.REDUCE_TIED) for s in [s for s in stages if s in end.tied][:1]}
         if end.over_replicas:
             asked |= {Action(stage, Op.REDUCE_REPLICAS) for stage in stages}
-        if end.gathers_updated:
-            asked.add(Action(stages[0], Op.GATHER_UPDATED))
+        around = {Op.GATHER_WHOLE: end.gathers_whole, Op.GATHER_UPDATED: end.gathers_updated}
+        asked |= {Action(stages[0], op) for op, is_asked in around.items() if is_asked}
         here = {action for action in program if action.op in STEP_END}
         for action in sorted(asked ^ here):
             why = f"the plan asks for {action}" if action in asked else f"the plan has no {action}"

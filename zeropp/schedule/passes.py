@@ -163,7 +163,8 @@ def _add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[
 
 def with_step_end(schedule: Schedule, end: StepEnd) -> Schedule:
     """The whole step of a lowered schedule: reductions over the replicas, the sum of tied
-    gradients, the update, and ZeRO-1's gather. They are added once for each ``end``."""
+    gradients, the update, and the gathers before and after it. They are added once for each
+    ``end``."""
     if end not in schedule.ended:
         programs = tuple(
             _ended(program, schedule.stages_of(rank), end)
@@ -183,9 +184,10 @@ def _ended(program: RankProgram, stages: tuple[int, ...], end: StepEnd) -> RankP
     tied = [Action(stage, Op.REDUCE_TIED) for stage in stages if stage in end.tied][:1]
     if tied and tied[0] in program:  # where the program's own order has put it
         tied = []
+    whole = [Action(stages[0], Op.GATHER_WHOLE)] * end.gathers_whole
     update = [Action(stages[0], Op.UPDATE)]
     gather = [Action(stages[0], Op.GATHER_UPDATED)] * end.gathers_updated
-    return (*_insert(program, {}, after), *tied, *update, *gather)
+    return (*_insert(program, {}, after), *tied, *whole, *update, *gather)
 
 
 def _last_gradients(program: RankProgram, stages: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -34,8 +34,9 @@ class Op(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce-scatter the stage's accumulated gradients
     REDUCE_REPLICAS = "REDUCE_REPLICAS"  # then sum them over the replicas of the shard group
     REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of a parameter that two stages share
+    GATHER_WHOLE = "GATHER_WHOLE"  # bring what is updated whole to the ranks that update it
     UPDATE = "UPDATE"  # clip by the global norm and step the optimizer, for all stages of the rank
-    GATHER_UPDATED = "GATHER_UPDATED"  # ZeRO-1: gather what the other replicas have updated
+    GATHER_UPDATED = "GATHER_UPDATED"  # gather what other ranks have updated (whole; ZeRO-1)
     SEND_F = "SEND_F"  # activation to the next stage
     RECV_F = "RECV_F"  # activation from the previous stage
     SEND_B = "SEND_B"  # gradient to the previous stage
@@ -61,7 +62,8 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD, Op.REDUCE_REPLICAS})  # run beside compute
-STEP_END = frozenset({Op.REDUCE_REPLICAS, Op.REDUCE_TIED, Op.UPDATE, Op.GATHER_UPDATED})
+OF_RANK = frozenset({Op.GATHER_WHOLE, Op.UPDATE, Op.GATHER_UPDATED})  # for all of its stages
+STEP_END = OF_RANK | {Op.REDUCE_REPLICAS, Op.REDUCE_TIED}
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
@@ -73,7 +75,7 @@ class Action(NamedTuple):
     """One step of one rank's program.
 
     ``stage`` is the global index of the stage, from 0 to P*V-1; an action that concerns all stages
-    of its rank (``UPDATE``, ``GATHER_UPDATED``) names the first of them. ``microbatch`` is None for
+    of its rank (those in ``OF_RANK``) names the first of them. ``microbatch`` is None for
     the actions that concern parameters as a whole, and a number for all others. This is a tuple
     and not a dataclass because a training step of 64 ranks has a million actions.
     """
@@ -248,8 +250,8 @@ class StageCost:
 
     ``reduce_replicas`` is the reduction of the stage's gradients over the replicas (an all-reduce,
     or a reduce-scatter with ZeRO-1), and ``reduce_tied`` the sum of those that it shares with
-    another stage. ``update`` and ``gather_updated`` are those of a whole rank: they stand in its
-    first stage, and are 0 in its others.
+    another stage. ``gather_whole``, ``update`` and ``gather_updated`` are those of a whole rank:
+    they stand in its first stage, and are 0 in its others.
     """
 
     forward: float = 1.0
@@ -262,6 +264,7 @@ class StageCost:
     copy_in: float = 0.0
     reduce_replicas: float = 0.0
     reduce_tied: float = 0.0
+    gather_whole: float = 0.0
     update: float = 0.0
     gather_updated: float = 0.0
 
@@ -274,12 +277,14 @@ class StageCost:
 @dataclass(frozen=True)
 class StepEnd:
     """What follows a step's passes. ``over_replicas``: gradients are reduced over replicas;
-    ``tied``: the two stages that share a parameter, or none; ``gathers_updated``: each replica
-    updates a part of the parameters, and gathers the others' (ZeRO-1)."""
+    ``tied``: the two stages that share a parameter, or none; ``gathers_updated``: ranks gather what
+    others have updated, as each replica updates a part of the parameters (ZeRO-1), or as ranks
+    update whole ones, which they have gathered before it (``gathers_whole``)."""
 
     over_replicas: bool = False
     tied: tuple[int, ...] = ()
     gathers_updated: bool = False
+    gathers_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ for (const input of document.querySelectorAll(".filter")) {
 }
 
 function markWide() {
-  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+  for (const box of document.querySelectorAll(".scroll, figure")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
 }
 markWide();
 window.addEventListener("resize", markWide);

@@ -1,4 +1,4 @@
-"""The cells of the verdict, and every contender's simulated results in a cell.
+"""The cells of the verdict, and the simulated results of every row of the comparison in a cell.
 
 A cell is a model, a cluster, a number of GPUs and a global batch. In each, every contender runs
 with its best plan (``zeropp.choose``). In addition all are compared in two given settings
@@ -13,38 +13,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.fsdp.contender import FSDP
-from baselines.megatron_core.contender import MEGATRON_CORE
-from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
-from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
-from baselines.zeropp.contender import ZEROPP
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import COMPARED, Compared
 from benchmarks.specification.reading import validated
 from benchmarks.studies.claim_33.given_settings import GIVEN
-from zeropp.choose.contender import Contender, describe
+from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, search
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
 from zeropp.literals import Precision
 from zeropp.shape import ModelShape
 
-# The contenders that are compared, in the order of the tables.
-COMPARED: tuple[Contender[Any], ...] = (
-    DEEPSPEED_3D,
-    MEGATRON_DEEPSPEED,
-    MEGATRON_CORE,
-    ZERO_BUBBLE,
-    TORCHTITAN,
-    TORCH_PP,
-    FSDP,
-    BEST_3D,
-    ZEROPP,
-)
+# The columns of the tables that name a cell: ``Cell.key``.
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 @dataclass(frozen=True)
@@ -71,67 +55,78 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellPart:
-    """The part of a cell that one process computes: the best plan of the contender named ``part``,
-    or the plans of the given setting named ``part``."""
+    """The part of a cell that one process computes: the best plan of the row named ``part``, or the
+    plans of the given setting named ``part``."""
 
     cell: Cell
     part: str
     tolerance: float
     known: str = ""  # the setting of the best plan that an earlier search found
 
+    @property
+    def effort(self) -> float:
+        """How long this part takes in comparison with the others, roughly: a step of
+        ``Contender.search_effort`` is a factor of two."""
+        task, row = self.cell.task, COMPARED.get(self.part)
+        size = task.global_batch * task.shape.layers
+        return size * 2.0 ** (row.contender.search_effort if row else 0)
+
     def records(self, commit: str) -> list[RunRecord]:
         """The records of this part, which the code of a ``commit`` computes."""
         cell, name = self.cell, self.part
         if name not in GIVEN:
-            winner = winner_of(cell, self.tolerance, PRICED[name], self.known)
+            winner = winner_of(cell, self.tolerance, COMPARED[name], self.known)
             return [_record(cell, "best", commit, name, winner)]
         plans = GIVEN[name](cell.priced)
         return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
 
 
 def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[CellPart]:
-    """All parts of a cell; ``known`` has settings by the cell's key and the contender's name."""
-    names = (*(contender.name for contender in COMPARED), *GIVEN)
-    return [CellPart(cell, name, tolerance, known.get((*cell.key, name), "")) for name in names]
+    """All parts of a cell; ``known`` has settings by the cell's key and the row's name."""
+    return [
+        CellPart(cell, name, tolerance, known.get((*cell.key, name), ""))
+        for name in (*COMPARED, *GIVEN)
+    ]
 
 
 def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
     """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
     if its contender no longer has these knobs."""
-    contender, candidate = candidate_of(setting)
-    plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
-    return _record(cell, mode, "", contender.name, plan)
+    row, candidate = candidate_of(setting)
+    plan = Evaluated(candidate, row.contender.simulated(cell.priced, candidate))
+    return _record(cell, mode, "", row.name, plan)
 
 
-def candidate_of(setting: str) -> tuple[Contender[Any], Candidate[Any]]:
-    """The contender and its candidate of a ``setting``; raises SpecError if it no longer has these
-    knobs."""
+def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
+    """The row and the plan that a ``setting`` of the table names. Raises SpecError if the contender
+    no longer has these knobs."""
     values = json.loads(setting)
-    contender = PRICED[values["knobs"]["name"]]
-    knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
-    return contender, Candidate(knobs, values["microbatch_size"])
+    row = COMPARED[values["knobs"]["name"]]
+    own = values["knobs"] | {"name": row.contender.name}
+    knobs = validated(row.contender.knobs, own, "setting.knobs")
+    return row, Candidate(knobs, values["microbatch_size"])
 
 
 def winner_of(
-    cell: Cell, tolerance: float, contender: Contender[Any], known: str = ""
+    cell: Cell, tolerance: float, row: Compared, known: str = ""
 ) -> Evaluated[Any] | None:
-    """A contender's best plan; None if none fits. The search begins with the setting ``known``,
-    unless the contender no longer has its knobs."""
+    """A row's best plan; None if none fits. The search begins with the setting ``known``, unless
+    the contender no longer has its knobs or the row does not allow them."""
     begin = []
     with suppress(SpecError):
-        begin += [candidate_of(known)[1]] if known else []
-    return search(cell.priced, contender, tolerance=tolerance, runner_up=False, known=begin).winner
+        begin = [candidate_of(known)[1]] if known else []
+    begin = [candidate for candidate in begin if row.allows(candidate.knobs)]
+    found = search(cell.priced, row.searched, tolerance=tolerance, runner_up=False, known=begin)
+    return found.winner
 
 
-def _record(
-    cell: Cell, mode: str, commit: str, contender: str, plan: Evaluated[Any] | None
-) -> RunRecord:
+def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:
     known: dict[str, Any] = {}
     if plan is not None:
         known = {"setting": asdict(plan.candidate), "predicted": prediction(plan.result)}
     return plan_record(
         cell.task,
-        contender,
+        row,
         BASES[mode],
         bandwidth=cell.bandwidth,
         commit=commit,

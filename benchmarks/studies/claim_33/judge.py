@@ -1,4 +1,4 @@
-"""From simulated rows to one verdict per cell, in numbers and in words.
+"""From simulated rows to one verdict per cell, in numbers and in a word.
 
 The claim (arXiv 2402.03791, version 2) is up to 33 % more speed than 3D parallelism at comparable
 memory. A cell reproduces it if ZeroPP is at least 1.33 times as fast as the baseline, and its peak
@@ -11,39 +11,46 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pandas as pd
 
-from baselines.zeropp.contender import ZEROPP
 from benchmarks.report import display
 from benchmarks.report.table import markdown_table
-from benchmarks.studies.claim_33.cells import COMPARED
+from benchmarks.specification.contenders import COMPARED
+from benchmarks.studies.claim_33.cells import CELL
 from zeropp.price.lost_time import TimeBreakdown
 
 CLAIM = 1.33
-TIE = 0.06  # the simulator's median error of ratios
+TIE = 0.06  # about the simulator's median error of a ratio of two programs
 COMPARABLE = 1.1  # the largest ratio of peaks that counts as comparable memory
-# All contenders with which ZeroPP is compared, and those for which every cell gets a verdict: the
-# program of the claim as it runs here, the program that most people would use, and the bound.
-BASELINES = {c.name: c.label for c in COMPARED if c.name != "zeropp"}
-JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
+# All rows with which ZeroPP is compared, and those for which every cell gets a verdict: the claim's
+# own opponent, the same program as it runs fastest, what most people would use, and the bound.
+BASELINES = {row.name: row.label for row in COMPARED.values() if row.name != "zeropp"}
+JUDGED = ("deepspeed_3d", "deepspeed_best", "megatron_core", "best_3d")
 EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
 BOUND = "best_3d"
-# The programs whose plans the bound may take: those of TP x PP x DP, the bound's own search first.
-PUBLIC_3D = (BOUND, "deepspeed_3d", "megatron_deepspeed", "megatron_core", "zero_bubble")
+# A search ends within its tolerance of the best plan, so one row may end with a plan slower than
+# that of another row whose plans are among its own; then it takes that plan. The bound takes those
+# of all programs of TP x PP x DP.
+PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
+_TAKES = {
+    "deepspeed_3d": ("deepspeed_3d_fp32",),
+    "deepspeed_best_fp32": ("deepspeed_3d_fp32",),
+    "deepspeed_best": ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32"),
+    BOUND: ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32", *PUBLIC_3D),
+}
 # The bases of comparison, in words.
 MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
-CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 KEYS = [*CELL, "mode"]
 
 
 def judge(plans: pd.DataFrame) -> pd.DataFrame:
     """One row per cell and mode: speed, memory, speed-ups over each baseline, and the verdict. The
-    bound is the fastest public 3D plan (``with_bound``)."""
-    wide = with_bound(plans).pivot(index=KEYS, columns="contender")
+    bound is the fastest public 3D plan (``with_shared_plans``)."""
+    wide = with_shared_plans(plans).pivot(index=KEYS, columns="contender")
     priced = set(plans[[*KEYS, "contender"]].itertuples(index=False, name=None))
     rows = []
     for key, row in wide.iterrows():
@@ -65,17 +72,24 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def with_bound(plans: pd.DataFrame) -> pd.DataFrame:
-    """The rows, with the bound's row of every cell replaced by the fastest one of all public 3D
-    programs. A search ends within its tolerance of the best plan, so that the bound's own search
-    may end with a plan slower than that of a program whose plans are among the bound's."""
-    public = plans[plans.contender.isin(PUBLIC_3D)]
-    public = public.sort_values("contender", key=lambda names: names != BOUND, kind="stable")
-    public = public.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
-    place = plans[plans.contender == BOUND].reset_index()[["index", *KEYS]]
-    fastest = place.merge(public.drop_duplicates(KEYS), on=KEYS).set_index("index")
-    others = plans[plans.contender != BOUND]
-    return pd.concat([others, fastest.assign(contender=BOUND)])[plans.columns].sort_index()
+def plans_of(name: str) -> tuple[str, ...]:
+    """The rows whose plans are among those of a row, itself first."""
+    return (name, *_TAKES.get(name, ()))
+
+
+def with_shared_plans(plans: pd.DataFrame) -> pd.DataFrame:
+    """The plans, with those of rows that may take another row's replaced by the fastest of all that
+    they may take: the bound's by that of all public 3D programs."""
+    taken = plans
+    for name in _TAKES:
+        own = plans[plans.contender.isin(plans_of(name))]
+        own = own.sort_values("contender", key=lambda names: names != name, kind="stable")
+        own = own.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+        place = plans[plans.contender == name].reset_index()[["index", *KEYS]]
+        fastest = place.merge(own.drop_duplicates(KEYS), on=KEYS).set_index("index")
+        others = taken[taken.contender != name]
+        taken = pd.concat([others, fastest.assign(contender=name)])[plans.columns].sort_index()
+    return taken
 
 
 def reached(cells: pd.DataFrame, name: str) -> tuple[int, int]:
@@ -86,25 +100,12 @@ def reached(cells: pd.DataFrame, name: str) -> tuple[int, int]:
     return len(fast), int(comparable.sum())
 
 
-def at_edge(cells: pd.DataFrame, name: str) -> int:
-    """The number of cells whose speed-up is within 6 % of 1.33, on either side: the simulator's
-    error leaves open whether they reach it."""
-    return int(((cells[f"speedup_over_{name}"] / CLAIM - 1).abs() <= TIE).sum())
-
-
-def summary(verdicts: pd.DataFrame) -> str:
-    """The verdict in Markdown: counts, then all cells at the clusters' own bandwidth."""
-    own = verdicts[verdicts.bandwidth == 1.0]
-    lines = ["# Verdict on the 33 % (simulated)", "", ZEROPP.caveat, ""]
-    for mode, setting in MODES.items():
-        cells = own[own["mode"] == mode]
-        if cells.empty:
-            continue
-        lines += [f"## Every contender at {setting}"]
-        for name in BASELINES if mode == "best" else EQUAL:
-            lines += ["", _counts(cells, name) + unfit(cells, name)]
-        lines += ["", _table(cells, JUDGED if mode == "best" else EQUAL), ""]
-    return "\n".join(lines)
+def by_batch(cells: pd.DataFrame) -> dict[str, pd.Series]:
+    """Which cells have one sequence per GPU and step, and which have more, by the words for it."""
+    return {
+        "1 sequence per GPU": cells["sequences_per_gpu"] <= 1,
+        "4 or more": cells["sequences_per_gpu"] >= 4,
+    }
 
 
 def unfit(cells: pd.DataFrame, name: str) -> str:
@@ -117,49 +118,6 @@ def unfit(cells: pd.DataFrame, name: str) -> str:
         if count:
             sentences.append(f" In {count} more no plan of {label} fits.")
     return "".join(sentences)
-
-
-def _counts(cells: pd.DataFrame, name: str) -> str:
-    speedups, label = cells[f"speedup_over_{name}"].dropna(), BASELINES[name]
-    fast, comparable = reached(cells, name)
-    return (
-        f"Over {label}: {len(speedups)} cells, "
-        f"median {speedups.median():.2f}, from {speedups.min():.2f} "
-        f"to {speedups.max():.2f}; at least {CLAIM} in {fast}, {comparable} of them with at most "
-        f"{COMPARABLE} times its memory, within {TIE:.0%} of {CLAIM} in {at_edge(cells, name)}, "
-        f"faster by more than {TIE:.0%} in {(speedups > 1 + TIE).sum()}, slower by more than "
-        f"{TIE:.0%} in {(speedups < 1 - TIE).sum()}."
-    )
-
-
-def _table(rows: pd.DataFrame, judged: Sequence[str]) -> str:
-    """One row per cell: speeds and memory, then speed-up and verdict over each judged contender."""
-    names = ["zeropp", *judged]
-    labels = {"zeropp": "ZeroPP", **BASELINES}
-    head = ["model", "cluster", "GPUs", "batch"]
-    head += [f"{labels[n]} tokens/s/GPU (GiB)" for n in names]
-    head += [f"over {labels[name]}" for name in judged] + ["regime"]
-    lines = []
-    for _, row in rows.iterrows():
-        cells = [row["model"], row["cluster"], str(row["num_gpus"]), str(row["global_batch"])]
-        cells += [_speed(row, name) for name in names]
-        for name in judged:
-            ratio = _ratio(row[f"speedup_over_{name}"])
-            cells.append(f"{ratio}: {row[f'verdict_over_{name}']}")
-        lines.append([*cells, row["regime"]])
-    return markdown_table(head, lines)
-
-
-def _speed(row: pd.Series, name: str) -> str:
-    speed = row[f"{name}_tokens_per_s_per_gpu"]
-    if pd.isna(speed):
-        return "does not fit"
-    share = row[f"{name}_share_of_limit"]
-    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f}; {100 * share:.0f} % of the limit)"
-
-
-def _ratio(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def _word(row: Mapping[str, Any], name: str) -> str:
@@ -227,7 +185,7 @@ class _Slower:
 def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
     """The cells in which ZeroPP is behind the bound by more than a tie: which losses differ, with
     which plans, and what most of them have in common."""
-    rows = with_bound(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
+    rows = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
     rows = rows.set_index([*CELL, "contender"], drop=False)
     slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
     keys = slower[CELL].itertuples(index=False, name=None)
@@ -245,7 +203,7 @@ def bound_note(plans: pd.DataFrame) -> str:
     """In how many cells the bound is another program's plan."""
     best = plans[plans["mode"] == "best"].set_index([*KEYS, "contender"])
     speeds = best.tokens_per_s_per_gpu.unstack()
-    raised = with_bound(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
+    raised = with_shared_plans(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
     count = int((raised[BOUND].reindex(speeds.index) > speeds[BOUND]).sum())
     return (
         f"In {count} of {len(speeds)} cells the search for {BASELINES[BOUND]} ended, within its "

@@ -1,18 +1,20 @@
-"""Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the maps.
+"""Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the pictures.
 
-``plans.csv`` has one row per contender, cell and mode, with the commit that simulated it; every
-table, figure and sentence of the verdict is derived from it.
+``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
+it, and ``assumptions.csv`` what its best plans would take with other constants; every table, figure
+and sentence of the verdict is derived from these two and from the errors of published runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from concurrent.futures import as_completed
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from rich.console import Console
@@ -27,11 +29,12 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import COMPARED, CONTENDERS, Compared, whole
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
+from benchmarks.studies.claim_33.assumptions import REPRICED, price_assumptions
 from benchmarks.studies.claim_33.cells import (
-    COMPARED,
+    CELL,
     Cell,
     CellPart,
     VerdictSpec,
@@ -41,40 +44,54 @@ from benchmarks.studies.claim_33.cells import (
     winner_of,
 )
 from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.judge import CELL, judge, summary
-from benchmarks.studies.claim_33.pages import draw, draw_losses
+from benchmarks.studies.claim_33.pictures import draw
+from benchmarks.studies.claim_33.summary import summary
+from benchmarks.studies.claim_33.uncertainty import judged
+
+T = TypeVar("T")
 
 COMMITTED = CHECKOUT / "results" / "reference" / "claim_33" / TABLE
+_SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
-    """One point per cell and contender that can be run, with the best plan that the simulator
-    finds; ``base`` gives data, optimizer and what is timed."""
-    points = []
+    """One point per cell and row that can be run, with the best plan that the simulator finds, and
+    one where two rows have the same; ``base`` gives data, optimizer and what is timed."""
+    specs: list[RunSpec] = []
     for cell in cells:
-        for contender in CONTENDERS.values():
-            winner = winner_of(cell, tolerance, contender)
-            if winner is not None:
-                spec = dataclasses.replace(
-                    base,
-                    model=cell.task.shape,
-                    cluster=cell.task.cluster,
-                    num_gpus=cell.task.num_gpus,
-                    global_batch=cell.task.global_batch,
-                    contender=winner.candidate.knobs,
-                    microbatch_size=winner.candidate.microbatch_size,
-                    precision=cell.task.precision,
-                )
-                points.append(plan_point(spec))
-    return points
+        for row in _runnable():
+            winner = winner_of(cell, tolerance, row)
+            if winner is None:
+                continue
+            spec = dataclasses.replace(
+                base,
+                model=cell.task.shape,
+                cluster=cell.task.cluster,
+                num_gpus=cell.task.num_gpus,
+                global_batch=cell.task.global_batch,
+                contender=winner.candidate.knobs,
+                microbatch_size=winner.candidate.microbatch_size,
+                precision=cell.task.precision,
+            )
+            if spec not in specs:
+                specs.append(spec)
+    return [plan_point(spec) for spec in specs]
+
+
+def _runnable() -> list[Compared]:
+    """The rows of contenders with a trainer, and those contenders that the comparison has not."""
+    rows = [row for row in COMPARED.values() if row.contender.trainer]
+    return rows + [whole(c) for name, c in CONTENDERS.items() if name not in COMPARED]
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``. With a launcher
-    other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
+    """Write plans.csv, assumptions.csv, verdict.csv, verdict.md and the pictures into
+    ``report_dir``. With a launcher other than ``simulate``, run the best plans on
+    ``verdict.clusters`` instead.
 
     Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
-    a change of the cost model or of the schedules.
+    a change of the cost model or of the schedules. Searches begin with the committed best plans, or
+    with nothing if ``search=fresh``.
     """
     spec = verdict_spec(config["verdict"])
     cells = cells_of(spec, config["precision"])
@@ -84,10 +101,16 @@ def run(config: dict[str, Any]) -> int:
         raise SpecError(
             f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
         )
+    if config["search"] not in _SEARCHES:
+        raise SpecError(f"search={config['search']}: must be one of {', '.join(_SEARCHES)}")
     out = Path(config["report_dir"])
     check_writable("report_dir", out)
-    simulate_cells(spec, cells, out / TABLE, anew=config["rerun"] == "all")
-    write_verdict(pd.read_csv(out / TABLE), spec, out)
+    known = _committed_settings() if config["search"] == "known" else {}
+    anew = config["rerun"] == "all"
+    simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
+    plans = pd.read_csv(out / TABLE)
+    price_assumptions(plans, cells, out / REPRICED, anew=anew)
+    write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
 
 
@@ -97,37 +120,45 @@ def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> in
     return run_points(points, [config] * len(points))
 
 
-def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
+def write_verdict(
+    plans: pd.DataFrame, repriced: pd.DataFrame, spec: VerdictSpec, out: Path
+) -> None:
     """Write everything that is derived from the rows."""
-    verdicts = judge(plans)
+    verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    text = summary(verdicts)
+    text = summary(verdicts, uncertainty)
     (out / "verdict.md").write_text(text, encoding="utf-8")
-    paths = draw(verdicts, spec, out) + draw_losses(plans, spec, out)
+    paths = draw(plans, verdicts, uncertainty, spec, out)
     console = Console()
     console.print(text, markup=False)
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
-    names = [TABLE, "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    names = [TABLE, REPRICED, "verdict.csv", "verdict.md", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))
 
 
-def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
+def simulate_cells(
+    spec: VerdictSpec,
+    cells: list[Cell],
+    path: Path,
+    *,
+    known: Mapping[object, str],
+    anew: bool,
+) -> None:
     """Simulate the parts of cells that are missing in the file ``path``, with one process per core,
-    and add their rows, sorted. A cell is written when all of its missing parts are done."""
+    and add their rows, sorted. A cell is written when all of its missing parts are done. Searches
+    begin with the ``known`` settings."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    todo = missing_jobs(rows, cells, spec.tolerance, _committed_settings())
+    todo = missing_jobs(rows, cells, spec.tolerance, known)
     commit = commit_of(*git_state())
     jobs = [job for missing in todo.values() for job in missing]
     parts: dict[Cell, dict[str, list[RunRecord]]] = defaultdict(dict)
-    with workers(os.cpu_count() or 1) as pool, progress_line() as bar:
-        line = bar.add_task("cells", total=len(todo))
+    with workers(os.cpu_count() or 1) as pool:
         running = {pool.submit(job.records, commit): job for job in jobs}
-        for done in as_completed(running):
-            job = running[done]
+        for job, done in _told(running):
             of_cell = parts[job.cell]
             of_cell[job.part] = done.result()
             if len(of_cell) < len(todo[job.cell]):
@@ -136,6 +167,21 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
             rows.sort(key=_order)
             table = pd.DataFrame(rows)
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+
+
+def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Future[T]]]:
+    """The parts of cells as they end, with a line of how many are left and for about how long."""
+    started, effort = time.monotonic(), sum(job.effort for job in running.values())
+    settled = 0.0
+    with progress_line() as bar:
+        line = bar.add_task("searches", total=len(running))
+        for done in as_completed(running):
+            job = running[done]
+            yield job, done
+            settled += job.effort
+            if settled > effort / 20:  # before, nobody knows
+                left_s = (time.monotonic() - started) * (effort / settled - 1)
+                bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
             bar.advance(line)
 
 
@@ -168,5 +214,5 @@ def missing_jobs(
 
 def _order(row: dict[str, Any]) -> tuple[object, ...]:
     """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
-    places = {contender.name: place for place, contender in enumerate(COMPARED)}
+    places = {name: place for place, name in enumerate(COMPARED)}
     return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])

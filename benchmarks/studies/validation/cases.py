@@ -22,7 +22,7 @@ from zeropp.literals import Precision, Recompute
 from zeropp.plan import Plan, SizedPlan
 from zeropp.price import balanced_cuts, cut_by_cost
 from zeropp.price.memory import zero1_ranks
-from zeropp.price.programs import Program, StateBytes, program_named
+from zeropp.price.programs import Program, StateBytes, program_as_run, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.passes import with_step_end
@@ -132,7 +132,8 @@ def _layout(row: PublishedRow) -> Layout:
 
 def program_of(row: PublishedRow) -> Program:
     """The registered program, with the traits that the row states differently."""
-    program, state = program_named(row.program), program_named(row.program).state(_precision(row))
+    program = program_as_run(row.program, compiled=bool(row.compiled))
+    state = program.state(_precision(row))
     if row.gradient_dtype:
         state = replace(state, gradients=_BYTES[row.gradient_dtype])
     if row.reduce_dtype:

@@ -1,0 +1,67 @@
+"""Whether the losses of a run are those of its model: a run that leaves the band has failed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+# How far a step's loss may be from the right one, relative to it. In fp32 the five contenders of
+# the measured peers were at most 1e-5 apart after 12 steps; in bf16 a contender was 4e-3 from one
+# process in the gate's steps, which are larger than a run's.
+BAND = {"fp32": 0.01, "bf16": 0.02}
+
+
+def beyond(losses: Sequence[float], right: Sequence[float], precision: str) -> str:
+    """Where losses first leave the band around the right ones, in words; empty if they stay in
+    it."""
+    for step, (loss, wanted) in enumerate(zip(losses, right, strict=False), start=1):
+        if not abs(loss - wanted) <= BAND[precision] * wanted:  # NaN, too
+            return (
+                f"step {step}: loss {loss:.4f}, but {wanted:.4f} is right (a run may differ by "
+                f"{BAND[precision]:.0%} in {precision})"
+            )
+    return ""
+
+
+def distance(losses: Sequence[float], right: Sequence[float]) -> float:
+    """The largest distance of any step's loss, relative to the right one."""
+    return max(abs(loss - wanted) / wanted for loss, wanted in zip(losses, right, strict=True))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a run; ``trained`` names all that they depend on but for the contender."""
+
+    trained: str
+    contender: str
+    precision: str
+    values: Sequence[float]
+
+
+def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
+    """The places of the runs whose losses leave the band around all contenders' at the same step,
+    and where, in words.
+
+    What is right is the median of the contenders that trained the same, each by the median of its
+    runs. Of two that differ nobody knows which is wrong, and both are named.
+    """
+    of: defaultdict[str, defaultdict[str, list[Sequence[float]]]]
+    of = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        of[run.trained][run.contender].append(run.values)
+    found = {}
+    for place, run in enumerate(runs):
+        alike = {name: _medians(values) for name, values in of[run.trained].items()}
+        if len(alike) < 3:
+            del alike[run.contender]
+        if why := beyond(run.values, _medians([*alike.values()]), run.precision):
+            found[place] = why.replace("is right", "by the other contenders")
+    return found
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each step that any of the runs has."""
+    steps = max(map(len, runs), default=0)
+    return [median(run[step] for run in runs if step < len(run)) for step in range(steps)]

@@ -1,0 +1,128 @@
+"""Batches of a step: the model's loader, and the size of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+WIDTH, ROWS, COUNT = 6, 8, 27
+PER_EPOCH = COUNT // ROWS
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Rows that say which they are."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
+
+
+def made(degrees: dict[str, Any], **more: Any) -> ParallelModel:
+    """Three small layers."""
+    torch.manual_seed(3)
+    keywords = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2} | more
+    return zeropp.parallelize(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(3)], F.mse_loss, global_batch=ROWS,
+        optimizer=zeropp.OptimizerConfig("sgd", lr=1e-6), **keywords, **degrees,
+    )  # fmt: skip
+
+
+def numbers_of(inputs: Tensor) -> list[int]:
+    """Which rows these are."""
+    return [int(row) for row in inputs[:, 0]]
+
+
+def train_on(model: ParallelModel, steps: int) -> Iterator[list[int]]:
+    """Which rows this rank trains on, from the model's loader."""
+    while True:
+        for inputs, targets in model.loader(Numbers(), seed=5):
+            if not steps:
+                return
+            steps -= 1
+            model.train_step(inputs, targets)
+            yield numbers_of(inputs)
+
+
+def through_an_interruption(
+    first: dict[str, Any], then: dict[str, Any], folder: Path
+) -> list[tuple[int, list[int]]]:
+    """(data-parallel rank, rows) of five steps, after two of which the topology is another one."""
+    rows = []
+    for degrees, steps in ((first, 2), (then, PER_EPOCH)):
+        with made(degrees) as model:
+            if steps != 2:
+                model.load(folder)
+            rows += [(model.data_parallel_rank, part) for part in train_on(model, steps)]
+            model.save(folder)
+    return rows
+
+
+def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
+    ranks = world.run(
+        through_an_interruption, {"pp": 2, "replicate": 2}, {"shard": 4}, tmp_path / "c", size=4
+    )
+    steps = [dict(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    batches = [[row for rank in sorted(step) for row in step[rank]] for step in steps]
+    assert all(len(batch) == ROWS for batch in batches)
+    first, second = batches[:PER_EPOCH], batches[PER_EPOCH:]
+    seen = [row for batch in first for row in batch]
+    assert len(set(seen)) == len(seen) == PER_EPOCH * ROWS
+    assert seen != sorted(seen)
+    assert len(second) == 2
+    assert second != first[:2]
+
+
+def refusals() -> list[str]:
+    """What is said of data sets that cannot be loaded from."""
+    texts = []
+    with made({"replicate": 2}) as model:
+        uneven = Numbers(COUNT + torch.distributed.get_rank())
+        stream: Any = iter(())
+        for dataset in (uneven, Numbers(ROWS - 1), stream):
+            with pytest.raises(zeropp.InfeasibleError) as caught:
+                model.loader(dataset)
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_data_sets_that_do_not_fit_are_refused(world: World) -> None:
+    first, second = world.run(refusals, size=2)
+    assert first == second
+    words = (
+        "dataset: ranks differ: rank 0 has 27 rows where rank 1 has 28 rows",
+        "dataset: has 7 rows, fewer than global_batch=8",
+        "dataset: tuple_iterator has no length or no rows by number",
+    )
+    assert all(text.startswith(start) for text, start in zip(first, words, strict=True))
+
+
+def counts_and_losses() -> list[tuple[int, float]]:
+    """(microbatches, the first loss) for samples of any number of rows."""
+    torch.manual_seed(0)
+    inputs, found = torch.randn(ROWS, WIDTH), []
+    for rows, size in ((1, 4), (3, 4), (ROWS, 4), (4, 0), (3, 1)):
+        with made({"pp": 2}, sample=inputs[:rows], microbatch_size=size) as model:
+            loss = float(model.train_step(inputs, inputs.tanh()).loss)
+            found.append((model.plan.num_microbatches, loss))
+    return found
+
+
+def test_a_sample_has_any_number_of_rows(world: World) -> None:
+    for found in world.run(counts_and_losses, size=2):
+        assert [count for count, _ in found] == [2, 2, 2, 2, 8]
+        assert all(loss == pytest.approx(found[0][1], rel=1e-6) for _, loss in found)

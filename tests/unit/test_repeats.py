@@ -1,0 +1,100 @@
+"""Repeated runs: every point as often as asked for, and intervals that hold the next run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+
+from benchmarks import CHECKOUT
+from benchmarks.launch.points import plan_point, still_to_run
+from benchmarks.report.frame import CELL, latest_ok, load_frame
+from benchmarks.report.repeats import half_width, pooled_spread
+from benchmarks.report.speedup import with_speedups
+from benchmarks.specification.compose import compose
+from tests.unit.report_frames import frame_of
+from tests.unit.synthetic_records import make_record
+from tests.unit.toy_spec import spec_of
+
+PEERS = CHECKOUT / "results" / "reference" / "peers"
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+def test_an_interval_holds_nine_of_ten_next_runs(tails: str) -> None:
+    random, held, shape = np.random.default_rng(0), [], (16, 4)
+    for _ in range(300):
+        noise = random.normal(size=shape) if tails == "normal" else random.standard_t(3, shape)
+        times = np.exp(0.05 * noise)
+        spread, freedom = pooled_spread(times[:, :3].tolist())
+        for *runs, following in times.tolist():
+            distance = abs(math.log(following / median(runs)))
+            held.append(distance < half_width([3], spread, freedom))
+    assert 0.9 < sum(held) / len(held) < 0.98
+
+
+def test_the_committed_peers_hold_nine_of_ten_of_their_own_runs() -> None:
+    frame, _ = load_frame([PEERS])
+    groups = [list(g["step_s"]) for _, g in frame.groupby([*CELL, "contender", "layout"])]
+    groups = [group for group in groups if len(group) > 2]
+    spread, freedom = pooled_spread(groups)
+    held = [
+        abs(math.log(one / median(group[:place] + group[place + 1 :])))
+        < half_width([len(group) - 1], spread, freedom)
+        for group in groups
+        for place, one in enumerate(group)
+    ]
+    assert sum(held) >= 0.9 * len(held)
+
+
+def test_repeated_runs_become_one_row_with_their_median(tmp_path: Path) -> None:
+    records = [
+        make_record(
+            name,
+            attempt=f"local-{number}",
+            step_s=[0.001 * step for step in range(seconds - 3, seconds + 4)],
+            fields={"code_digest": "the same files"},
+        )
+        for name, times in (("zeropp", (100, 130, 110)), ("deepspeed_3d", (200, 210, 220)))
+        for number, seconds in enumerate(times)
+    ]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    assert list(rows["runs"]) == [3, 3]
+    assert sorted(rows["step_s"]) == pytest.approx([0.11, 0.21])
+    assert (rows["step_s_low"] < rows["step_s"]).all()
+    assert (rows["step_s_high"] > rows["step_s"]).all()
+    (row,) = with_speedups(rows, "deepspeed_3d").query("contender == 'zeropp'").to_dict("records")
+    assert row["speedup"] == pytest.approx(21 / 11)
+    assert row["speedup_low"] < 21 / 11 < row["speedup_high"]
+    assert (rows["tokens_per_s_per_gpu"] * rows["step_s"]).round(6).nunique() == 1
+
+
+def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
+    points = [plan_point(spec_of(num_gpus=count)) for count in (2, 4)]
+
+    def missing(repeats: int) -> Counter[int]:
+        todo = still_to_run(
+            points, tmp_path, provenance="measured", variant="", rerun="missing", repeats=repeats
+        )
+        return Counter(point.spec.num_gpus for point in todo)
+
+    assert missing(3) == {2: 3, 4: 3}
+    for number in (1, 2):
+        place = tmp_path / points[0].spec.spec_id / f"local-{number}"
+        record = make_record(attempt=f"local-{number}")
+        record.write(place / "record.json")
+    assert missing(3) == {2: 1, 4: 3}
+    assert missing(1) == {4: 1}
+
+
+def test_an_experiment_lists_points_of_several_contenders() -> None:
+    points = compose("config", ["experiment=peers"])
+    of = Counter((point["contender"]["name"], point["model"]["name"]) for point in points)
+    assert min(of.values()) >= 3  # each contender in three configurations on every model
+    assert len({point["contender"]["name"] for point in points}) == 5
+    few = compose("config", ["experiment=peers", "contender=fsdp,zeropp", "model=gpt_tiny"])
+    assert {point["contender"]["name"] for point in few} == {"fsdp", "zeropp"}
+    assert {point["model"]["name"] for point in few} == {"gpt_tiny"}

@@ -1,0 +1,72 @@
+"""Every private name of torch with which a rank is traced without peers, or watched in what its
+operators and collectives do.
+
+A release of torch may move or change the names in this file; for each one
+``tests/gloo/test_private_names.py`` says what no longer works without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = [
+    "CONVERSION",
+    "FSDP_COPY_IN",
+    "FSDP_GATHERED",
+    "FSDP_GRADIENTS",
+    "FSDP_REDUCED_COPY",
+    "NUMBER_OF",
+    "REDUCE_SCATTER",
+    "SHAPES_BY_TRIAL",
+    "FakeTensorMode",
+    "autograd_run",
+    "group_of",
+    "unsharded_gradient",
+    "without_modes",
+]
+
+NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: output, input
+FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
+FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
+
+# Methods, as (class, name): what ``Module.to`` calls; DTensor's trial of an operator's output
+# shapes; FSDP2's allocation of gathered parameters, and of the gradients that it accumulates before
+# their reduction.
+CONVERSION = (torch.nn.Module, "_apply")
+SHAPES_BY_TRIAL = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
+FSDP_GATHERED = (FSDPParam, "init_all_gather_outputs")
+FSDP_GRADIENTS = (
+    (FSDPParam, "to_accumulated_grad_if_needed"),
+    (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+)
+
+
+def autograd_run() -> int:
+    """The number of the run of autograd that is under way; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
+    """The name of a process group and its ranks, if that is what an operator of c10d was given."""
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        group = dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # how to reduce, for example
+        return None
+    return f"{group.group_desc} {group.group_name}", tuple(dist.get_process_group_ranks(group))
+
+
+def unsharded_gradient(parameter: Any) -> Tensor | None:
+    """The gradient of a parameter that FSDP2 has gathered, if it is and has one."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return None if gathered is None else gathered.grad
