@@ -28,7 +28,7 @@ from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
-from benchmarks.studies.claim_33.cells import Cell, candidate_of
+from benchmarks.studies.claim_33.cells import CELL, Cell, candidate_of
 from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Task
 from zeropp.cluster import Cluster
@@ -38,7 +38,7 @@ from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
 OUT = REFERENCE / "replays.csv"
-_KEY = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "contender"]
+_KEY = [*CELL, "contender"]
 
 
 def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
