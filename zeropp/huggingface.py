@@ -178,10 +178,12 @@ def _tied(
     pairs = [(found[id(one)], name) for name, one in last.items() if id(one) in found]
     # To move a model to the meta device unties it without a word, so that there the config says
     # whether it is tied. A real head may have been given a weight of its own since.
-    head = model.get_output_embeddings()
+    whole: Any = model
+    head = whole.get_output_embeddings()
     if not pairs and head is not None and head.weight.is_meta and model.config.tie_word_embeddings:
-        ends = (model.get_input_embeddings().weight, first), (head.weight, last)
-        pairs = [tuple(next(n for n, one in named.items() if one is end) for end, named in ends)]
+        ends = (whole.get_input_embeddings().weight, first), (head.weight, last)
+        begin, end = (next(n for n, one in named.items() if one is it) for it, named in ends)
+        pairs = [(begin, end)]
     return ((0, pairs[0][0]), (len(pieces) - 1, pairs[0][1])) if pairs else None
 
 
@@ -332,7 +334,8 @@ class _Reader:
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         known, prefix = model.state_dict(), model.base_model_prefix
-        head: Any = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+        whole: Any = model
+        head = whole.get_output_embeddings() if model.config.tie_word_embeddings else None
         self._tied = next((f"{n}.weight" for n, one in model.named_modules() if one is head), "")
         self._sources = [
             (name, *rename_source_key(name, renamings, converters, prefix, known))

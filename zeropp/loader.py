@@ -38,7 +38,7 @@ class RowsOfSteps(Sampler[list[int]]):
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             order = torch.randperm(self._count, generator=draw)
-        for batch in order.split(self._model.plan.global_batch)[done : len(self)]:
+        for batch in torch.split(order, self._model.plan.global_batch)[done : len(self)]:
             yield batch[self._model.rows].tolist()
 
 

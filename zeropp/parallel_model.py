@@ -70,7 +70,9 @@ class ParallelModel:
         return self.engine.step(batch)
 
     @overload
-    def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float: ...
+    def eval_step(
+        self, inputs: Tensor, targets: Tensor, *, outputs: None = None, **keyword_inputs: Tensor
+    ) -> float: ...
 
     @overload
     def eval_step(

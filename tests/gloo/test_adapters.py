@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.test_huggingface import RATE, ROWS, batch, made
+from tests.gloo.test_huggingface import RATE, batch, made
+from tests.gloo.topologies import ROWS
 from tests.gloo.world import World
 from zeropp import huggingface
 

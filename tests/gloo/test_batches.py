@@ -35,7 +35,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
 def made(degrees: dict[str, Any], **more: Any) -> ParallelModel:
     """Three small layers."""
     torch.manual_seed(3)
-    keywords = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2} | more
+    keywords: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2, **more}
     return zeropp.parallelize(
         [nn.Linear(WIDTH, WIDTH) for _ in range(3)], F.mse_loss, global_batch=ROWS,
         optimizer=zeropp.OptimizerConfig("sgd", lr=1e-6), **keywords, **degrees,
