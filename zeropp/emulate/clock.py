@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from zeropp.cluster import Cluster, Device
 from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart
+from zeropp.literals import Precision
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, matmul_s, stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group, message_s
@@ -44,7 +45,8 @@ class Replay:
 
 def kernel_s(device: Device, kernel: Kernel) -> float:
     """Seconds of one kernel, at the prices of the simulator."""
-    product, precision = kernel.product, "bf16" if kernel.element == 2 else "fp32"
+    product = kernel.product
+    precision: Precision = "bf16" if kernel.element == 2 else "fp32"
     if isinstance(product, Product):
         seconds = matmul_s(
             device, precision, m=product.m, k=product.k, n=product.n, batch=product.batch
@@ -126,8 +128,8 @@ class _Links:
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
         """How long one message or collective takes once all are there."""
-        name, ends = part.key  # type: ignore[misc]
-        del ends
+        key: Any = part.key
+        name, _ = key
         if len(name) == 3:
             _, source, target = name
             node = self._cluster.gpus_per_node
@@ -139,7 +141,8 @@ class _Links:
         return price(self._cluster, among, part.moved)
 
     def _group(self, part: RankPart) -> Any:
-        (_, ranks), _ = part.key  # type: ignore[misc]
+        key: Any = part.key
+        (_, ranks), _ = key
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         return group(self._cluster, len(ranks), stride, self._world)
 
@@ -277,7 +280,8 @@ class _Machine:
 
     def _communicate(self) -> None:
         ready, _, issued, part = heapq.heappop(self._complete)
-        (name, _), holders = part.key, self._links.holders[part.key]  # type: ignore[misc]
+        key: Any = part.key
+        (name, _), holders = key, self._links.holders[key]
         links = [name[1:]] if len(name) == 3 else [(rank, name[1]) for rank in holders]
         begin = max([ready, *(self._free[link] for link in links)])
         end = begin + self._links.seconds(issued, part)
