@@ -149,7 +149,7 @@ class Batch:
         if reduction == "sum":
             self.keywords["row_weight"] = torch.rand(rows, generator=generator).double()
 
-    def part(self, rows: slice) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def part(self, rows: slice) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Some of its rows."""
         keywords = {name: value[rows] for name, value in self.keywords.items()}
         return self.inputs[rows], self.targets[rows], keywords
