@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from benchmarks.explain.question import KEYS
 from benchmarks.show import Request
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import CONF, options_of
+from benchmarks.specification.compose import CONF, groups_of, options_of
 from benchmarks.specification.contenders import PRICED
 from zeropp.__main__ import offered
 from zeropp.schedule.build import GENERATORS
@@ -68,12 +68,11 @@ def main() -> int:
 
 def _cases() -> Iterator[tuple[str, str]]:
     """(a command and the beginning of its last word, what may follow), longest beginnings first."""
-    groups = sorted(folder.name for folder in CONF.iterdir() if options_of(folder.name))
     for name, config in (("run", "config"), ("tune", "tune")):
         keys = {str(key) for key in OmegaConf.load(CONF / f"{config}.yaml")} - {"defaults"}
-        own = [group for group in groups if name == "run" or group in ("model", "cluster")]
-        yield from ((f"{name} {group}=", " ".join(options_of(group))) for group in own)
-        yield f"{name} ", " ".join(f"{key}=" for key in sorted({*own, *keys}))
+        groups = groups_of(config)
+        yield from ((f"{name} {group}=", " ".join(options_of(group))) for group in groups)
+        yield f"{name} ", " ".join(f"{key}=" for key in sorted({*groups, *keys}))
     yield "explain cluster=", " ".join(options_of("cluster"))
     yield "explain contender=", " ".join(PRICED)
     yield "explain ", " ".join(f"{key}=" for key in KEYS)

@@ -91,15 +91,14 @@ def _short_help(config_name: str) -> str:
     own file explains."""
     words = OmegaConf.load(CONF / "hydra" / "help" / f"{config_name}.yaml")
     path = CONF / f"{config_name}.yaml"
-    of_defaults, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
-    groups = [line.strip(" -").partition(":")[0] for line in of_defaults.splitlines()]
+    _, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
     name = words.app_name
     return "\n".join(
         [
             f"{words.header}\n",
             f"usage: {name} [-m] [GROUP=OPTION ...] [KEY=VALUE ...]",
             f"       {name} --help all    every key of every group\n",
-            *_options(groups),
+            *_options(groups_of(config_name)),
             f"\n{keys}",
             words.footer,
         ]
@@ -107,16 +106,22 @@ def _short_help(config_name: str) -> str:
 
 
 def _options(groups: Sequence[str]) -> Iterator[str]:
-    """One paragraph for each group among these, with its options."""
+    """One paragraph per group, with its options."""
     for group in groups:
-        if names := options_of(group):
-            line = f"{group}={' | '.join(names)}"
-            yield textwrap.fill(line, 78, subsequent_indent="  ", break_on_hyphens=False)
+        line = f"{group}={' | '.join(options_of(group))}"
+        yield textwrap.fill(line, 78, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def groups_of(config_name: str) -> list[str]:
+    """The groups of which a configuration has one option each."""
+    defaults = OmegaConf.load(CONF / f"{config_name}.yaml").defaults
+    named = [str(key) for entry in defaults if isinstance(entry, DictConfig) for key in entry]
+    return [name for name in named if " " not in name]  # without "override hydra/help"
 
 
 def options_of(group: str) -> list[str]:
     """The names of the files in ``conf/<group>``."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def _help(config_name: str, overrides: list[str]) -> str:
@@ -125,9 +130,8 @@ def _help(config_name: str, overrides: list[str]) -> str:
     template = config.hydra.help.template
     with open_dict(config):
         del config["hydra"]
-    groups = [*(str(key) for key in config), "experiment"]
     listed = {
-        "APP_CONFIG_GROUPS": "\n".join(_options(groups)),
+        "APP_CONFIG_GROUPS": "\n".join(_options(groups_of(config_name))),
         "CONFIG": OmegaConf.to_yaml(config),
     }
     return Template(template).substitute(listed)
