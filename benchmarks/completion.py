@@ -60,14 +60,18 @@ def main() -> int:
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(sys.argv[1:]).shell
     variable, script = ("words", _BASH) if shell == "bash" else ("words_of", _ZSH)
-    cases = [f'      "{name}"*) {variable}="{words}" ;;' for name, words in _cases()]
+    known = [(f'"{start}"*', words) for start, words in _cases()]
+    options = [case for case in known if "=" in case[0]]
+    keys = [case for case in known if case not in options]
+    ordered = [*options, ("*=*", ""), *keys]  # a key without known options is no key to complete
+    cases = [f'      {start}) {variable}="{words}" ;;' for start, words in ordered]
     script = script.replace("$COMMANDS", " ".join(offered()))
     print(script.replace("$CASES", "\n".join(cases)), end="")
     return 0
 
 
 def _cases() -> Iterator[tuple[str, str]]:
-    """(a command and the beginning of its last word, what may follow), longest beginnings first."""
+    """(a command and the beginning of its last word, what may follow)."""
     for name, config in (("run", "config"), ("tune", "tune")):
         keys = {str(key) for key in OmegaConf.load(CONF / f"{config}.yaml")} - {"defaults"}
         groups = groups_of(config)

@@ -64,3 +64,14 @@ def test_the_grid_fits_where_it_can(width: int, row: str) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
     assert lines[1].startswith(row)
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_grid_is_folded(is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=is_terminal, color_system=None)
+    show(*parse(["name=gpipe", "ranks=4", "microbatches=64"]), console)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert max(map(len, lines)) <= (80 if is_terminal else 120)
+    cells = "".join(line.removeprefix("rank 2  ") for line in lines if line.startswith("rank 2"))
+    assert cells.count("F") == cells.count("B") + cells.count("I") == 64
