@@ -83,3 +83,7 @@ def _cases() -> Iterator[tuple[str, str]]:
     yield "show name=", " ".join(GENERATORS)
     yield "show ", " ".join(["schedule", *(f"{field.name}=" for field in fields(Request))])
     yield "completion ", "bash zsh"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

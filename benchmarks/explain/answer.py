@@ -27,8 +27,7 @@ from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
-_FIRST: dict[str, Any] = {"tolerance": 0.01, "runner_up": False}
-_search = partial(search, **_FIRST)
+_search = partial(search, tolerance=0.01, runner_up=False)
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -59,7 +58,7 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     search_s = search_s or SEARCH_S
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
-        waiting = [pool.submit(search, task, o, **_FIRST, budget_s=search_s) for o in others]
+        waiting = [pool.submit(_search, task, o, budget_s=search_s) for o in others]
         line = bar.add_task("the plan itself", total=None)
         candidate = _settled(question, search_s)
         try:
