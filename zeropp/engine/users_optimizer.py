@@ -75,7 +75,7 @@ def made_optimizer(
         try:
             made: Any = asked(groups)
         except KeyError as error:
-            known = " and ".join(map(repr, groups))
+            known = " and ".join(map(repr, sorted(groups)))
             raise InfeasibleError(
                 f"optimizer: asks for group {error}, but there is {known}"
             ) from error
