@@ -64,8 +64,8 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_suite_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parse_args = CommandParser.parse_args
 
-    def only_parse(self: CommandParser, *arguments: object) -> None:
-        parse_args(self, None)
+    def only_parse(self: CommandParser, words: list[str] | None = None) -> None:
+        parse_args(self, words)
         raise WordsRead
 
     monkeypatch.setattr(CommandParser, "parse_args", only_parse)
