@@ -13,10 +13,34 @@ folder per role, listed here in the direction in which data flows:
   committed tables (validation, the verdict on the 33 %, memory, schedules).
 """
 
+import os
+import signal
 import sys
-from importlib.util import find_spec
-from pathlib import Path
-from types import TracebackType
+
+
+def _end_at_once(*_: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+def end_at_once_on_ctrl_c() -> None:
+    """Make Ctrl-C one line while a command still imports, which some packages answer with an error
+    of their own; later ``run_command`` prints the line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def raise_on_ctrl_c() -> None:
+    """Make Ctrl-C a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
+    end_at_once_on_ctrl_c()
+
+from importlib.util import find_spec  # noqa: E402  (they take longer than all that is above)
+from pathlib import Path  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _NEEDED = ("hydra", "omegaconf", "pydantic", "rich", "jinja2", "numpy", "pandas", "torch")
@@ -37,16 +61,5 @@ def _refuse_an_environment_without_the_suite() -> None:
         raise SystemExit(2)
 
 
-def _end_quietly(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """One line after Ctrl-C while a command still imports; later ``run_command`` prints it."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
-    sys.excepthook = _end_quietly
+if sys.argv[:1] == ["-m"]:
     _refuse_an_environment_without_the_suite()

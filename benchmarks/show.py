@@ -51,6 +51,7 @@ _COSTS = {field.name for field in fields(StageCost)}
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
 _PIXELS_PER_INCH = 200
+_LOG_WIDTH = 120  # columns of a line where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class Request:
     ranks: int = 4
     chunks: int = 1
     microbatches: int = 8
-    unit: int = 0  # 0: the generator's default
-    cap: int = 0  # 0: the generator's default
+    unit: int | None = None  # None: the generator's default
+    cap: int | None = None  # None: the generator's default
     prefetch: int = 1
     reduce_every: str = "unit"
     out: str = ""
@@ -70,7 +71,9 @@ class Request:
 
 def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
     """Read ``key=value`` words; raises ValueError, in one line, for an unknown key or bad value."""
-    kinds = {field.name: type(field.default) for field in fields(Request)}
+    kinds = {
+        field.name: str if isinstance(field.default, str) else int for field in fields(Request)
+    }
     values: dict[str, str | int] = {}
     costs: dict[str, float] = {}
     for word in words:
@@ -99,16 +102,19 @@ def _check(request: Request, cost: StageCost) -> None:
     stages = request.ranks * request.chunks
     if request.reduce_every not in ("unit", "step"):
         raise ValueError(f"reduce_every={request.reduce_every}: use unit or step")
-    least = {"ranks": 1, "chunks": 1, "microbatches": 1, "unit": 0, "cap": 0, "prefetch": 0}
+    least = {"ranks": 1, "chunks": 1, "microbatches": 1, "unit": 1, "cap": 1, "prefetch": 0}
     for name, low in least.items():
-        if getattr(request, name) < low:
-            raise ValueError(f"{name}={getattr(request, name)}: must be at least {low}")
+        value = getattr(request, name)
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value}: must be at least {low}")
+        if value is not None and name in ("unit", "cap") and request.name != "zeropp":
+            raise ValueError(f"{name}={value}: only name=zeropp has it")
     if request.microbatches > (most := most_microbatches(stages)):
         raise ValueError(
             f"microbatches={request.microbatches}: {stages} stages take at most {most} "
             "microbatches (use fewer)"
         )
-    if request.unit > request.microbatches:
+    if request.unit is not None and request.unit > request.microbatches:
         raise ValueError(
             f"unit={request.unit}: must be at most microbatches={request.microbatches}"
         )
@@ -132,8 +138,8 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
         num_ranks=request.ranks,
         chunks=request.chunks,
         num_microbatches=request.microbatches,
-        unit=request.unit or None,
-        activation_cap=request.cap or None,
+        unit=request.unit,
+        activation_cap=request.cap,
         costs=costs,
     )
     schedule = lower(
@@ -169,20 +175,27 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
 def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
     """Print one line per rank and one column per time slot, as long as the shortest compute action.
 
-    A dot means idle. If the terminal is too narrow for the actions' names, their kinds alone are
-    printed.
+    A dot means idle. If the actions' names do not fit into a line, their kinds alone are printed,
+    in blocks below each other where these do not fit either.
     """
     slot = min(cost.forward, cost.backward_input, cost.backward_weight)
     compute = [span for span in result.spans() if span.lane == "compute"]
     ranks = range(len(result.programs))
     wide = max((len(_name(span)) for span in compute), default=1)
     rows = [_cells([span for span in compute if span.rank == r], slot, wide) for r in ranks]
-    gap = " "
-    if console.is_terminal and 8 + max(map(len, rows)) * (wide + 1) > console.width:
+    gap, width = " ", console.width if console.is_terminal else _LOG_WIDTH
+    if 8 + max(map(len, rows)) * (wide + 1) > width:
         rows, gap = [_cells([s for s in compute if s.rank == r], slot, 1) for r in ranks], ""
-    for rank, cells in enumerate(rows):
-        line = Text(f"rank {rank:<3}").append(Text(gap).join(cells))
-        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    most = max(map(len, rows))
+    fitting = most if gap else max(width - 8, 1)
+    for first in range(0, most, fitting):
+        if most > fitting:
+            last = min(first + fitting, most)
+            console.print(f"columns {first + 1} to {last} of {most}", style="dim", highlight=False)
+        for rank, cells in enumerate(rows):
+            shown = Text(gap).join(cells[first : first + fitting])
+            line = Text(f"rank {rank:<3}").append(shown)
+            console.print(line, no_wrap=True, overflow="ignore", crop=False)
     kinds = {_letter(span) for span in compute}
     legend = Text("       ")
     for kind in sorted(kinds, key=list(_WORDS).index):

@@ -32,9 +32,7 @@ def _status() -> int:
     )
     parser.add_argument("--json", action="store_true", help="the rows as JSON")
     arguments = parser.parse_args()
-    runs_dir = arguments.runs_dir.resolve()
-    if not runs_dir.is_dir():
-        raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
+    runs_dir = _folder(arguments.runs_dir)
     from benchmarks.launch.sweep_status import print_points, sweep_status  # not for --help
 
     status = sweep_status(runs_dir)
@@ -49,6 +47,19 @@ def _status() -> int:
     if status.problem:
         print(f"error: Slurm could not be asked: {status.problem}", file=sys.stderr)
     return 1 if status.problem else 0
+
+
+def _folder(path: Path) -> Path:
+    """The folder itself; raises SpecError if there is none or if it cannot be read."""
+    try:
+        folder = path.resolve(strict=True)
+        next(folder.iterdir(), None)
+    except FileNotFoundError:
+        raise SpecError(f"{path.absolute()}: no such folder; nothing was run yet") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        why = (getattr(error, "strerror", "") or "a loop of links").lower()
+        raise SpecError(f"{path.absolute()}: cannot be read: {why}") from None
+    return folder
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Cluster:
 
 
 _PACKAGE = Path(__file__).parent
-_FOLDERS = (_PACKAGE / "clusters", _PACKAGE.parent / "conf" / "cluster")  # installed, checkout
+_FOLDERS = (_PACKAGE / "suite/conf/cluster", _PACKAGE.parent / "conf/cluster")  # wheel, checkout
 
 
 def cluster_of(name: str | Cluster) -> Cluster:

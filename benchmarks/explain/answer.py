@@ -6,7 +6,7 @@ Every search here is the tuner's, under the same memory limit and global batch.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median, quantiles
@@ -16,7 +16,9 @@ from benchmarks import CHECKOUT
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
 from benchmarks.specification import SpecError
+from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.progress import progress_line
 from zeropp.choose.contender import Contender, describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
@@ -25,7 +27,8 @@ from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
-_search = partial(search, tolerance=0.01, runner_up=False)
+_FIRST: dict[str, Any] = {"tolerance": 0.01, "runner_up": False}
+_search = partial(search, **_FIRST)
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -54,14 +57,19 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     CPU time after which a search over all knobs takes the best plan so far."""
     task, contender = question.task, question.contender
     search_s = search_s or SEARCH_S
-    candidate = _settled(question, search_s)
-    try:
-        plan = Evaluated(candidate, contender.simulated(task, candidate))
-    except InfeasibleError as error:
-        raise SpecError(str(error)) from None
-    contenders = [contender, *([PRICED["zeropp"]] if contender.name != "zeropp" else [])]
-    best = [_search(task, other, budget_s=search_s) for other in contenders]
-    return Answer(question, plan, _changes(question, plan, search_s), best)
+    others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
+    with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
+        waiting = [pool.submit(search, task, o, **_FIRST, budget_s=search_s) for o in others]
+        line = bar.add_task("the plan itself", total=None)
+        candidate = _settled(question, search_s)
+        try:
+            plan = Evaluated(candidate, contender.simulated(task, candidate))
+        except InfeasibleError as error:
+            raise SpecError(str(error)) from None
+        changes = _changes(question, plan, search_s, partial(bar.update, line))
+        bar.update(line, description="best plans")
+        own = _search(task, contender, budget_s=search_s)
+        return Answer(question, plan, changes, [own, *(search.result() for search in waiting)])
 
 
 def _settled(question: Question, search_s: float) -> Candidate[Any]:
@@ -81,7 +89,9 @@ def _settled(question: Question, search_s: float) -> Candidate[Any]:
     return winner.candidate
 
 
-def _changes(question: Question, now: Evaluated[Any], search_s: float) -> dict[str, Evaluated[Any]]:
+def _changes(
+    question: Question, now: Evaluated[Any], search_s: float, tell: Callable[..., None]
+) -> dict[str, Evaluated[Any]]:
     """The best change of each knob that fits and is faster, the fastest first. If the plan itself
     does not fit, every plan that does is an improvement."""
     limit = question.task.cluster.device.usable_bytes
@@ -89,6 +99,7 @@ def _changes(question: Question, now: Evaluated[Any], search_s: float) -> dict[s
     changes: dict[str, Evaluated[Any]] = {}
     plans = set()  # several knobs may lead to the same plan
     for knob, asked, size in _opened(now.candidate):
+        tell(description=f"changes of {knob}")
         winner = _search(
             question.task, question.contender, asked, size, budget_s=search_s / 5
         ).winner

@@ -33,6 +33,8 @@ def read(text: str, num_gpus: int | None) -> Reading:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise SpecError(f"not a JSON file: {error}") from None
+    if not isinstance(values, dict):
+        raise SpecError(f"a JSON {type(values).__name__}: must be an object, as a config.json is")
     kind = values.get("model_type", "")
     if experts := next((key for key in _EXPERTS if values.get(key)), ""):
         raise SpecError(f"{experts}={values[experts]}: no price for mixtures of experts")

@@ -24,7 +24,7 @@ from zeropp.cluster import Cluster
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 
-_KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
+KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     arguments. Raises SpecError with one line for what cannot be asked."""
     given = _parse_words(words)
     num_gpus = given.get("num_gpus")
-    if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+    if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
     if len(files) + bool(arguments) != 1:
         raise SpecError("give one file, or Megatron-LM's arguments after -- (see --help)")
@@ -60,9 +60,9 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or (key not in _KEYS and not key.startswith(("model.", "contender."))):
+        if not equals or (key not in KEYS and not key.startswith(("model.", "contender."))):
             raise SpecError(
-                f"{word}: must be key=value with a key among {', '.join(_KEYS)}, model.KEY and "
+                f"{word}: must be key=value with a key among {', '.join(KEYS)}, model.KEY and "
                 "contender.KNOB"
             )
         values[key] = yaml.safe_load(value)
@@ -87,9 +87,10 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
 def _record(text: str) -> Reading | None:
     """What a record of this suite says; None if the text is none."""
     try:
-        spec = json.loads(text).get("spec")
-    except (json.JSONDecodeError, AttributeError):
+        values = json.loads(text)
+    except json.JSONDecodeError:
         return None
+    spec = values.get("spec") if isinstance(values, dict) else None
     if not isinstance(spec, dict):
         return None
     knobs = dict(spec["contender"])
@@ -101,7 +102,7 @@ def _record(text: str) -> Reading | None:
 
 
 def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
-    settings = reading.settings | {key: given[key] for key in _KEYS if key in given}
+    settings = reading.settings | {key: given[key] for key in KEYS if key in given}
     model = reading.model | _below("model.", given)
     for key in ("vocab", "seq"):
         if model.get(key) is None:

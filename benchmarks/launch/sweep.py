@@ -95,7 +95,7 @@ def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
     sequences, gpus = config.get("sequences_per_gpu"), values.get("num_gpus")
     if sequences is None:
         return values
-    if not isinstance(sequences, int) or sequences < 1:
+    if type(sequences) is not int or sequences < 1:
         raise SpecError(f"sequences_per_gpu={sequences!r}: must be a whole number, at least 1")
     return values | {"global_batch": sequences * gpus if isinstance(gpus, int) else 1}
 
@@ -132,7 +132,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     repeats = configs[0]["repeats"]
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
-    if not isinstance(repeats, int) or repeats < 1:
+    if type(repeats) is not int or repeats < 1:
         raise SpecError(f"repeats={repeats!r}: must be a whole number, at least 1")
     groups = _by_launcher(points, configs)
     repeated = len(points) - sum(len(group) for _, group in groups)

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from benchmarks import raise_on_ctrl_c
 from benchmarks.specification import SpecError as SpecError
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
 
     After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
     ``interrupted`` and returns 130. If the reader of the output has closed it (``| head``), it
-    prints nothing.
+    prints nothing. SIGTERM ends its worker processes with it.
     """
+    raise_on_ctrl_c()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_with_workers)
     try:
         status = main()
         sys.stdout.flush()
@@ -43,13 +47,31 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter takes a moment to end
-        print(interrupted, file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+    except BaseException as error:
+        if not _is_ctrl_c(error):
+            raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter takes a moment to end
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED
+
+
+def _is_ctrl_c(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or what an import that it interrupted made of it."""
+    return isinstance(error, KeyboardInterrupt) or (
+        error is not None and _is_ctrl_c(error.__cause__ or error.__context__)
+    )
+
+
+def _end_with_workers(number: int, _: object) -> None:
+    """On SIGTERM: end this command as ever, and its worker processes first, which would go on."""
+    if (processes := sys.modules.get("multiprocessing")) is not None:
+        for child in processes.active_children():
+            child.kill()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def command(main: Callable[[], int]) -> Callable[[], int]:

@@ -6,28 +6,28 @@ Every mistake in either is a SpecError of one line.
 from __future__ import annotations
 
 import difflib
-import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from string import Template
 from typing import Any, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser
 
-_CONF = CHECKOUT / "conf"
+CONF = CHECKOUT / "conf"
 
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -38,22 +38,20 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
     or for the configuration, which are printed. Raises SpecError with one line for words that are
     not understood.
     """
-    words = sys.argv[1:] if words is None else list(words)
-    # Hydra accepts no flag between overrides.
-    overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
-    flags = [word for word in words if word not in overrides]
-    with redirect_stderr(io.StringIO()) as usage:
-        try:
-            asked = get_args_parser().parse_args([*flags, *overrides])
-        except SystemExit as end:
-            if not end.code:  # --version
-                raise
-            why = usage.getvalue().strip().rpartition("error: ")[2]
-            raise SpecError(f"{why} (see --help)") from None
-    overrides = asked.overrides = [_any_knob(word) for word in asked.overrides]
+    asked = _parser().parse_intermixed_args(sys.argv[1:] if words is None else list(words))
+    if asked.help and "all" not in asked.overrides:
+        print(_short_help(config_name))
+        return []
+    overrides = [_any_knob(word) for word in asked.overrides if not (asked.help and word == "all")]
+    if asked.config_dir is not None:
+        if not asked.config_dir.is_dir():
+            raise SpecError(f"--config-dir={asked.config_dir}: no such folder")
+        overrides.append(f"hydra.searchpath=['file://{asked.config_dir.resolve()}']")
     parsed = [_parsed(word) for word in overrides]
+    for override in parsed:
+        _refuse_what_runs_less(override)
     try:
-        with hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             if asked.help:
                 print(_help(config_name, overrides))
                 return []
@@ -66,18 +64,76 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
         raise SpecError(_one_line(error, overrides)) from None
 
 
+def _parser() -> CommandParser:
+    """Of Hydra's own flags, those that do here what they say; the others are refused."""
+    parser = CommandParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    return parser
+
+
+def _refuse_what_runs_less(override: Override) -> None:
+    """Refuse a list of a group's options, of which Hydra takes the last, and a sweep over
+    nothing."""
+    word, value = override.input_line or "", override.value()
+    options = value.list if isinstance(value, ChoiceSweep) else [value]
+    if (CONF / override.key_or_group).is_dir() and any(isinstance(o, list) for o in options):
+        raise SpecError(f"{word}: is a list, of which one would run (give one, or a,b with -m)")
+    if isinstance(value, RangeSweep) and not list(value.range()):
+        raise SpecError(f"{word}: is empty, so nothing would run (write range(from,to,step))")
+
+
+def _short_help(config_name: str) -> str:
+    """What a person sets first, on one screen: the groups, and the keys that the configuration's
+    own file explains."""
+    words = OmegaConf.load(CONF / "hydra" / "help" / f"{config_name}.yaml")
+    path = CONF / f"{config_name}.yaml"
+    _, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
+    name = words.app_name
+    return "\n".join(
+        [
+            f"{words.header}\n",
+            f"usage: {name} [-m] [GROUP=OPTION ...] [KEY=VALUE ...]",
+            f"       {name} --help all    every key of every group\n",
+            *_options(groups_of(config_name)),
+            f"\n{keys}",
+            words.footer,
+        ]
+    )
+
+
+def _options(groups: Sequence[str]) -> Iterator[str]:
+    """One paragraph per group, with its options."""
+    for group in groups:
+        line = f"{group}={' | '.join(options_of(group))}"
+        yield textwrap.fill(line, 78, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def groups_of(config_name: str) -> list[str]:
+    """The groups of which a configuration has one option each."""
+    defaults = OmegaConf.load(CONF / f"{config_name}.yaml").defaults
+    named = [str(key) for entry in defaults if isinstance(entry, DictConfig) for key in entry]
+    return [name for name in named if " " not in name]  # without "override hydra/help"
+
+
+def options_of(group: str) -> list[str]:
+    """The names of the files in ``conf/<group>``."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
 def _help(config_name: str, overrides: list[str]) -> str:
-    """The text of ``conf/hydra/help``, with the groups and keys of a configuration."""
+    """The text of ``conf/hydra/help``, with the groups and all keys of a configuration."""
     config = hydra.compose(config_name, overrides, return_hydra_config=True)
     template = config.hydra.help.template
     with open_dict(config):
         del config["hydra"]
-    groups = [
-        f"{folder.name}: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
-        for folder in sorted(_CONF.iterdir())
-        if folder.name in config or folder.name == "experiment"
-    ]
-    listed = {"APP_CONFIG_GROUPS": "\n".join(groups), "CONFIG": OmegaConf.to_yaml(config)}
+    listed = {
+        "APP_CONFIG_GROUPS": "\n".join(_options(groups_of(config_name))),
+        "CONFIG": OmegaConf.to_yaml(config),
+    }
     return Template(template).substitute(listed)
 
 
@@ -89,7 +145,8 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
     given = {override.key_or_group: override.input_line or "" for override in parsed}
     listed: list[list[str]] = [[]]
     if "experiment" in given:
-        whole = hydra.compose(config_name, [given["experiment"]], return_hydra_config=True)
+        found = [given[key] for key in ("hydra.searchpath", "experiment") if key in given]
+        whole = hydra.compose(config_name, found, return_hydra_config=True)
         own = whole.hydra
         is_sweep = is_sweep or str(own.mode).endswith("MULTIRUN")
         swept = own.sweeper.params or {}
@@ -129,7 +186,7 @@ def _parsed(word: str) -> Override:
 @lru_cache
 def preset(group: str, name: str, kind: type) -> Any:
     """The file ``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError if there is none."""
-    path = _CONF / group / f"{name}.yaml"
+    path = CONF / group / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
         raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
@@ -198,9 +255,9 @@ def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
 def known_keys() -> tuple[str, ...]:
     """Every key of every file in ``conf``, without the keys above it."""
     keys: dict[str, None] = {}
-    for path in sorted(_CONF.rglob("*.yaml")):
+    for path in sorted(CONF.rglob("*.yaml")):
         _collect(OmegaConf.to_container(OmegaConf.load(path)), keys)
-    keys |= dict.fromkeys(sorted(p.name for p in _CONF.iterdir() if p.is_dir()))
+    keys |= dict.fromkeys(sorted(p.name for p in CONF.iterdir() if p.is_dir()))
     return tuple(keys)
 
 

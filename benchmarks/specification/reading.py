@@ -24,9 +24,21 @@ def validated(kind: type[T], values: Any, prefix: str = "") -> T:
     """The values as a ``kind``. Raises SpecError with one line for the first mistake; ``prefix``
     stands before the name of its field."""
     try:
-        return adapter(kind).validate_python(values)
+        made = adapter(kind).validate_python(values)
     except ValidationError as error:
         raise SpecError(_one_line(error, values, prefix)) from None
+    _refuse_truth_as_number(values, made, prefix)
+    return made
+
+
+def _refuse_truth_as_number(values: Any, made: Any, field: str) -> None:
+    """Raise SpecError where a number was made of true or false, as pydantic does."""
+    if isinstance(values, bool) and not isinstance(made, bool):
+        raise SpecError(f"{field}={values}: must be a number")
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            inner = getattr(made, str(key), value)
+            _refuse_truth_as_number(value, inner, f"{field}.{key}" if field else str(key))
 
 
 def _one_line(error: ValidationError, values: Any, prefix: str) -> str:

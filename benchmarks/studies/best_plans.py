@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
@@ -23,14 +23,16 @@ from benchmarks.records.record import write_atomically
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
-from benchmarks.specification.progress import track
+from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
-from zeropp.literals import AT_LEAST_0
+from zeropp.literals import FROM_0_TO_1
 from zeropp.price import compute_limit
+
+_TELL_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class TuneSpec(TaskSpec):
     """The keys of ``conf/tune.yaml``, checked."""
 
     contenders: tuple[str, ...]
-    tolerance: Annotated[float, AT_LEAST_0]
+    tolerance: Annotated[float, FROM_0_TO_1]
     out: str | None = None
     arguments_as: Literal["torchtitan", "megatron", "overrides"] | None = None
 
@@ -67,13 +69,15 @@ def searched(spec: TuneSpec) -> list[Outcome[Any]]:
 
     Those that take longest are begun first; the outcomes are in the order of ``spec.contenders``.
     """
-    if len(spec.contenders) == 1:
-        return [_search(spec, spec.contenders[0])]
     slow_first = sorted(spec.contenders, key=lambda name: -PRICED[name].search_effort)
-    with workers(min(os.cpu_count() or 1, len(spec.contenders))) as pool:
+    count = min(os.cpu_count() or 1, len(spec.contenders))
+    with workers(count) as pool, progress_line() as bar:
         waiting = {name: pool.submit(_search, spec, name) for name in slow_first}
-        for _ in track(as_completed(waiting.values()), len(waiting), "contenders"):
-            pass
+        line = bar.add_task("", total=len(waiting))
+        while left := [name for name, search in waiting.items() if not search.done()]:
+            done = len(waiting) - len(left)
+            bar.update(line, completed=done, description=f"searching {', '.join(left)}")
+            wait([waiting[name] for name in left], _TELL_EVERY_S, FIRST_COMPLETED)
         return [waiting[name].result() for name in spec.contenders]
 
 

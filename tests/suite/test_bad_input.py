@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.records.record import read_record
 from benchmarks.run import main
+from benchmarks.specification.command import run_command
+from tests.waiting import wait_until
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
 
@@ -50,6 +53,18 @@ CASES = [
     ("launcher=slurm", "launcher=slurm: there is no sbatch here"),
     ("contender=magic", "try deepspeed_3d, fsdp"),
     ("--bogus", "unrecognized arguments: --bogus (see --help)"),
+    ("--info", "unrecognized arguments: --info (see --help)"),
+    ("--hydra-help", "unrecognized arguments: --hydra-help (see --help)"),
+    ("--config-name tune", "unrecognized arguments: --config-name tune (see --help)"),
+    ("--config-dir /nowhere", "--config-dir=/nowhere: no such folder"),
+    ("model=[gpt_tiny,gpt_mini]", "model=[gpt_tiny,gpt_mini]: is a list, of which one would run"),
+    ("-m model=gpt_tiny,[gpt_mini,gpt_tiny]", "is a list, of which one would run"),
+    ("-m num_gpus=range(8,0)", "num_gpus=range(8,0): is empty"),
+    ("num_gpus=true", "num_gpus=True: must be a number"),
+    ("measure.steps=true", "measure.steps=True: must be a number"),
+    ("contender.pp=true", "contender.pp=True: must be a number"),
+    ("repeats=true", "repeats=True: must be a whole number"),
+    ("sequences_per_gpu=true", "sequences_per_gpu=True: must be a whole number"),
     ("model=gpt_9t", "try gpt_14_6b"),
     ("experiment=claim", "try claim_33, claim_33_quick, demo"),
     ("+foo=1", "foo=1: unknown key"),
@@ -144,8 +159,13 @@ OTHER_CASES = [
     ("show schedule ranks=four", "ranks=four: needs a number"),
     ("show schedule forward=-1", "forward=-1: must be more than 0"),
     ("status /nowhere", "/nowhere: no such folder; nothing was run yet"),
+    ("status {tmp}/loop", "/loop: cannot be read: "),
+    ("status {tmp}/list.json", "/list.json: cannot be read: not a directory"),
+    ("explain {tmp}/list.json", "a JSON list: must be an object, as a config.json is"),
+    ("explain {tmp}/list.json num_gpus=true", "num_gpus=True: must be a whole number"),
     ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
     ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),
+    ("tune tolerance=2", "tolerance=2: must be from 0 to less than 1"),
     ("tune contenders=[magic]", "contenders='magic': must be among"),
     ("tune model=gpt_9t", "try gpt_14_6b"),
     ("validate /nowhere.csv", "/nowhere.csv"),
@@ -165,10 +185,12 @@ def test_other_commands_refuse_it_too(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    name, *arguments = line.format(demo=DEMO).split()
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    name, *arguments = line.format(demo=DEMO, tmp=tmp_path).split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = "benchmarks.report.__main__" if name == "report" else f"benchmarks.{name}"
+    module = f"benchmarks.{name}" + ".__main__" * (name in ("explain", "report"))
     assert importlib.import_module(module).main() == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
@@ -177,7 +199,12 @@ def test_other_commands_refuse_it_too(
 
 
 def test_ctrl_c_while_a_command_still_imports_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "hydra.py").write_text("raise KeyboardInterrupt")
+    """Even where the package that is being imported makes another error of it."""
+    (tmp_path / "hydra.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: raise RuntimeError('hydra cannot be imported') from None\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.run"],
         capture_output=True,
@@ -187,8 +214,41 @@ def test_ctrl_c_while_a_command_still_imports_is_one_line(tmp_path: Path) -> Non
         cwd=CHECKOUT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
-    assert done.returncode in (130, -2)
+    assert done.returncode == 130
     assert done.stderr == "interrupted\n"
+
+
+@pytest.mark.usefixtures("_handler_of_ctrl_c")
+def test_ctrl_c_that_became_another_error_is_one_line_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted_import() -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("cannot be imported") from error
+
+    assert run_command(interrupted_import) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_ends_the_workers_of_a_command() -> None:
+    words = "tune model=gpt_175b num_gpus=1024 global_batch=1536"  # takes much longer than the test
+    tuning = subprocess.Popen(
+        [sys.executable, "-m", "zeropp", *words.split()],
+        cwd=CHECKOUT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    process = psutil.Process(tuning.pid)
+    wait_until(lambda: len(process.children()) >= 2, "workers")  # one is Python's own
+    children = process.children(recursive=True)
+    tuning.terminate()
+    assert tuning.wait(timeout=60) == -signal.SIGTERM
+    _, alive = psutil.wait_procs(children, timeout=60)
+    for child in alive:
+        child.kill()
+    assert alive == []
 
 
 def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:

@@ -14,13 +14,16 @@ from benchmarks import CHECKOUT
 
 SLOW = "pandas", "matplotlib", "torch", "scipy", "deepspeed"  # seconds of imports
 ANSWERS = [  # a command line, and words of what it prints
-    ("run --help", ["zeropp", "gpt_tiny", "benchmarks.tune"]),
+    ("run --help", ["zeropp", "gpt_tiny", "num_gpus: 4", "--help all", "zeropp tune"]),
+    ("run --help all", ["zeropp", "gpt_tiny", "num_gpus: 4", "gate_tolerance: "]),
     ("run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
     ("tune --help", ["num_gpus: 64", "cluster=a800"]),
     ("show --help", ["name=zeropp", "reduce_grad"]),
     ("status --help", ["usage: ", "--json"]),
     ("validate --help", ["usage: ", "--cluster"]),
     ("report --help", ["usage: ", "--table"]),
+    ("explain --help", ["usage: ", "--as", "num_gpus"]),
+    ("completion --help", ["usage: ", "zsh"]),
 ]
 # One interpreter imports what all commands share; each command runs in a fork of it.
 RUN = f"""

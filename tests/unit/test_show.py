@@ -26,7 +26,10 @@ from benchmarks.show import main, parse, show
         ("schedule ranks=0", "ranks=0: must be at least 1"),
         ("schedule microbatches=2.5", "microbatches=2.5: needs a number"),
         ("schedule prefetch=-1", "prefetch=-1: must be at least 0"),
-        ("schedule unit=-3", "unit=-3: must be at least 0"),
+        ("schedule unit=-3", "unit=-3: must be at least 1"),
+        ("schedule unit=0", "unit=0: must be at least 1"),
+        ("schedule cap=0", "cap=0: must be at least 1"),
+        ("schedule name=1f1b unit=4", "unit=4: only name=zeropp has it"),
         ("schedule cap=1 chunks=2", "activation_cap=1: a unit of 4"),
         ("schedule reduce_every=day", "reduce_every=day: use unit or step"),
         ("schedule name=magic", "known: gpipe, 1f1b"),
@@ -61,3 +64,14 @@ def test_the_grid_fits_where_it_can(width: int, row: str) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
     assert lines[1].startswith(row)
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_grid_is_folded(is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=is_terminal, color_system=None)
+    show(*parse(["name=gpipe", "ranks=4", "microbatches=64"]), console)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert max(map(len, lines)) <= (80 if is_terminal else 120)
+    cells = "".join(line.removeprefix("rank 2  ") for line in lines if line.startswith("rank 2"))
+    assert cells.count("F") == cells.count("B") + cells.count("I") == 64

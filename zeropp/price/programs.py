@@ -178,7 +178,7 @@ class ProgramEntry:
 
 
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "program_files", _PACKAGE.parent / "conf" / "program")
+_FOLDERS = (_PACKAGE / "suite/conf/program", _PACKAGE.parent / "conf/program")
 
 
 @cache

@@ -1,0 +1,118 @@
+"""The command ``zeropp``: the suite's commands by one name, their help and their completion."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+
+import pytest
+
+from benchmarks import CHECKOUT, completion
+from benchmarks.specification.compose import compose
+from zeropp import __main__ as command
+
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))
+
+
+def call(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """The exit status of a command line, and what it printed on both streams."""
+    monkeypatch.setattr(sys, "argv", line.split())
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    status = command.main()
+    return status, *capsys.readouterr()
+
+
+def test_every_command_is_named_and_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed, _ = call("zeropp", monkeypatch, capsys)
+    assert status == 0
+    assert all(f"  {name} " in printed for name in command.COMMANDS)
+    status, printed, _ = call("zeropp show schedule ranks=2", monkeypatch, capsys)
+    assert status == 0
+    assert printed.startswith("rank 0")
+    assert call("zeropp explian", monkeypatch, capsys)[0] == 2
+    assert call("zeropp explain /nowhere", monkeypatch, capsys)[0] == 2
+
+
+def test_a_wheel_offers_what_needs_no_checkout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SUITE", CHECKOUT)  # a folder that exists, as in a wheel
+    assert list(command.offered()) == ["tune", "explain", "show", "completion"]
+    assert call("zeropp run", monkeypatch, capsys) == (
+        2,
+        "",
+        "error: run: needs a checkout (see zeropp --help)\n",
+    )
+
+
+def test_a_missing_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.show", None)
+    with pytest.raises(ModuleNotFoundError):  # a part of this project is a mistake of ours
+        call("zeropp show", monkeypatch, capsys)
+    monkeypatch.delitem(sys.modules, "benchmarks.show")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    status, _, error = call("zeropp show", monkeypatch, capsys)
+    assert status == 2
+    assert re.fullmatch(r"error: rich.console is not installed for .*pip install .*\n", error)
+
+
+def test_one_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    current = PROJECT["project"]["version"]
+    assert f"\nversion: {current}\n" in (CHECKOUT / "CITATION.cff").read_text("utf-8")
+    changes = (CHECKOUT / "CHANGELOG.md").read_text("utf-8")
+    assert changes.startswith(f"# Changes\n\n## {current}\n")
+    status, printed, _ = call("zeropp --version", monkeypatch, capsys)
+    assert (status, printed) == (0, f"zeropp {version('zeropp')}\n")
+
+
+def test_help_is_one_screen_and_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for config in ("config", "tune"):
+        assert compose(config, ["--help"]) == []
+        screen = capsys.readouterr().out
+        assert len(screen.splitlines()) <= 40
+        assert compose(config, ["--help", "all"]) == []
+        assert "kv_heads:" in capsys.readouterr().out
+        assert "kv_heads:" not in screen
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("zeropp e", "explain"),
+        ("zeropp run mod", "model="),
+        ("zeropp run -m model=gpt_t", "gpt_tiny"),
+        ("zeropp tune cluster=h", "h100 h200 h800"),
+        ("zeropp tune contender=", ""),
+        ("zeropp show schedule name=zb", "zb_h1 zbv"),
+        ("zeropp explain glo", "global_batch="),
+    ],
+)
+def test_bash_completes(
+    line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zeropp completion", "bash"])
+    assert completion.main() == 0
+    script = capsys.readouterr().out
+    typed = " ".join(f"'{word}'" for word in re.split(r" |(?==)|(?<==)", line))
+    ask = f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({typed})"
+    ask += "; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _zeropp 2>/dev/null; echo ${COMPREPLY[*]}"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == words
+
+
+def test_the_wheel_has_what_its_commands_read() -> None:
+    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for path, place in shipped.items():
+        assert (CHECKOUT / path).exists()
+        assert place == f"zeropp/suite/{path}"
