@@ -11,7 +11,7 @@ import pytest
 
 from tests.gloo.world import World
 from tests.streams.cases import CASES
-from tests.streams.emulation import Case, Found, run_case
+from tests.streams.emulation import Case, Found, run_case, watch_case
 from tests.streams.faults import CONTROLS, FAULTS
 from tests.unit.device_orders import logs_of
 from zeropp.emulate.log import Issued
@@ -64,8 +64,8 @@ KINDS = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: Path) -> None:
-    plain = world.run(run_case, case, False, None, str(tmp_path / "plain"), size=case.ranks)
-    found = world.run(run_case, case, True, None, str(tmp_path / "emulated"), size=case.ranks)
+    plain = world.run(run_case, case, False, str(tmp_path / "plain"), size=case.ranks)
+    found = world.run(run_case, case, True, str(tmp_path / "emulated"), size=case.ranks)
     assert faults_of(found) == set()
     assert [one.numbers for one in found] == [one.numbers for one in plain]
     logs = {rank: one.log for rank, one in enumerate(found)}
@@ -97,15 +97,20 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
             assert issued[-len(simulated) :] == simulated  # after it has learnt the shapes
 
 
+def watched(case: Case, fault: str) -> tuple[bool, str]:
+    report, _ = watch_case(case, fault)
+    return report.is_clean, str(report)
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str, world: World, tmp_path: Path) -> None:
+def test_a_fault_is_found(name: str, world: World) -> None:
     case = CASES[FAULTS[name][1]]
-    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
-    assert faults_of(found)
+    clean, text = world.run(watched, case, name, size=case.ranks)[0]
+    assert not clean, text
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_what_is_no_fault_is_not_found(name: str, world: World, tmp_path: Path) -> None:
+def test_what_is_no_fault_is_not_found(name: str, world: World) -> None:
     case = CASES[CONTROLS[name][1]]
-    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
-    assert faults_of(found) == set()
+    assert world.run(watched, case, name, size=case.ranks)[0] == (True, "no race, no hang")
+
