@@ -158,6 +158,11 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 
     @contextmanager
     def stream(entered: _Stream | None) -> Iterator[None]:
+        if not isinstance(entered, _Stream | None):
+            raise TypeError(
+                f"stream: {entered} was made before emulation began, so that nothing is known of it "
+                "(make it inside; FSDP2 makes its streams in a model's first step)"
+            )
         before, device.current = device.current, device.current if entered is None else entered.name
         try:
             yield
