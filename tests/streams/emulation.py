@@ -129,7 +129,10 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
 
 
 def _muon_and_adamw(groups: Mapping[str, list[Any]]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Muon(groups["2"], lr=1e-2), torch.optim.AdamW(groups["1"], lr=1e-2, fused=True)]
+    return [
+        torch.optim.Muon(groups["2"], lr=1e-2),
+        torch.optim.AdamW(groups["1"], lr=1e-2, fused=True),
+    ]
 
 
 def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
