@@ -33,6 +33,9 @@ from benchmarks.show import main, parse, show
         ("schedule name=zbv chunks=3", "chunks=3: zbv has two"),
         ("schedule colour=blue", "colour=blue: unknown key"),
         ("schedule out=/dev/null/here", "/dev/null/here"),
+        ("schedule --as deepspeed", "--as deepspeed: use torch"),
+        ("schedule --as", "use torch"),
+        ("schedule reduce_every=step --as torch", "neither reduce_every=step nor out"),
     ],
 )
 def test_a_bad_request_is_one_line(
@@ -61,3 +64,16 @@ def test_the_grid_fits_where_it_can(width: int, row: str) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
     assert lines[1].startswith(row)
     assert max(map(len, lines)) <= width
+
+
+def test_a_schedule_as_torchs_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "schedule --as torch name=zeropp ranks=2 chunks=2 microbatches=8 unit=4"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.show", *words.split()])
+    assert main() == 0
+    written, notes = capsys.readouterr()
+    rows = [row.split(",") for row in written.splitlines()]
+    assert [row[0] for row in rows] == ["0UNSHARD", "1UNSHARD"]
+    assert rows[1].count("3REDUCE_GRAD") == 2  # two units
+    assert "gathered chunks resident        2 (ZeroPP's engine: 2)" in notes

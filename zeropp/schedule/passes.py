@@ -78,10 +78,10 @@ def parameter_windows(
     """The windows in which a rank needs each stage's parameters, ordered by their beginnings.
 
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
-    where a schedule has no units), as far as they need parameters (``needs``). Two phases of a stage are
-    one window if they overlap or if no other phase begins between them: the parameters stay, and
-    one gather less is needed. This happens where the last chunk goes from forward to backward, and
-    where the first chunk goes from one unit to the next.
+    where a schedule has no units), as far as they need parameters (``needs``). Two phases of a
+    stage are one window if they overlap or if no other phase begins between them: the parameters
+    stay, and one gather less is needed. This happens where the last chunk goes from forward to
+    backward, and where the first chunk goes from one unit to the next.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, (stage, op, microbatch) in enumerate(program):
