@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.launch.sweep import spec_of
-from benchmarks.show import parse
+from benchmarks.show import parse, split_form
 from benchmarks.specification.command import CommandParser
 from benchmarks.specification.compose import compose
 
@@ -52,7 +52,7 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         assert compose("tune", words)
     elif module == "benchmarks.show":
         assert words[0] == "schedule"
-        parse(words[1:])
+        parse(split_form(words[1:])[0])
     else:
         monkeypatch.setattr(sys, "argv", [module, *words])
         package = (CHECKOUT / module.replace(".", "/")).is_dir()
