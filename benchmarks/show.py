@@ -2,6 +2,9 @@
 
     python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
+With `--as torch` it prints the schedule as the CSV that torch's pipeline runtime reads
+(`compute_comms`) instead, and says on the error stream what it holds.
+
 Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
 reduce_every. Durations, all in the same unit: forward, backward_input,
 backward_weight, unshard, reduce_grad, transfer; at the end of a step,
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -27,7 +32,8 @@ from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import EventResult, run
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.passes import with_step_end
-from zeropp.schedule.program import Op, StageCost, StepEnd, parse_action
+from zeropp.schedule.program import Op, Schedule, StageCost, StepEnd, parse_action
+from zeropp.schedule.torch_runtime import lower_for_torch
 from zeropp.timeline import Span, Timeline
 
 _STYLES = {
@@ -67,6 +73,17 @@ class Request:
     prefetch: int = 1
     reduce_every: str = "unit"
     out: str = ""
+
+
+def split_form(words: Sequence[str]) -> tuple[list[str], bool]:
+    """The ``key=value`` words, and whether ``--as torch`` is among the words. Raises ValueError for
+    another form."""
+    if "--as" not in words:
+        return list(words), False
+    place = list(words).index("--as")
+    if (form := " ".join(words[place + 1 : place + 2])) != "torch":
+        raise ValueError(f"--as {form}: use torch")
+    return [*words[:place], *words[place + 2 :]], True
 
 
 def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
@@ -130,8 +147,8 @@ def _check(request: Request, cost: StageCost) -> None:
             )
 
 
-def show(request: Request, cost: StageCost, console: Console) -> Timeline:
-    """Print the grid and its key numbers, and write files if ``out`` is given."""
+def _compute(request: Request, cost: StageCost) -> tuple[Schedule, list[StageCost]]:
+    """The compute actions asked for, and the durations of every stage."""
     costs = [cost] * (request.ranks * request.chunks)
     compute = build(
         request.name,
@@ -142,6 +159,12 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
         activation_cap=request.cap,
         costs=costs,
     )
+    return compute, costs
+
+
+def show(request: Request, cost: StageCost, console: Console) -> Timeline:
+    """Print the grid and its key numbers, and write files if ``out`` is given."""
+    compute, costs = _compute(request, cost)
     schedule = lower(
         compute,
         gather=True,
@@ -170,6 +193,27 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
     if request.out:
         write(timeline, Path(request.out), console)
     return timeline
+
+
+def show_for_torch(request: Request, cost: StageCost, out: TextIO, notes: Console) -> None:
+    """Write the CSV that torch's runtime reads as ``compute_comms``, with what it keeps gathered
+    beside what the engine would. Raises ValueError for a request that the form cannot keep."""
+    if request.reduce_every != "unit" or request.out:
+        raise ValueError(
+            "--as torch: takes neither reduce_every=step nor out (redirect its output)"
+        )
+    compute, costs = _compute(request, cost)
+    schedule = lower_for_torch(compute, prefetch=request.prefetch)
+    engine = lower(compute, gather=True, prefetch=request.prefetch)
+    ranks = range(request.ranks)
+    gathered, least = (max(max(resident_chunks(s, r)) for r in ranks) for s in (schedule, engine))
+    peak = max(max(live_activations(schedule, rank)) for rank in ranks)
+    gathers = max(Counter(a for p in schedule.programs for a in p if a.op is Op.UNSHARD).values())
+    out.write(schedule.to_csv())
+    notes.print(f"step over ideal                 {run(schedule, costs).over_ideal:.4f}")
+    notes.print(f"peak live chunk-activations     {peak}")
+    notes.print(f"gathered chunks resident        {gathered} (ZeroPP's engine: {least})")
+    notes.print(f"gathers of a stage per step     at most {gathers}")
 
 
 def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
@@ -253,7 +297,11 @@ def main() -> int:
     try:
         if not words or words[0] != "schedule":
             raise ValueError("what to show? benchmarks.show schedule [key=value ...] (see --help)")
-        show(*parse(words[1:]), Console())
+        words, for_torch = split_form(words[1:])
+        if for_torch:
+            show_for_torch(*parse(words), sys.stdout, Console(stderr=True))
+        else:
+            show(*parse(words), Console())
     except (ScheduleError, BrokenPipeError):
         raise  # a generator at fault, not the request; a reader that has gone
     except (ValueError, OSError) as error:

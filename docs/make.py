@@ -236,6 +236,21 @@ def _overhead(name: str) -> str:
     return markdown_table([*heads, "new MiB, latter", "new MiB"], lines)
 
 
+def _replays(name: str) -> str:
+    """Replayed steps over described ones, by contender."""
+    rows = pd.read_csv(_REFERENCE / f"{name}.csv")
+    rows["compute"] = rows["replayed_compute_s"] / rows["described_compute_s"]
+    rows["peak"] = rows["replayed_peak_gib"] / rows["described_peak_gib"]
+    lines = []
+    for contender, own in rows.groupby("contender"):
+        cells = [contender_label(str(contender)), str(len(own))]
+        for column in ("ratio", "compute", "peak"):
+            low, middle, high = own[column].quantile([0.0, 0.5, 1.0])
+            cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+        lines.append(cells)
+    return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -250,6 +265,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "traced": _traced,
     "plan_ranks": _plan_ranks,
     "overhead": _overhead,
+    "replays": _replays,
 }
 
 

@@ -46,9 +46,10 @@ from zeropp.schedule.program import (
     unordered,
     v_placement,
 )
+from zeropp.schedule.torch_runtime import lower_for_torch
 
 TorchSchedule = Literal[
-    "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
+    "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev", "zeropp"
 ]
 
 
@@ -83,8 +84,8 @@ class TorchtitanKnobs(TorchPPKnobs):
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
-SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
-SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
+SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev", "zeropp")
+SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD[:-1])  # torch's own; ZeroPP's is tried where it is asked for
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
 # The entry of ``zeropp.price.programs`` that prices each of the two contenders of this folder.
@@ -109,22 +110,28 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     )
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
+    if schedule == "zeropp" and layout.shard == 1:
+        raise InfeasibleError(
+            "contender.shard=1: contender.schedule=zeropp gathers stages over a shard group (use 2 "
+            "or more, or contender=zeropp)"
+        )
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
+    unit = min(layout.pp, microbatches) if schedule == "zeropp" else microbatches
     plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=unordered(schedule, placement, microbatches),
+        schedule=unordered(schedule, placement, microbatches, unit),
         cuts=(),
         program=_PROGRAMS[knobs.name],
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
-        reduce_every="step",
+        reduce_every="unit" if schedule == "zeropp" else "step",
         compile=if_auto(knobs.compile, False),
     )
     if isinstance(knobs, TorchtitanKnobs) and layout.pp == 1:
@@ -148,7 +155,7 @@ def _without_pipeline(plan: SizedPlan, knobs: TorchPPKnobs) -> SizedPlan:
 
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan: compute, gathers, releases and reductions in the one order of torch's
-    schedule class; a test compares the two."""
+    schedule class (a test compares the two), or ZeroPP's order as torch's runtime can run it."""
     name, layout = plan.schedule.name, plan.layout
     if name == "accumulation":
         return fsdp.programs(plan)
@@ -167,6 +174,8 @@ def _schedule(
     name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
 ) -> Schedule:
     compute = _compute(name, num_ranks, chunks, num_microbatches)
+    if name == "zeropp":
+        return lower_for_torch(compute)
     schedule = lower(compute, gather=False, reduce_every="step")
     if not gathers:
         return schedule
@@ -304,6 +313,7 @@ _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
     "interleaved_zb": (2, 3, 4, 6, 8, 12),
     "zbv": (2,),
     "dualpipev": (2,),
+    "zeropp": (2, 3, 4, 6, 8, 12),
 }
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -112,6 +112,9 @@ class PlannedStage(StageBase):
     _prepare_backward_infra = _create_grad_recv_info = _prepare_forward_infra
 
 
-def load_programs(runtime: Runtime, file: Path) -> None:
-    """Let torch's runtime run the programs in a CSV file, one row of actions per rank."""
-    runtime._load_csv(str(file))
+def load_programs(
+    runtime: Runtime, file: Path, form: Literal["compute_only", "compute_comms"] = "compute_only"
+) -> None:
+    """Let torch's runtime run the programs in a CSV file, one row of actions per rank. To those of
+    ``compute_only`` it adds transfers, gathers and reductions by its own rules."""
+    runtime._load_csv(str(file), format=form)

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,13 +43,18 @@ from baselines.fsdp2 import (
     shard,
     world_mesh,
 )
-from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
+from baselines.torch_pp.private_names import (
+    ObservedStage,
+    OneForwardOneBackward,
+    Runtime,
+    load_programs,
+)
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import Block, Embedding, build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.schedule.event_loop import LANES
-from zeropp.schedule.program import Action, Op
+from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
@@ -197,12 +204,14 @@ class TorchPipelineTrainer:
             stage: self._build_chunk(stage, seed)
             for stage in plan.schedule.stages_of(self._pp_rank)
         }
-        self._schedule = CLASSES[plan.schedule.name](
+        self._schedule = CLASSES.get(plan.schedule.name, Runtime)(
             [self._build_stage(stage, chunk) for stage, chunk in self._chunks.items()],
             n_microbatches=plan.num_microbatches,
             loss_fn=lambda logits, y: cross_entropy(logits, y) / plan.num_microbatches,
             scale_grads=False,
         )
+        if plan.schedule.name not in CLASSES:
+            self._load(plan.schedule)
         self._tied = TiedEnds(plan, dict(self._chunks)) if plan.shape.tied_embeddings else None
         self._parameters = [p for chunk in self._chunks.values() for p in chunk.parameters()]
         self._optimizer = build_optimizer(self._parameters, optimizer)
@@ -259,6 +268,13 @@ class TorchPipelineTrainer:
     def _copy(self) -> nn.Parameter | None:
         """The head's copy of tied embeddings, if this rank holds it."""
         return self._tied.copy if self._tied is not None else None
+
+    def _load(self, schedule: Schedule) -> None:
+        """Give torch's runtime a schedule that it has no class for, as a user's file would."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder, "schedule.csv")
+            file.write_text(schedule.to_csv(), encoding="utf-8")
+            load_programs(self._schedule, file, "compute_comms")
 
     def _build_chunk(self, stage: int, seed: int) -> _StageModule:
         """Build the pieces of a stage, each cut and sharded before the next one is made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ BAND = {"fp32": 0.01, "bf16": 0.02}
 
 
 def beyond(losses: Sequence[float], right: Sequence[float], precision: str) -> str:
-    """Where losses first leave the band around the right ones, in words; empty if they stay in
-    it."""
+    """Where losses first are no numbers or leave the band around the right ones, in words; empty if
+    they stay in it. There may be fewer right ones than losses, or none."""
+    for step, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            return f"step {step}: loss {loss} is not a finite number"
     for step, (loss, wanted) in enumerate(zip(losses, right, strict=False), start=1):
-        if not abs(loss - wanted) <= BAND[precision] * wanted:  # NaN, too
+        if not abs(loss - wanted) <= BAND[precision] * wanted:
             return (
                 f"step {step}: loss {loss:.4f}, but {wanted:.4f} is right (a run may differ by "
                 f"{BAND[precision]:.0%} in {precision})"
@@ -62,6 +66,10 @@ def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
 
 
 def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
-    """The median of each step that any of the runs has."""
+    """The median of each step that any of the runs has; a NaN counts as infinitely large, since it
+    has no place in an order."""
     steps = max(map(len, runs), default=0)
-    return [median(run[step] for run in runs if step < len(run)) for step in range(steps)]
+    return [
+        median(math.inf if math.isnan(run[step]) else run[step] for run in runs if step < len(run))
+        for step in range(steps)
+    ]

@@ -105,8 +105,8 @@ def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     right = losses_of_one_process(spec, contender, batches, device, known)
     if right:
         events.write("losses", error=distance(losses, right))
-        if why := beyond(losses, right, spec.precision):
-            raise RuntimeError(f"losses: {why}")
+    if why := beyond(losses, right, spec.precision):
+        raise RuntimeError(f"losses: {why}")
     events.write("done")
     dist.barrier()
     # Everything is on disk. With gloo, destroying the groups while peers exit could abort a rank.

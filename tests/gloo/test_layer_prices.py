@@ -64,14 +64,22 @@ def plan(model: str, microbatch: int, recompute: Recompute, cuts: tuple[int, ...
         program="zeropp",
         precision="bf16",
         recompute=recompute,
+        compile=True,
     )
 
 
 def ratios(
-    model: str, microbatch: int, recompute: Recompute, machine: str, cuts: tuple[int, ...]
+    model: str,
+    microbatch: int,
+    recompute: Recompute,
+    machine: str,
+    cuts: tuple[int, ...],
+    *,
+    compiled: bool = True,
 ) -> list[dict[str, float]]:
     """Per stage and pass, the price of the walked layers over that of the suite's pieces."""
-    asked, on = plan(model, microbatch, recompute, cuts), cluster(machine)
+    asked = replace(plan(model, microbatch, recompute, cuts), compile=compiled)
+    on = cluster(machine)
     by_layers = LayerPrices(walked(model, microbatch), []).passes(asked, on)
     return [
         {name: a / b for name, a, b in zip(PASSES, ours, theirs, strict=True) if b}
@@ -95,6 +103,8 @@ def test_both_prices_of_a_stage_agree(
     assert_near(ratios(*asked, (0, 2, 4, 6)), 0.02)  # embedding with a block, blocks, head
     embedding, block, head = ratios(*asked, (0, 1, 5, 6))
     assert_near([block, head], 0.02)
+    _, eager, _ = ratios(*asked, (0, 1, 5, 6), compiled=False)
+    assert_near([eager], 0.025)
     # The suite's formula has one price for both families, which counts a sum with positions for
     # Llama and no look-up of positions for GPT. It is 3 % of a block's forward at most.
     assert embedding.pop("forward") == pytest.approx(1.0, abs=0.65)

@@ -226,7 +226,7 @@ REFUSALS = {
     "no sample": "sample: must be a tensor of inputs",
     "optimizer class": "must be a OptimizerConfig or a function of (Mapping)",
     "optimizer instance": "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
-    "no optimizer": "optimizer: gives NoneType, but one torch.optim.Optimizer is needed",
+    "no optimizer": "optimizer: gives NoneType, but a torch.optim.Optimizer is needed, or a list",
     "half a seed": "dropout_seed=0.5: must be a whole number",
     "no seed": "dropout_seed=None: layers[2] draws random numbers (give a seed)",
     "no schedule": "lr_schedule=0.1: must be a function of (int)",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
-from zeropp.emulate import emulated
+from zeropp.emulate import Report, emulated, watch
 from zeropp.emulate.log import Issued
 from zeropp.model import build_model, cross_entropy
 from zeropp.shape import ModelShape
@@ -47,16 +46,10 @@ class Found:
     program: list[str]  # what the engine was told to do in a step
 
 
-def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found:
-    """Train on this rank, on virtual streams if ``emulate``; ``folder`` is for checkpoints. With a
-    fault or a control of ``faults.py``, by its name, nothing is done besides training."""
+def run_case(case: Case, emulate: bool, folder: str) -> Found:
+    """Train on this rank, on virtual streams if ``emulate``; ``folder`` is for checkpoints."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("torch.optim.AdamW", _fused(torch.optim.AdamW)))
         device = stack.enter_context(emulated()) if emulate else None
-        if fault is not None:
-            make, _ = (FAULTS | CONTROLS)[fault]
-            stack.enter_context(make())
-            case = replace(case, then=())
         mark = (lambda _: None) if device is None else device.log.place
         numbers, program = _train(case, folder, mark)
     if device is None:
@@ -64,12 +57,28 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
     return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
 
 
-def _fused(adamw: Any) -> Callable[..., torch.optim.Optimizer]:
-    """AdamW as it is on CUDA."""
-    return lambda *arguments, **more: adamw(*arguments, **more | {"fused": True})
+def watch_case(case: Case, fault: str | None = None) -> tuple[Report, list[float]]:
+    """What ``watch`` reports of two steps of a model that has done one before, with a fault or a
+    control of ``faults.py`` by its name; and the losses of these and of one more step."""
+    make = nullcontext if fault is None else (FAULTS | CONTROLS)[fault][0]
+    model, batches = _built(case)
+    losses: list[float] = []
+
+    def step() -> None:
+        batch = batches[len(losses)][model.rows]
+        losses.append(float(model.train_step(batch[:, :-1], batch[:, 1:]).loss))
+
+    step()
+    with make():
+        report = watch(step, times=2)
+    if fault is None:
+        step()
+    model.close()
+    return report, losses
 
 
-def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:
+def _built(case: Case) -> tuple[zeropp.ParallelModel, torch.Tensor]:
+    """The model of a case, and global batches."""
     shape = ModelShape(
         name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
         vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
@@ -91,6 +100,11 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
         built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
         optimizer=optimizer, **options,
     )  # fmt: skip
+    return model, batches
+
+
+def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:
+    model, batches = _built(case)
     numbers: list[Any] = []
 
     def step(index: int) -> None:
@@ -115,7 +129,10 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
 
 
 def _muon_and_adamw(groups: Mapping[str, list[Any]]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Muon(groups["2"], lr=1e-2), torch.optim.AdamW(groups["1"], lr=1e-2)]
+    return [
+        torch.optim.Muon(groups["2"], lr=1e-2),
+        torch.optim.AdamW(groups["1"], lr=1e-2, fused=True),
+    ]
 
 
 def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:

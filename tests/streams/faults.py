@@ -90,7 +90,7 @@ def _wait_for_gather_alone(self: Any) -> None:
 @contextmanager
 def _zeros_in_a_lane() -> Iterator[None]:
     """Gradient sums are zeroed in a lane that compute does not wait for."""
-    lane = lanes._StreamLane(torch.device("cpu"), "zeros")
+    lane = lanes.make_lane(torch.device("cpu"), "zeros")
 
     def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         out = torch.empty(size, dtype=dtype, device=device)

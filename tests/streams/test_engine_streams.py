@@ -4,6 +4,7 @@ fault that is put into it is found."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.gloo.world import World
 from tests.streams.cases import CASES
-from tests.streams.emulation import Case, Found, run_case
+from tests.streams.emulation import Case, Found, run_case, watch_case
 from tests.streams.faults import CONTROLS, FAULTS
 from tests.unit.device_orders import logs_of
 from zeropp.emulate.log import Issued
@@ -47,6 +48,11 @@ def host_waits(log: list[Issued]) -> int:
     return sum(one.kind == "sync" for one in step)
 
 
+def device_waits(log: list[Issued]) -> int:
+    """How often the host waits for its whole device, in everything that is done."""
+    return sum(one.kind == "sync" and one.stream is None for one in log)
+
+
 def _kind(one: Issued) -> str:
     for kind, texts in KINDS.items():
         if any(text in one.what for text in texts):
@@ -64,8 +70,8 @@ KINDS = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: Path) -> None:
-    plain = world.run(run_case, case, False, None, str(tmp_path / "plain"), size=case.ranks)
-    found = world.run(run_case, case, True, None, str(tmp_path / "emulated"), size=case.ranks)
+    plain = world.run(run_case, case, False, str(tmp_path / "plain"), size=case.ranks)
+    found = world.run(run_case, case, True, str(tmp_path / "emulated"), size=case.ranks)
     assert faults_of(found) == set()
     assert [one.numbers for one in found] == [one.numbers for one in plain]
     logs = {rank: one.log for rank, one in enumerate(found)}
@@ -73,6 +79,7 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     assert stuck(logs) == {}
     assert stuck(logs, resident=3, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
+    assert [device_waits(one.log) for one in found] == [0] * case.ranks
     pp, chunks = case.options["pp"], case.options.get("chunks", 1)
     # Muon is not fused; in a pipeline the host reads checksums of inputs and targets at once on a
     # CPU, but on CUDA a step later.
@@ -97,15 +104,39 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
             assert issued[-len(simulated) :] == simulated  # after it has learnt the shapes
 
 
+def watched(case: Case, fault: str | None) -> tuple[bool, str, list[float], set[int]]:
+    """Whether the public check is clean and what it says, losses, and the ranks' host waits in a
+    step, in which the test reads the loss."""
+    report, losses = watch_case(case, fault)
+    waits = {len(whats) - 1 for whats in report.host_waits.values()}
+    return report.is_clean, str(report), losses, waits
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"), [("bf16", 0), ("reduced once per step", 2), ("whole parameters", 1)]
+)
+def test_watching_a_model_that_exists_changes_nothing(
+    name: str, waits: int, world: World, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    plain = world.run(run_case, replace(case, then=()), False, str(tmp_path), size=case.ranks)
+    found = world.run(watched, case, None, size=case.ranks)
+    for (_, text, losses, seen), one in zip(found, plain, strict=True):
+        assert text == "no race, no hang"
+        assert losses[:2] == one.numbers[::2]
+        assert len(losses) == 4  # a step before, two that are watched, and one afterwards
+        assert seen == {waits}
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str, world: World, tmp_path: Path) -> None:
+def test_a_fault_is_found(name: str, world: World) -> None:
     case = CASES[FAULTS[name][1]]
-    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
-    assert faults_of(found)
+    clean, text, *_ = world.run(watched, case, name, size=case.ranks)[0]
+    assert not clean, text
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_what_is_no_fault_is_not_found(name: str, world: World, tmp_path: Path) -> None:
+def test_what_is_no_fault_is_not_found(name: str, world: World) -> None:
     case = CASES[CONTROLS[name][1]]
-    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
-    assert faults_of(found) == set()
+    clean, text, *_ = world.run(watched, case, name, size=case.ranks)[0]
+    assert clean, text

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from tests.gloo.world import World
 from zeropp import emulate
+from zeropp.engine.errors import ErrorBarrier
+from zeropp.engine.lanes import make_lane
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
 
@@ -122,6 +125,50 @@ def synchronized(stream: torch.cuda.Stream) -> None:
 )
 def test_what_is_a_fault(work: Callable[[Any], object], kinds: list[str]) -> None:
     assert faults_of(work) == kinds
+
+
+def sent_after_it_was_freed() -> str:
+    """A view is sent whose buffer was freed before."""
+
+    def step() -> None:
+        buffer = torch.ones(8)
+        view = buffer[:4]
+        buffer.untyped_storage().resize_(0)
+        if dist.get_rank() == 0:
+            dist.send(view, 1)
+
+    with mock.patch.object(dist, "isend", autospec=True):  # gloo would read there
+        return str(emulate.watch(step))
+
+
+def test_a_view_of_freed_memory_that_is_sent_is_found(world: World) -> None:
+    assert "outside: read by isend 1" in world.run(sent_after_it_was_freed, size=2)[0]
+
+
+def test_a_lane_ends_with_its_stream() -> None:
+    with emulate.emulated() as device:
+        lane = make_lane(torch.device("cpu"), "lane")
+        lane.run(lambda: None)
+        lane.close()
+    (stream,) = {one.stream for one in device.log.issued if one.kind == "record"} - {"compute"}
+    assert device.log.issued[-1][:2] == ("sync", stream)
+
+
+def test_a_stream_from_before_is_refused() -> None:
+    before = torch.cpu.Stream()
+    refused = pytest.raises(TypeError, match="was made before emulation began")
+    with emulate.emulated(), refused, torch.cpu.stream(before):
+        pass
+
+
+def test_the_barrier_beside_nccl_is_on_the_cpu() -> None:
+    made: list[str | None] = []
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "new_group", lambda **keywords: made.append(keywords["backend"])),
+    ):
+        ErrorBarrier(None, 2)
+    assert made == ["gloo", "gloo"]
 
 
 def test_torch_is_as_before_afterwards() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.launch.sweep import spec_of
-from benchmarks.show import parse
+from benchmarks.show import parse, split_form
 from benchmarks.specification.command import CommandParser
 from benchmarks.specification.compose import compose
 
@@ -52,7 +52,7 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         assert compose("tune", words)
     elif module == "benchmarks.show":
         assert words[0] == "schedule"
-        parse(words[1:])
+        parse(split_form(words[1:])[0])
     else:
         monkeypatch.setattr(sys, "argv", [module, *words])
         package = (CHECKOUT / module.replace(".", "/")).is_dir()
@@ -64,8 +64,8 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_suite_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parse_args = CommandParser.parse_args
 
-    def only_parse(self: CommandParser, *arguments: object) -> None:
-        parse_args(self, None)
+    def only_parse(self: CommandParser, words: list[str] | None = None) -> None:
+        parse_args(self, words)
         raise WordsRead
 
     monkeypatch.setattr(CommandParser, "parse_args", only_parse)

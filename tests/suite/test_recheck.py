@@ -21,8 +21,9 @@ import pytest
 from benchmarks.records.simulated import line_of
 from benchmarks.specification.compose import preset
 from benchmarks.studies import memory_table, schedules
+from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import Cell, priced_again
-from benchmarks.studies.claim_33.judge import judge
+from benchmarks.studies.claim_33.uncertainty import judged
 from benchmarks.studies.renew import REFERENCE
 from benchmarks.studies.validation.errors import errors_of
 from benchmarks.studies.validation.predict import Prediction, outcome_of
@@ -151,9 +152,10 @@ def predicted(cells: Row) -> Prediction:
 
 
 def test_the_verdict_follows_from_the_committed_plans() -> None:
-    verdicts = judge(pd.read_csv(REFERENCE / "claim_33" / "plans.csv"))
+    folder = REFERENCE / "claim_33"
+    verdicts, _ = judged(pd.read_csv(folder / "plans.csv"), pd.read_csv(folder / REPRICED))
     text = verdicts.to_csv(index=False, float_format="%.4g")
-    assert text == (REFERENCE / "claim_33" / "verdict.csv").read_text()
+    assert text == (folder / "verdict.csv").read_text(encoding="utf-8")
 
 
 def test_simulated_memory_is_that_of_the_traced_ranks() -> None:

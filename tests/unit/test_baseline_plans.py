@@ -55,6 +55,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"schedule": "zbv", "chunks": 2, "recompute": "full"}, "contender.recompute=full"),
         ({"schedule": "zbv", "chunks": 2, "compile": True}, "contender.compile=True"),
         ({"schedule": "1f1b", "pp": 4, "batch": 2}, "must be at least 4"),
+        ({"schedule": "zeropp", "pp": 4, "chunks": 2}, "contender.shard=1: contender.schedule=zer"),
+        ({"schedule": "zeropp", "chunks": 2, "compile": True}, "contender.compile=True"),
         ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 9}, "into 2 equal rounds"),
     ],
 }

@@ -25,6 +25,21 @@ def test_a_loss_beyond_the_band_is_named_with_its_step() -> None:
     assert beyond([5.5, float("nan")], RIGHT, "bf16").startswith("step 2")
 
 
+def test_a_loss_that_is_no_number_is_wrong_without_anything_to_compare_with() -> None:
+    assert beyond([5.5, float("nan")], [], "fp32") == "step 2: loss nan is not a finite number"
+    assert beyond([5.5, float("inf")], [5.5, float("inf")], "fp32").startswith("step 2")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_loss_that_is_no_number_is_no_failure_of_the_others(place: int) -> None:
+    values = [[5.5, 5.2], [5.5, 5.2]]
+    values.insert(place, [5.5, float("nan")])
+    for several in (values, values[:2], values[1:]):
+        runs = [Losses("same", str(n), "fp32", losses) for n, losses in enumerate(several)]
+        wrong = [n for n, losses in enumerate(several) if losses[1] != 5.2]
+        assert list(apart_from_others(runs)) == wrong
+
+
 def test_the_one_that_differs_from_the_others_is_wrong_and_of_two_nobody_knows() -> None:
     def runs(**values: list[float]) -> list[Losses]:
         return [Losses("same", name, "fp32", losses) for name, losses in values.items()]

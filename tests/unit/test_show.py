@@ -36,6 +36,9 @@ from benchmarks.show import main, parse, show
         ("schedule name=zbv chunks=3", "chunks=3: zbv has two"),
         ("schedule colour=blue", "colour=blue: unknown key"),
         ("schedule out=/dev/null/here", "/dev/null/here"),
+        ("schedule --as deepspeed", "--as deepspeed: use torch"),
+        ("schedule --as", "use torch"),
+        ("schedule reduce_every=step --as torch", "neither reduce_every=step nor out"),
     ],
 )
 def test_a_bad_request_is_one_line(
@@ -75,3 +78,16 @@ def test_a_long_grid_is_folded(is_terminal: bool) -> None:
     assert max(map(len, lines)) <= (80 if is_terminal else 120)
     cells = "".join(line.removeprefix("rank 2  ") for line in lines if line.startswith("rank 2"))
     assert cells.count("F") == cells.count("B") + cells.count("I") == 64
+
+
+def test_a_schedule_as_torchs_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "schedule --as torch name=zeropp ranks=2 chunks=2 microbatches=8 unit=4"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.show", *words.split()])
+    assert main() == 0
+    written, notes = capsys.readouterr()
+    rows = [row.split(",") for row in written.splitlines()]
+    assert [row[0] for row in rows] == ["0UNSHARD", "1UNSHARD"]
+    assert rows[1].count("3REDUCE_GRAD") == 2  # two units
+    assert "gathered chunks resident        2 (ZeroPP's engine: 2)" in notes

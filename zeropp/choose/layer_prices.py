@@ -23,7 +23,7 @@ from zeropp.price.kernels import element_bytes
 from zeropp.price.layers import passes_of_layer
 from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s
 from zeropp.price.pieces import PassTimes, loss_s
-from zeropp.price.programs import gathers, program_named
+from zeropp.price.programs import gathers, program_as_run, program_named
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
 
     The first and the last layer are not recomputed.
     """
-    program = program_named(plan.program)
+    program = program_as_run(plan.program, compiled=plan.compile)
     device = cluster.device.of_year(program.kernels)
     passes = []
     for index, layer in enumerate(sizes):

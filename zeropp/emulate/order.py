@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -17,12 +18,15 @@ class Report:
     """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
     ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
     without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
-    for its device (the allocator's retry, a kernel's first use), and at how many it may."""
+    for its device (the allocator's retry, a kernel's first use), and at how many it may.
+    ``host_waits``: by rank, what the host has waited for in the last run, in order; a number that
+    it reads counts, also where it lies on the CPU. They are no fault."""
 
     faults: tuple[str, ...]
     unmatched: tuple[str, ...]
     hangs: dict[int, str]
     hanging_waits: dict[int, tuple[int, int]]
+    host_waits: dict[int, tuple[str, ...]]
 
     @property
     def is_clean(self) -> bool:
@@ -45,17 +49,24 @@ def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
     tensors on CPUs), and report what was found on any of them; every rank gets the same report.
 
-    Streams that ``work`` uses must be made in it. All ranks must call this together.
+    Streams that ``work`` uses must be made in it, but for those of a ``zeropp.ParallelModel``, such
+    as the one whose ``train_step`` it calls. All ranks must call this together.
     """
+    begin = 0
     with emulated() as device:
         for _ in range(times):
+            begin = len(device.log.issued)
             work()
-    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], device.log.issued)
-    seen_by_rank: list[tuple[list[str], list[Issued]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(seen_by_rank, seen)
-    logs = {rank: log for rank, (_, log) in enumerate(seen_by_rank)}
+    log = device.log.issued
+    last = tuple(issued.what for issued in log[begin:] if issued.kind == "sync")
+    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], log, last)
+    gathered: list[tuple[list[str], list[Issued], tuple[str, ...]]] = [([], [], ())]
+    gathered *= dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    texts, issued_by, waited = zip(*gathered, strict=True)
+    logs = dict(enumerate(issued_by))
     hangs = stuck(logs)
     bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
     waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
-    faults = tuple(text for texts, _ in seen_by_rank for text in texts)
-    return Report(faults, tuple(mismatches(logs)), hangs, waits)
+    faults = tuple(chain.from_iterable(texts))
+    return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))

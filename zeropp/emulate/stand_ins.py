@@ -158,6 +158,11 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 
     @contextmanager
     def stream(entered: _Stream | None) -> Iterator[None]:
+        if not isinstance(entered, _Stream | None):
+            raise TypeError(
+                f"stream: {entered} was made before emulation began, which cannot follow it "
+                "(make it inside; FSDP2 makes its streams in a model's first step)"
+            )
         before, device.current = device.current, device.current if entered is None else entered.name
         try:
             yield
@@ -256,9 +261,9 @@ def _issue(
         pair = (rank, peer) if kind == "isend" else (peer, rank)
         content = f"{tuple(tensor.shape)} {tensor.dtype}"
         messages.append(Message(key, *pair, content, size_of(tensor)))
-    inner = [call() for *_, call in calls]
     what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in calls)
     device.touch(stream, what, tensors["isend"], tensors["irecv"])
     device.log.messages(stream, messages, what)
+    inner = [call() for *_, call in calls]
     event = _Stream(device, stream).record_event()
     return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in calls])

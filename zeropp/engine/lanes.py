@@ -47,23 +47,22 @@ class Lane(Protocol):
 
 def make_lane(device: torch.device, name: str) -> Lane:
     """Make a lane for a device: a stream or a thread."""
-    is_stream = device.type == "cuda" or _streams_on_cpu
-    return _StreamLane(device, name) if is_stream else _ThreadLane(name)
+    return _StreamLane(device, name) if device.type == "cuda" else _ThreadLane(device, name)
 
 
-_streams_on_cpu = False
+_streams: dict[Lane, Lane] | None = None  # of lanes of a CPU, inside ``streams_on_cpu``
 
 
 @contextmanager
 def streams_on_cpu() -> Iterator[None]:
-    """Inside this context, new lanes for a CPU are streams, too: something stands in for those of
-    ``torch.cuda``."""
-    global _streams_on_cpu
-    before, _streams_on_cpu = _streams_on_cpu, True
+    """Inside this context the lanes of a CPU run their work on streams, also those that were made
+    before: something stands in for the streams of ``torch.cuda``."""
+    global _streams
+    before, _streams = _streams, {}
     try:
         yield
     finally:
-        _streams_on_cpu = before
+        _streams = before
 
 
 class _StreamTicket:
@@ -71,7 +70,7 @@ class _StreamTicket:
         self._event, self._work = event, work
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._event.wait()
 
 
 class _StreamLane:
@@ -115,7 +114,8 @@ class _ThreadTicket:
 
 
 class _ThreadLane:
-    def __init__(self, name: str) -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
         self._queue: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         # A daemon, because a rank that fails must not wait for collectives that its peers never
         # join.
@@ -123,13 +123,26 @@ class _ThreadLane:
         self._thread.start()
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+        if _streams is not None:
+            return self._stream(_streams).run(work, after)
+        return self._put(work, after)
+
+    def close(self) -> None:
+        if _streams is not None:
+            self._stream(_streams).close()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _put(self, work: Work, after: Sequence[Ticket]) -> Ticket:
         ticket = _ThreadTicket(work, after)
         self._queue.put(ticket)
         return ticket
 
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+    def _stream(self, streams: dict[Lane, Lane]) -> Lane:
+        if self not in streams:
+            self._put(lambda: None, ()).wait()  # what the thread has yet to do comes first
+            streams[self] = _StreamLane(self._device, self._thread.name)
+        return streams[self]
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:

@@ -33,10 +33,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with decoupled weight decay (arXiv 1711.05101), or plain SGD without momentum.
 
-    On CUDA, AdamW is fused for every contender. By default torch would update DTensors one by one,
-    but plain tensors together, which would favour the contenders that have plain tensors.
+    AdamW is fused for every contender. By default torch would update DTensors one by one, but plain
+    tensors together, which would favour the contenders that have plain tensors.
     """
-    parameters = list(parameters)
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
     return torch.optim.AdamW(
@@ -45,7 +44,7 @@ def build_optimizer(
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=all(parameter.is_cuda for parameter in parameters) or None,
+        fused=True,
     )
 
 

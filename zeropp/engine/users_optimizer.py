@@ -72,7 +72,13 @@ def made_optimizer(
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
     with _refusal(f"cannot be made from {_GIVEN}"):
-        made: Any = asked(groups)
+        try:
+            made: Any = asked(groups)
+        except KeyError as error:
+            known = " and ".join(map(repr, sorted(groups)))
+            raise InfeasibleError(
+                f"optimizer: asks for group {error}, but there is {known}"
+            ) from error
         parts = list(made) if isinstance(made, list | tuple) else [made]
         for part in parts or [made]:
             if not isinstance(part, torch.optim.Optimizer):

@@ -48,7 +48,7 @@ def lower(
     ranks = range(schedule.num_ranks)
     how = {"gather": gather, "prefetch": prefetch, "reduce_every": reduce_every}
     programs = [with_collectives(schedule, rank, **how) for rank in ranks]  # type: ignore[arg-type]
-    return replace(schedule, programs=_add_transfers(programs, schedule))
+    return replace(schedule, programs=add_transfers(programs, schedule))
 
 
 def with_collectives(
@@ -59,8 +59,8 @@ def with_collectives(
     reduced."""
     m = schedule.num_microbatches
     span = schedule.unit if reduce_every == "unit" else m
-    program = _add_reductions(schedule.programs[rank], span, m)
-    return _add_gathers(program, schedule.unit, prefetch) if gather else program
+    program = add_reductions(schedule.programs[rank], span, m)
+    return add_gathers(program, schedule.unit, prefetch) if gather else program
 
 
 @dataclass
@@ -72,18 +72,20 @@ class Window:
     last: int
 
 
-def parameter_windows(program: RankProgram, unit: int) -> list[Window]:
+def parameter_windows(
+    program: RankProgram, unit: int, needs: frozenset[Op] = NEEDS_PARAMETERS
+) -> list[Window]:
     """The windows in which a rank needs each stage's parameters, ordered by their beginnings.
 
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
-    where a schedule has no units); weight gradients need no parameters. Two phases of a stage are
-    one window if they overlap or if no other phase begins between them: the parameters stay, and
-    one gather less is needed. This happens where the last chunk goes from forward to backward, and
-    where the first chunk goes from one unit to the next.
+    where a schedule has no units), as far as they need parameters (``needs``). Two phases of a
+    stage are one window if they overlap or if no other phase begins between them: the parameters
+    stay, and one gather less is needed. This happens where the last chunk goes from forward to
+    backward, and where the first chunk goes from one unit to the next.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, (stage, op, microbatch) in enumerate(program):
-        if op in NEEDS_PARAMETERS and microbatch is not None:
+        if op in needs and microbatch is not None:
             key = (stage, microbatch // unit, op is Op.FORWARD)
             if key in phases:
                 phases[key].last = index
@@ -103,8 +105,11 @@ def parameter_windows(program: RankProgram, unit: int) -> list[Window]:
     return windows
 
 
-def _add_gathers(program: RankProgram, unit: int, prefetch: int) -> RankProgram:
-    windows = parameter_windows(program, unit)
+def add_gathers(
+    program: RankProgram, unit: int, prefetch: int, needs: frozenset[Op] = NEEDS_PARAMETERS
+) -> RankProgram:
+    """Gathers and releases around the windows of a rank's program (see ``lower``)."""
+    windows = parameter_windows(program, unit, needs)
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     free_from: dict[int, int] = {}  # stage -> index from which it may be gathered again
@@ -117,7 +122,8 @@ def _add_gathers(program: RankProgram, unit: int, prefetch: int) -> RankProgram:
     return _insert(program, before, after)
 
 
-def _add_reductions(program: RankProgram, span: int, num_microbatches: int) -> RankProgram:
+def add_reductions(program: RankProgram, span: int, num_microbatches: int) -> RankProgram:
+    """A reduction of each stage behind its last weight gradient of every ``span`` microbatches."""
     made: dict[tuple[int, int], list[int]] = defaultdict(list)  # the places of weight gradients
     for index, (stage, op, microbatch) in enumerate(program):
         if op in MAKES_GRADIENTS and microbatch is not None:
@@ -129,7 +135,7 @@ def _add_reductions(program: RankProgram, span: int, num_microbatches: int) -> R
     return _insert(program, {}, after)
 
 
-def _add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[RankProgram, ...]:
+def add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[RankProgram, ...]:
     """Add sends right after the action that produces the message, and receives before its use.
 
     On each channel (an ordered pair of ranks) receives are posted in the order of the sends. To
