@@ -8,12 +8,18 @@ ZeRO-1. Overlaps and fusions are traits of the priced program, which the argumen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.explain.arguments import (
+    Arguments,
+    arguments_of,
+    arguments_of_log,
+    arguments_of_script,
+)
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
-from benchmarks.explain.shell import Arguments, arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
@@ -74,16 +80,18 @@ _HARMLESS = (
 )
 
 
-def read(text: str, num_gpus: int | None) -> Reading:
-    """What a script, a command line, a log or the YAML of a test says; raises SpecError, in one
-    line, for what has no price."""
-    world = None
+def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
+    """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
+    sources. Raises SpecError, in one line, for what has no price."""
+    world, named = None, list[str]()
     values = arguments_of_log(text)
     if not values and "MODEL_ARGS:" in text:
         values = _arguments_of_yaml(text)
     elif not values:
-        values, world = arguments_of_script(text)
-    return read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+        values, world, named = arguments_of_script(text, folder)
+    reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+    reading.named += named
+    return reading
 
 
 def read_words(words: list[str], num_gpus: int | None) -> Reading:

@@ -81,7 +81,7 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
         return _record(text) or huggingface.read(text, num_gpus)
     if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
         return megatron.read_nemo(text, num_gpus)
-    return megatron.read(text, num_gpus)
+    return megatron.read(text, num_gpus, path.parent)
 
 
 def _record(text: str) -> Reading | None:

@@ -12,9 +12,9 @@ from benchmarks.explain import answer as answers
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.__main__ import main
 from benchmarks.explain.answer import answer
+from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import ask
 from benchmarks.explain.screen import written_as
-from benchmarks.explain.shell import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification import SpecError
 
 TOML = """
@@ -147,7 +147,7 @@ def test_megatron_script() -> None:
 
 def test_the_same_configuration_in_every_dialect() -> None:
     """Script, command line, log, YAML of a test and NeMo's YAML say the same."""
-    values, _ = arguments_of_script(SCRIPT)
+    values, _, _ = arguments_of_script(SCRIPT, Path())
     log = "------------------------ arguments ------------------------\n" + "\n".join(
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
@@ -176,7 +176,8 @@ def test_the_same_configuration_in_every_dialect() -> None:
         (SCRIPT.replace('SIZE=${1:-"8"}', "SIZE=4"), "--num-experts=8: no price for mixtures"),
         (SCRIPT.replace("NUM_NODES=2", "NUM_NODES=1").replace("-size 2 ", "-size 16 "), "num_gpus"),
         ("echo hello", "no line runs a Python file"),
-        ("case $X in\na) ;;\nesac", "case: the script chooses"),
+        ("case $X in\na) ;;\nesac", "no line runs a Python file"),
+        ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
     ],
 )
