@@ -12,7 +12,7 @@ from typing import Any, cast
 import yaml
 
 from benchmarks.explain import huggingface, megatron, torchtitan
-from benchmarks.explain.reading import Reading
+from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
@@ -103,6 +103,10 @@ def _record(text: str) -> Reading | None:
 def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     settings = reading.settings | {key: given[key] for key in _KEYS if key in given}
     model = reading.model | _below("model.", given)
+    own = settings.get("contender", reading.contender) == reading.contender
+    chosen = (reading.knobs if own else {}) | _below("contender.", given)
+    if own:
+        _follow(chosen, settings, model, reading, given)
     for key in ("vocab", "seq"):
         if model.get(key) is None:
             raise SpecError(f"model.{key}: the file does not say it (give model.{key}=N)")
@@ -117,11 +121,34 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     spec = validated(TaskSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
-    own = name == reading.contender
-    chosen = (reading.knobs if own else {}) | _below("contender.", given)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     return Question(reading, spec.task, contender, knobs, settings.get("microbatch_size", "auto"))
+
+
+def _follow(
+    chosen: dict[str, Any],
+    settings: dict[str, Any],
+    model: Mapping[str, Any],
+    reading: Reading,
+    given: Mapping[str, Any],
+) -> None:
+    """Adjust what the file derives to what the words replace: the free data-parallel degree, the
+    global batch of so many sequences per replica, and "all blocks" of the recomputation."""
+    if chosen.get("recompute", "none") not in ("none", "auto"):
+        chosen.setdefault("recompute_blocks", model.get("layers"))
+    degrees = [name for name in ("tp", "pp", "shard", "replicate") if name in chosen]
+    free, changed = reading.free, any(f"contender.{name}" in given for name in degrees)
+    if not free or f"contender.{free}" in given or not (changed or "num_gpus" in given):
+        return
+    fixed = {name: chosen[name] for name in degrees if name != free}
+    if "auto" in fixed.values():
+        chosen[free] = "auto"
+        return
+    chosen[free] = share_of_ranks(settings["num_gpus"], fixed)
+    if reading.batch_per_replica and "global_batch" not in given:
+        replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
+        settings["global_batch"] = reading.batch_per_replica * replicas
 
 
 def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,6 @@ _HARMLESS = (
     *("float8.", "compile.backend", "compile.components", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
-    *("parallelism.pipeline_parallel_first_", "parallelism.pipeline_parallel_last_"),
 )
 
 
@@ -152,10 +151,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
         )
     local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
     batch = keys.number("training.global_batch_size", -1)
-    batch = local * replicate * shard if batch in (None, -1) else batch
+    if batch in (None, -1):
+        batch, reading.batch_per_replica = local * replicate * shard, local
+    reading.free = "shard"
     microbatch = keys.number("parallelism.pipeline_parallel_microbatch_size", 1)
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
-    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     schedule, chunks = "1f1b", 1
     if pp > 1:
         if asked not in _SCHEDULES:
@@ -163,9 +163,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
         schedule = _SCHEDULES[asked]
-        chunks = 1 if schedule == "1f1b" else 2
-        if per_stage:
-            chunks = math.ceil((reading.model["layers"] + 2) / per_stage) // pp
+        chunks = _chunks(keys, reading.model["layers"], pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
@@ -178,6 +176,26 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
 
 
+def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
+    """Virtual stages per rank, as ``distributed/pipeline_parallel.py`` counts them."""
+    least = 1 if schedule == "1f1b" else 2
+    ends = [
+        keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
+        for end in ("first", "last")
+    ]
+    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
+    if not per_stage:
+        return least
+    stages = math.ceil((layers + sum(ends)) / per_stage)
+    if stages % pp or (stages // pp == 1) != (least == 1):
+        raise SpecError(
+            f"pipeline_parallel_layers_per_stage={per_stage}: {layers} layers become {stages} "
+            f"stages, which torchtitan refuses for {schedule} on {pp} pipeline ranks (use "
+            f"{math.ceil((layers + sum(ends)) / (least * pp))})"
+        )
+    return stages // pp
+
+
 def _recompute(keys: Keys, reading: Reading) -> None:
     mode = keys.take("activation_checkpoint.mode", "selective")
     option = str(keys.take("activation_checkpoint.selective_ac_option", "2"))
@@ -186,7 +204,6 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     if mode == "selective" and option not in ("op", "1", "2"):
         reading.named.append(f"selective_ac_option={option}: priced as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
-    reading.knobs["recompute_blocks"] = reading.model["layers"]  # all of every stage
 
 
 def written(plan: SizedPlan) -> str:
