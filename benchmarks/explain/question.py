@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 
-from benchmarks.explain import huggingface, megatron, torchtitan
+from benchmarks.explain import huggingface, megatron, torchtitan, trainers
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
@@ -45,13 +45,17 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     num_gpus = given.get("num_gpus")
     if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
-    if len(files) + bool(arguments) != 1:
-        raise SpecError("give one file, or Megatron-LM's arguments after -- (see --help)")
-    reading = (
-        megatron.read_words(list(arguments), num_gpus)
-        if arguments
-        else _read(Path(files[0]), num_gpus)
-    )
+    if arguments and not files:
+        reading = megatron.read_words(list(arguments), num_gpus)
+    elif len(files) == 1 and not arguments:
+        reading = _read(Path(files[0]), num_gpus)
+    elif len(files) == 2 and not arguments:
+        reading = _read_pair([Path(file) for file in files], num_gpus)
+    else:
+        raise SpecError(
+            "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
+            "Megatron-LM's arguments after -- (see --help)"
+        )
     return _question(reading, given)
 
 
@@ -71,17 +75,71 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
 
 def _read(path: Path, num_gpus: int | None) -> Reading:
     """The reading of a file, by its ending and content."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+    text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
     if path.suffix == ".json":
         return _record(text) or huggingface.read(text, num_gpus)
     if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
-        return megatron.read_nemo(text, num_gpus)
+        return _read_yaml(path, text, num_gpus)
+    if path.suffix == ".py":
+        raise SpecError(
+            f"{path}: a recipe in Python is not run here (of torchtitan, give what "
+            "--debug.save_config_file writes; of Megatron-Bridge, Megatron-LM's arguments after --)"
+        )
     return megatron.read(text, num_gpus, path.parent)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+
+
+def _tree(path: Path, text: str) -> dict[str, Any]:
+    """The mapping that a JSON or YAML file holds."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise SpecError(f"{path}: not a YAML file: {words}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: must hold keys with values")
+    return tree
+
+
+def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
+    tree = _tree(path, text)
+    if "tokens" in tree and "parallelism" in tree:
+        return trainers.nanotron(tree, num_gpus)
+    if "distributed_type" in tree:
+        raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
+    if "base_model" in tree:
+        raise SpecError(
+            f"{path}: axolotl's file names its model alone: give the model's config.json with the "
+            "file of DeepSpeed or Accelerate, or with contender=fsdp"
+        )
+    if "model" not in tree or "trainer" not in tree:
+        raise SpecError(
+            f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-LM's tests "
+            "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
+        )
+    return megatron.read_nemo(text, num_gpus)
+
+
+def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
+    """The reading of a model's ``config.json`` and the file of its trainer, in either order."""
+    trees = [_tree(path, _text(path)) for path in paths]
+    (config, _), (trainer, tree) = sorted(
+        zip(paths, trees, strict=True), key=lambda pair: "model_type" not in pair[1]
+    )
+    model = huggingface.read(_text(config), num_gpus)
+    if "distributed_type" in tree:
+        return trainers.accelerate(tree, model, num_gpus)
+    if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
+        return trainers.deepspeed(tree, model, num_gpus)
+    raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
 
 
 def _record(text: str) -> Reading | None:

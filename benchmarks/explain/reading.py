@@ -82,6 +82,17 @@ class Keys:
         self._left.clear()
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
 def share_of_ranks(num_gpus: int, degrees: Mapping[str, int]) -> int:
     """The data-parallel degree that is left; raises SpecError if the others do not divide the
     GPUs."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.explain.reading import Keys, Reading, share_of_ranks
+from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
@@ -91,17 +90,6 @@ def read(text: str, num_gpus: int | None) -> Reading:
     reading.settings["precision"] = "bf16" if wanted == "bfloat16" else "fp32"
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def _model(keys: Keys) -> dict[str, Any]:
