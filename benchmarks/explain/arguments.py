@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None,
         for words in commands
         if words[0] == "source"
     ]
+    if ["exit", "1"] in commands:
+        named.append("exit 1: a check of the script fails here, and was passed over")
     launch = launches[-1]
     if any(other != launch for other in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
@@ -124,10 +127,8 @@ def _expanded(text: str, folder: Path) -> tuple[list[list[str]], str]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End bash and what it has forked."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -27,6 +27,11 @@ source() {
     fi
 }
 
+exit() {  # a check of another machine fails here, and what follows is still the configuration
+    ((${1-0} == 0)) && builtin exit
+    printf '%s\0' exit "$1" '' >&9
+}
+
 exec() { "$@"; }
 cd() { :; }
 pushd() { :; }
@@ -38,7 +43,8 @@ dirname() { printf '%s\n' "${1%/*}"; }
 # with a slash, and some variables; and without `set -e`, which would end at a skipped command.
 _expanded() {
     local file='[ ][0-9]*(&?>>?|>\|)[ ]?[^ &][^ ]*((([ ][0-9]*[<>]&[0-9-]+))*)$'
-    local path='^(([A-Za-z_0-9]+=[^ ]* )*)([^ =(]*/[^ =(]*)( .*)?$'
+    local value="(\"[^\"]*\"|'[^']*'|[^ \"'(]*)"
+    local path="^(([A-Za-z_0-9]+=$value )*)(\"[^\"]*/[^\"]*\"|[^] \"'=([]*/[^ =(]*)( .*)?$"
     local fixed='^(export |declare -x )?(PATH|SHELL|ENV|BASH_ENV|HISTFILE)=|^set [-+][^-]'
     local command=$1
     shopt -s extdebug  # a trap that fails skips the command; not before, where it starts a debugger
@@ -49,7 +55,7 @@ _expanded() {
     if [[ $command == '. '* ]]; then
         command="source ${command#. }"
     elif [[ $command =~ $path ]]; then
-        command="${BASH_REMATCH[1]}command_not_found_handle ${BASH_REMATCH[3]}${BASH_REMATCH[4]}"
+        command="${BASH_REMATCH[1]}command_not_found_handle ${BASH_REMATCH[4]}${BASH_REMATCH[5]}"
     fi
     [[ $command == "$1" ]] && return 0
     eval "$command"

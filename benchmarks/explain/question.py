@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from zeropp.cluster import Cluster
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 
+_REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
 
 
@@ -74,7 +76,9 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(path: Path, num_gpus: int | None) -> Reading:
-    """The reading of a file, by its ending and content."""
+    """The reading of a file, by its ending and content, or of a function of torchtitan's."""
+    if _REGISTERED.fullmatch(path.name) and not path.exists():
+        return torchtitan.read_registered(str(path), num_gpus)
     text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
@@ -84,8 +88,9 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
         return _read_yaml(path, text, num_gpus)
     if path.suffix == ".py":
         raise SpecError(
-            f"{path}: a recipe in Python is not run here (of torchtitan, give what "
-            "--debug.save_config_file writes; of Megatron-Bridge, Megatron-LM's arguments after --)"
+            f"{path}: a recipe in Python is not run here (of torchtitan, give "
+            "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, "
+            "Megatron-LM's arguments after --)"
         )
     return megatron.read(text, num_gpus, path.parent)
 

@@ -1,5 +1,5 @@
-"""Reads configurations of trainers that take a model from Hugging Face's ``config.json``: nanotron's
-YAML, which has the model inside, and DeepSpeed's JSON and Accelerate's YAML, which stand beside it.
+"""Reads configurations of trainers that take a model in the form of Hugging Face's ``config.json``:
+nanotron's YAML has the model inside, DeepSpeed's JSON and Accelerate's YAML stand beside it.
 """
 
 from __future__ import annotations
