@@ -32,7 +32,7 @@ exit() {  # a check of another machine fails here, and what follows is still the
     printf '%s\0' exit "$1" '' >&9
 }
 
-exec() { "$@"; }
+exec() { (($#)) && command_not_found_handle "$@"; }
 cd() { :; }
 pushd() { :; }
 popd() { :; }

@@ -101,7 +101,7 @@ def read_registered(name: str, num_gpus: int | None) -> Reading:
     for section in ("training", "parallelism", "compile", "debug"):
         values |= {f"{section}.{key}": v for key, v in vars(getattr(config, section)).items()}
     policy = config.activation_checkpoint
-    kind = "none" if policy is None else type(policy).__qualname__.partition(".")[0]
+    kind = "none" if policy is None else type(policy).__qualname__.split(".")[-2]
     values["activation_checkpoint.mode"] = _POLICIES.get(kind, kind)
     values["activation_checkpoint.selective_ac_option"] = "op"
     shown = repr(spec.model)
