@@ -408,24 +408,6 @@ def test_uneven_stages_are_written_as_a_layout() -> None:
     assert "--num-virtual-stages-per-pipeline-rank" not in written
 
 
-def test_megatron_core_takes_the_layout() -> None:
-    pytest.importorskip("megatron.core")
-    from megatron.core.transformer import TransformerConfig
-
-    written, layers = _uneven()
-    layout = written[written.index("--pipeline-model-parallel-layout") + 1]
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=6144,
-        num_attention_heads=48,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-        pipeline_model_parallel_layout=layout,
-        pipeline_dtype="bf16",
-    )
-    assert config.virtual_pipeline_model_parallel_size == 12
-
-
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with the attributes of torchtitan 0.3's configuration."""
 
