@@ -9,7 +9,8 @@ it slow, and what would be better. Every number is simulated.
         --num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048 \\
         --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --bf16
 
-A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests, of NeMo or of nanotron, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
+A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests,
+of NeMo or of nanotron, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
 MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations.
 
 Words are key=value: num_gpus, cluster, global_batch, microbatch_size,
