@@ -81,6 +81,7 @@ class TorchtitanKnobs(TorchPPKnobs):
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
     compile: Literal[True] = True
+    placement: Literal["dp_inner"] = "dp_inner"  # torchtitan has no key for another
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")

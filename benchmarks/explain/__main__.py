@@ -1,4 +1,4 @@
-"""Answers for a configuration of torchtitan, Megatron-LM, NeMo or Hugging Face: will it fit, why is
+"""Answers for a configuration of another trainer: will it fit, why is
 it slow, and what would be better. Every number is simulated.
 
     python -m benchmarks.explain llama3_70b.toml num_gpus=64 cluster=h100
@@ -9,8 +9,11 @@ it slow, and what would be better. Every number is simulated.
         --num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048 \\
         --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --bf16
 
-A file is a torchtitan TOML, a shell script or a log of Megatron-LM, the YAML of Megatron-LM's tests
-or of NeMo, or a config.json. Words are key=value: num_gpus, cluster, global_batch, microbatch_size,
+A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests,
+of NeMo or of nanotron, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
+MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations.
+
+Words are key=value: num_gpus, cluster, global_batch, microbatch_size,
 precision, contender, model.KEY, contender.KNOB; they replace what the file says. What has no price
 is named. The exit status is 0 if the plan fits, 1 if it does not, 2 on bad input.
 """

@@ -19,7 +19,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
-from zeropp.choose.contender import Contender, describe
+from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
 from zeropp.layout import InfeasibleError
@@ -122,7 +122,7 @@ def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
             opened |= {name: "auto" for name in _FOLLOWS if hasattr(knobs, name)}
         if field.name in ("pp", "chunks", "schedule"):  # chunks belong to a schedule
             opened |= {name: "auto" for name in ("chunks", "schedule") if hasattr(knobs, name)}
-        if field.name == "tp":
+        if field.name == "tp" and hasattr(knobs, "sequence_parallel"):
             opened |= {"sequence_parallel": "auto"}
         if field.name == "recompute":
             opened |= {"recompute_blocks": "auto"}
@@ -136,19 +136,22 @@ def mfu(result: SimResult, question: Question) -> float | None:
     return share_of_peak(task.cluster.device, task.precision, flops / 1e12)
 
 
-def measured_errors(contender: Contender[Any]) -> str:
+def measured_errors(question: Question) -> str:
     """How far the simulator was from published runs of this program in any version, as words."""
+    name, label = question.contender.name, question.contender.label
+    if question.reading.program and question.reading.contender == name:
+        name = label = question.reading.program
     path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
     errors = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            own = row["program"].startswith(contender.name) and row["first_of_run"] == "yes"
+            own = row["program"].startswith(name) and row["first_of_run"] == "yes"
             if own and row["relative_error"]:
                 errors.append(abs(float(row["relative_error"])))
     if len(errors) < 2:
-        return f"no published run of {contender.label} to compare with"
+        return f"no published run of {label} to compare with"
     high = quantiles(errors, n=10)[-1]
     return (
-        f"error on {len(errors)} published runs of {contender.label}: median "
+        f"error on {len(errors)} published runs of {label}: median "
         f"{100 * median(errors):.1f} %, 90th percentile {100 * high:.1f} %"
     )

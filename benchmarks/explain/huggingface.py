@@ -10,14 +10,14 @@ from benchmarks.specification import SpecError
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NEUTRAL: dict[str, tuple[Any, str]] = {
+NEUTRAL: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "no price for quantized weights"),
     "attention_bias": (False, "biases are not priced"),
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
 }
-_HARMLESS = (
+HARMLESS = (
     *("rope_", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "torch_dtype", "dtype"),
     *("use_cache", "bos_", "eos_", "pad_", "transformers_version", "architectures", "summary_"),
     *("pretraining_tp", "task_specific", "reorder_", "scale_attn", "n_ctx", "max_window_layers"),
@@ -35,13 +35,15 @@ def read(text: str, num_gpus: int | None) -> Reading:
         raise SpecError(f"not a JSON file: {error}") from None
     if not isinstance(values, dict):
         raise SpecError(f"a JSON {type(values).__name__}: must be an object, as a config.json is")
+    if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
+        raise SpecError("DeepSpeed's file has no model: give its config.json, too")
     kind = values.get("model_type", "")
     if experts := next((key for key in _EXPERTS if values.get(key)), ""):
         raise SpecError(f"{experts}={values[experts]}: no price for mixtures of experts")
     keys = Keys(values)
     reading = Reading(dialect="huggingface", contender="megatron_core")
     if kind in _LLAMA_LIKE:
-        reading.model = _llama(keys, kind)
+        reading.model = llama(keys, kind)
         if kind == "qwen2":
             reading.named.append("model_type=qwen2: the biases of its QKV products are not priced")
         if kind == "qwen3":
@@ -54,7 +56,7 @@ def read(text: str, num_gpus: int | None) -> Reading:
         )
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
     _sliding_window(keys, values, reading)
-    keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
+    keys.sort_rest(reading, NEUTRAL, HARMLESS)
     return reading
 
 
@@ -70,7 +72,8 @@ def _sliding_window(keys: Keys, values: dict[str, Any], reading: Reading) -> Non
         )
 
 
-def _llama(keys: Keys, kind: str) -> dict[str, Any]:
+def llama(keys: Keys, kind: str) -> dict[str, Any]:
+    """The sizes of a model of Llama's kind; raises SpecError where its heads have no price."""
     hidden, heads = keys.needed("hidden_size"), keys.needed("num_attention_heads")
     width = keys.number("head_dim") or hidden // heads
     if width * heads != hidden:

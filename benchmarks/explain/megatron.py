@@ -7,13 +7,20 @@ ZeRO-1. Overlaps and fusions are traits of the priced program, which the argumen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.explain.arguments import (
+    Arguments,
+    arguments_of,
+    arguments_of_log,
+    arguments_of_script,
+)
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
-from benchmarks.explain.shell import Arguments, arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
@@ -38,7 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
     "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
     "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
-    "--pipeline-model-parallel-layout": (None, "priced with equal stages"),
     "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
     "--account-for-loss-in-pipeline-split": (None, "priced with stages of equal cost"),
     "--defer-embedding-wgrad-compute": (None, "the head's weight gradient is not deferred"),
@@ -74,16 +80,18 @@ _HARMLESS = (
 )
 
 
-def read(text: str, num_gpus: int | None) -> Reading:
-    """What a script, a command line, a log or the YAML of a test says; raises SpecError, in one
-    line, for what has no price."""
-    world = None
+def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
+    """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
+    sources. Raises SpecError, in one line, for what has no price."""
+    world, named = None, list[str]()
     values = arguments_of_log(text)
     if not values and "MODEL_ARGS:" in text:
         values = _arguments_of_yaml(text)
     elif not values:
-        values, world = arguments_of_script(text)
-    return read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+        values, world, named = arguments_of_script(text, folder)
+    reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+    reading.named += named
+    return reading
 
 
 def read_words(words: list[str], num_gpus: int | None) -> Reading:
@@ -129,12 +137,18 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         reading.derived.append(f"num_gpus={num_gpus}, from the script's own launcher")
     replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp})
     size = keys.needed("--micro-batch-size")
-    batch = keys.number("--global-batch-size", size * replicate)
+    batch = keys.number("--global-batch-size")
+    if batch is None:
+        batch, reading.batch_per_replica = size * replicate, size
     layers = keys.needed("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
     chunks = chunks or (layers // pp // per_chunk if per_chunk else 1)
+    if layout := keys.take("--pipeline-model-parallel-layout"):
+        chunks = _stages(str(layout)) // pp
+        reading.named.append("--pipeline-model-parallel-layout: priced with stages of equal cost")
     reading.model = {"layers": layers}
+    reading.free = "replicate"
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
     reading.knobs |= {"tp": tp, "pp": pp, "replicate": replicate, "chunks": chunks}
     reading.knobs["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
@@ -142,6 +156,12 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     reading.knobs["replicate_zero"] = int(bool(keys.take("--use-distributed-optimizer")))
     inner = keys.take("--use-tp-pp-dp-mapping")
     reading.knobs["placement"] = "pp_inner" if inner else "dp_inner"
+
+
+def _stages(layout: str) -> int:
+    """The number of virtual stages of a layout such as ``Et|(tt|)*3,tL``."""
+    repeated = re.sub(r"\((.*?)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout)
+    return repeated.replace(",", "").strip("|").count("|") + 1
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
@@ -217,19 +237,25 @@ def _recompute(keys: Keys, reading: Reading) -> None:
             "selective recomputation drops attention scores, which fused attention never keeps"
         )
     reading.knobs["recompute"] = "full" if kind == "full" else "none"
-    some = count if kind == "full" and method == "block" else None
-    reading.knobs["recompute_blocks"] = some or reading.model["layers"]
+    if kind == "full" and method == "block" and count:
+        reading.knobs["recompute_blocks"] = count
 
 
 def _traits(keys: Keys, reading: Reading) -> None:
     """Overlaps, fusions and the bytes of gradients."""
+    fusion = bool(keys.take("--cross-entropy-loss-fusion"))
     fused = keys.take("--cross-entropy-fusion-impl", "native") == "te"
+    if fusion and not fused:
+        reading.named.append(
+            "--cross-entropy-loss-fusion: priced without, since only the implementation te has a "
+            "price"
+        )
     backend = keys.take("--attention-backend", "auto")
     reading.traits |= {
         "overlap_reduction": bool(keys.take("--overlap-grad-reduce")),
         "overlap_updated": bool(keys.take("--overlap-param-gather")),
         "overlap_tensor": bool(keys.take("--tp-comm-overlap")),
-        "fused_loss": bool(keys.take("--cross-entropy-loss-fusion")) and fused,
+        "fused_loss": fusion and fused,
         "fused_accumulation": not keys.take("--no-gradient-accumulation-fusion", False),
         "flash": str(backend).removeprefix("AttnBackend.") not in ("unfused", "local"),
         "dropout_masks": reading.model["dropout"] > 0,
@@ -283,6 +309,16 @@ _NEMO_PRICED = {  # keys that change a price, unless they are off
 }
 
 
+_NEMO_TRAINER = tuple(  # keys of ``trainer`` that change neither time nor memory of a step
+    f"trainer.{key}"
+    for key in (
+        *("accelerator", "logger", "enable_checkpointing", "use_distributed_sampler", "max_"),
+        *("log_every_n_steps", "val_check_interval", "limit_", "num_sanity", "gradient_clip_val"),
+        *("benchmark", "enable_model_summary", "enable_progress_bar"),
+    )
+)
+
+
 def read_nemo(text: str, num_gpus: int | None) -> Reading:
     """What a NeMo YAML with ``model`` and ``trainer`` says (NeMo 1, as in NVIDIA's recipes)."""
     try:
@@ -313,7 +349,8 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     if model.get("cross_entropy_loss_fusion"):
         values["--cross-entropy-fusion-impl"] = "te"
     values["--bf16"] = str(trainer.get("precision", "")).startswith("bf16")
-    own = int(trainer.get("num_nodes", 1)) * int(trainer.get("devices", 1))
+    trainer = {key: value for key, value in trainer.items() if key != "precision"}
+    own = int(trainer.pop("num_nodes", 1)) * int(trainer.pop("devices", 1))
     values = {flag: value for flag, value in values.items() if value is not False}
     reading = read_arguments(values, num_gpus or own, stated=num_gpus is not None)
     reading.dialect = "nemo"
@@ -321,12 +358,21 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     left = {key: value for key, value in model.items() if key not in read_keys}
     reading.named += [f"model.{k}={left[k]}: {w}" for k, w in _NEMO_PRICED.items() if left.get(k)]
     reading.harmless += [f"model.{key}" for key in left if key not in _NEMO_PRICED]
+    Keys({f"trainer.{key}": value for key, value in trainer.items()}).sort_rest(
+        reading, {}, _NEMO_TRAINER
+    )
     return reading
+
+
+def _layout(plan: SizedPlan) -> str:
+    """The stages as Megatron-Core's ``PipelineParallelLayerLayout`` reads them."""
+    return f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L"
 
 
 def written(plan: SizedPlan) -> str:
     """A plan as flags of Megatron-LM; raises SpecError if it has none for it."""
     layout, shape = plan.layout, plan.shape
+    equal = len(set(plan.blocks)) == 1
     if layout.shard > 1:
         raise SpecError(f"--as megatron: shard={layout.shard}: Megatron's pipeline has no ZeRO-3")
     schedules = ("1f1b", "interleaved_1f1b")
@@ -351,7 +397,10 @@ def written(plan: SizedPlan) -> str:
         "--hidden-dropout": shape.dropout,
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
-        "--num-virtual-stages-per-pipeline-rank": layout.chunks if layout.chunks > 1 else False,
+        "--num-virtual-stages-per-pipeline-rank": layout.chunks
+        if layout.chunks > 1 and equal
+        else False,
+        "--pipeline-model-parallel-layout": not equal and _layout(plan),
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.replicate_zero == 1,
         "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
@@ -367,7 +416,8 @@ def written(plan: SizedPlan) -> str:
         "--no-gradient-accumulation-fusion": not program.fused_accumulation,
     }
     if plan.recompute == "full":
-        some = max(plan.recomputed) if plan.recomputed else None
+        recomputed = plan.recomputed_per_stage
+        some = max(recomputed) if recomputed != plan.blocks else None
         flags |= {"--recompute-granularity": "full"}
         flags |= {"--recompute-method": "block" if some else "uniform"}
         flags |= {"--recompute-num-layers": some or 1}

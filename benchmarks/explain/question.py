@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,8 +12,8 @@ from typing import Any, cast
 
 import yaml
 
-from benchmarks.explain import huggingface, megatron, torchtitan
-from benchmarks.explain.reading import Reading
+from benchmarks.explain import huggingface, megatron, torchtitan, trainers
+from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
@@ -24,6 +25,7 @@ from zeropp.cluster import Cluster
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 
+_REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
 
 
@@ -45,13 +47,17 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     num_gpus = given.get("num_gpus")
     if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
-    if len(files) + bool(arguments) != 1:
-        raise SpecError("give one file, or Megatron-LM's arguments after -- (see --help)")
-    reading = (
-        megatron.read_words(list(arguments), num_gpus)
-        if arguments
-        else _read(Path(files[0]), num_gpus)
-    )
+    if arguments and not files:
+        reading = megatron.read_words(list(arguments), num_gpus)
+    elif len(files) == 1 and not arguments:
+        reading = _read(Path(files[0]), num_gpus)
+    elif len(files) == 2 and not arguments:
+        reading = _read_pair([Path(file) for file in files], num_gpus)
+    else:
+        raise SpecError(
+            "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
+            "Megatron-LM's arguments after -- (see --help)"
+        )
     return _question(reading, given)
 
 
@@ -70,18 +76,75 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(path: Path, num_gpus: int | None) -> Reading:
-    """The reading of a file, by its ending and content."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+    """The reading of a file, by its ending and content, or of a function of torchtitan's."""
+    if _REGISTERED.fullmatch(path.name) and not path.exists():
+        return torchtitan.read_registered(str(path), num_gpus)
+    text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
     if path.suffix == ".json":
         return _record(text) or huggingface.read(text, num_gpus)
     if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
-        return megatron.read_nemo(text, num_gpus)
-    return megatron.read(text, num_gpus)
+        return _read_yaml(path, text, num_gpus)
+    if path.suffix == ".py":
+        raise SpecError(
+            f"{path}: a recipe in Python is not run here (of torchtitan, give "
+            "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, "
+            "Megatron-LM's arguments after --)"
+        )
+    return megatron.read(text, num_gpus, path.parent)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+
+
+def _tree(path: Path, text: str) -> dict[str, Any]:
+    """The mapping that a JSON or YAML file holds."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise SpecError(f"{path}: not a YAML file: {words}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: must hold keys with values")
+    return tree
+
+
+def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
+    tree = _tree(path, text)
+    if "tokens" in tree and "parallelism" in tree:
+        return trainers.nanotron(tree, num_gpus)
+    if "distributed_type" in tree:
+        raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
+    if "base_model" in tree:
+        raise SpecError(
+            f"{path}: axolotl's file names its model alone: give the model's config.json with the "
+            "file of DeepSpeed or Accelerate, or with contender=fsdp"
+        )
+    if "model" not in tree or "trainer" not in tree:
+        raise SpecError(
+            f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-LM's tests "
+            "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
+        )
+    return megatron.read_nemo(text, num_gpus)
+
+
+def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
+    """The reading of a model's ``config.json`` and the file of its trainer, in either order."""
+    trees = [_tree(path, _text(path)) for path in paths]
+    (config, _), (trainer, tree) = sorted(
+        zip(paths, trees, strict=True), key=lambda pair: "model_type" not in pair[1]
+    )
+    model = huggingface.read(_text(config), num_gpus)
+    if "distributed_type" in tree:
+        return trainers.accelerate(tree, model, num_gpus)
+    if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
+        return trainers.deepspeed(tree, model, num_gpus)
+    raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
 
 
 def _record(text: str) -> Reading | None:
@@ -104,6 +167,10 @@ def _record(text: str) -> Reading | None:
 def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     settings = reading.settings | {key: given[key] for key in KEYS if key in given}
     model = reading.model | _below("model.", given)
+    own = settings.get("contender", reading.contender) == reading.contender
+    chosen = (reading.knobs if own else {}) | _below("contender.", given)
+    if own:
+        _follow(chosen, settings, model, reading, given)
     for key in ("vocab", "seq"):
         if model.get(key) is None:
             raise SpecError(f"model.{key}: the file does not say it (give model.{key}=N)")
@@ -118,11 +185,34 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     spec = validated(TaskSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
-    own = name == reading.contender
-    chosen = (reading.knobs if own else {}) | _below("contender.", given)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     return Question(reading, spec.task, contender, knobs, settings.get("microbatch_size", "auto"))
+
+
+def _follow(
+    chosen: dict[str, Any],
+    settings: dict[str, Any],
+    model: Mapping[str, Any],
+    reading: Reading,
+    given: Mapping[str, Any],
+) -> None:
+    """Adjust what the file derives to what the words replace: the free data-parallel degree, the
+    global batch of so many sequences per replica, and "all blocks" of the recomputation."""
+    if chosen.get("recompute", "none") not in ("none", "auto"):
+        chosen.setdefault("recompute_blocks", model.get("layers"))
+    degrees = [name for name in ("tp", "pp", "shard", "replicate") if name in chosen]
+    free, changed = reading.free, any(f"contender.{name}" in given for name in degrees)
+    if not free or f"contender.{free}" in given or not (changed or "num_gpus" in given):
+        return
+    fixed = {name: chosen[name] for name in degrees if name != free}
+    if "auto" in fixed.values():
+        chosen[free] = "auto"
+        return
+    chosen[free] = share_of_ranks(settings["num_gpus"], fixed)
+    if reading.batch_per_replica and "global_batch" not in given:
+        replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
+        settings["global_batch"] = reading.batch_per_replica * replicas
 
 
 def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:

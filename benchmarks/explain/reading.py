@@ -25,6 +25,8 @@ class Reading:
     knobs: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     traits: dict[str, Any] = field(default_factory=dict)
+    free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
+    batch_per_replica: int | None = None  # where the global batch follows from it
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)
@@ -78,6 +80,17 @@ class Keys:
             else:
                 reading.named.append(f"{setting}: {why or 'not known here, left out of the price'}")
         self._left.clear()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
 
 
 def share_of_ranks(num_gpus: int, degrees: Mapping[str, int]) -> int:

@@ -53,7 +53,7 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     if verbose:
         console.print(f"  changes nothing: {', '.join(reading.harmless)}", style="dim")
     console.print(_speed(answer))
-    console.print(f"  simulated; {measured_errors(question.contender)}")
+    console.print(f"  simulated; {measured_errors(question)}")
     console.print(_memory(answer))
     console.print(_lost(result))
     _print_changes(answer, console)

@@ -1,4 +1,5 @@
-"""Reads and writes a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2).
+"""Reads and writes a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2), and reads
+the functions of 0.3's ``config_registry``.
 
 Sizes of flavors are those of ``torchtitan/models/{llama3,qwen3}/__init__.py``; the width of an MLP
 follows ``FeedForward`` in ``models/llama3/model``. Data parallelism that is -1 takes the ranks that
@@ -7,13 +8,13 @@ are left (``distributed/parallel_dims.py``).
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.explain.reading import Keys, Reading, share_of_ranks
+from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
@@ -41,6 +42,7 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+_POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "model.converters": ([], "no price for 8-bit products; priced in bf16"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
@@ -53,6 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "parallelism.module_fqns_per_model_part": (None, "stages by hand; priced with equal stages"),
     "parallelism.pipeline_parallel_schedule_csv": ("", "a schedule of one's own"),
     "parallelism.pipeline_parallel_split_points": ([], "stages by hand; priced with equal stages"),
+    "parallelism.enable_fsdp_symm_mem": (False, "gathers are priced as NCCL's own"),
     "parallelism.expert_parallel_degree": (1, "experts"),
     "parallelism.expert_tensor_parallel_degree": (1, "experts"),
     "activation_checkpoint.memory_budget": (0.5, "recomputation by a memory budget"),
@@ -66,24 +69,59 @@ _HARMLESS = (
     *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
     *("float8.", "compile.backend", "compile.components", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
+    *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),
     *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
-    *("parallelism.pipeline_parallel_first_", "parallelism.pipeline_parallel_last_"),
 )
 
 
 def read(text: str, num_gpus: int | None) -> Reading:
     """What a TOML says; raises SpecError, in one line, for a model that has no price here."""
     try:
-        keys = Keys(flat(tomllib.loads(text)))
+        values = flat(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not a TOML file: {error}") from None
+    return _read(values, text, num_gpus)
+
+
+def read_registered(name: str, num_gpus: int | None) -> Reading:
+    """What a function such as ``llama3:llama3_8b`` (module, function) of torchtitan 0.3's
+    ``config_registry`` returns. Imports torchtitan; raises SpecError, in one line, without it."""
+    module, _, function = name.partition(":")
+    try:
+        path = module if "." in module else f"torchtitan.models.{module}"
+        registry = importlib.import_module(f"{path}.config_registry")
+        config = getattr(registry, function)()
+    except (ImportError, AttributeError) as error:
+        raise SpecError(
+            f"{name}: torchtitan's configuration cannot be made here: {error} (give a module and "
+            "a function of its config_registry, where torchtitan 0.3 is installed)"
+        ) from None
+    spec = config.model_spec
+    values: dict[str, Any] = {"model.name": spec.name, "model.flavor": spec.flavor}
+    for section in ("training", "parallelism", "compile", "debug"):
+        values |= {f"{section}.{key}": v for key, v in vars(getattr(config, section)).items()}
+    policy = config.activation_checkpoint
+    kind = "none" if policy is None else type(policy).__qualname__.split(".")[-2]
+    values["activation_checkpoint.mode"] = _POLICIES.get(kind, kind)
+    values["activation_checkpoint.selective_ac_option"] = "op"
+    shown = repr(spec.model)
+    if eight := next((word for word in ("Float8", "MXFP8", "NVFP4") if word in shown), ""):
+        values["model.converters"] = [eight]
+    return _read(values, "", num_gpus)
+
+
+def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
+    keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
     reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys)}
     gpus = _num_gpus(text, num_gpus, reading)
     _degrees(keys, reading, gpus)
     _recompute(keys, reading)
     compiled = keys.take("compile.enable", keys.take("training.compile", False))
-    asynchronous = keys.take("parallelism.enable_async_tensor_parallel", False)
+    asynchronous = any(
+        keys.take(f"{section}.enable_async_tensor_parallel", False)
+        for section in ("parallelism", "compile")
+    )
     if not compiled:
         reading.traits |= {"traffic_factor": 2.11, "fused_loss": False}
         reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
@@ -92,17 +130,6 @@ def read(text: str, num_gpus: int | None) -> Reading:
     reading.settings["precision"] = "bf16" if wanted == "bfloat16" else "fp32"
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def _model(keys: Keys) -> dict[str, Any]:
@@ -152,10 +179,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
         )
     local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
     batch = keys.number("training.global_batch_size", -1)
-    batch = local * replicate * shard if batch in (None, -1) else batch
+    if batch in (None, -1):
+        batch, reading.batch_per_replica = local * replicate * shard, local
+    reading.free = "shard"
     microbatch = keys.number("parallelism.pipeline_parallel_microbatch_size", 1)
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
-    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     schedule, chunks = "1f1b", 1
     if pp > 1:
         if asked not in _SCHEDULES:
@@ -163,19 +191,39 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
         schedule = _SCHEDULES[asked]
-        chunks = 1 if schedule == "1f1b" else 2
-        if per_stage:
-            chunks = math.ceil((reading.model["layers"] + 2) / per_stage) // pp
+        chunks = _chunks(keys, reading.model["layers"], pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
                 "priced as one pass"
             )
     reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
-    reading.knobs |= {"chunks": chunks, "schedule": schedule, "sequence_parallel": tp > 1}
+    sequence = keys.take("parallelism.enable_sequence_parallel", True)
+    reading.knobs |= {"chunks": chunks, "schedule": schedule}
+    reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
     reading.knobs["placement"] = "dp_inner"
     size = microbatch if pp > 1 else local
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
+
+
+def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
+    """Virtual stages per rank, as ``distributed/pipeline_parallel.py`` counts them."""
+    least = 1 if schedule == "1f1b" else 2
+    ends = [
+        keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
+        for end in ("first", "last")
+    ]
+    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
+    if not per_stage:
+        return least
+    stages = math.ceil((layers + sum(ends)) / per_stage)
+    if stages % pp or (stages // pp == 1) != (least == 1):
+        raise SpecError(
+            f"pipeline_parallel_layers_per_stage={per_stage}: {layers} layers become {stages} "
+            f"stages, which torchtitan refuses for {schedule} on {pp} pipeline ranks (use "
+            f"{math.ceil((layers + sum(ends)) / (least * pp))})"
+        )
+    return stages // pp
 
 
 def _recompute(keys: Keys, reading: Reading) -> None:
@@ -186,7 +234,6 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     if mode == "selective" and option not in ("op", "1", "2"):
         reading.named.append(f"selective_ac_option={option}: priced as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
-    reading.knobs["recompute_blocks"] = reading.model["layers"]  # all of every stage
 
 
 def written(plan: SizedPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,9 @@ from benchmarks.explain import answer as answers
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.__main__ import main
 from benchmarks.explain.answer import answer
+from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import ask
 from benchmarks.explain.screen import written_as
-from benchmarks.explain.shell import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification import SpecError
 
 TOML = """
@@ -147,7 +148,7 @@ def test_megatron_script() -> None:
 
 def test_the_same_configuration_in_every_dialect() -> None:
     """Script, command line, log, YAML of a test and NeMo's YAML say the same."""
-    values, _ = arguments_of_script(SCRIPT)
+    values, _, _ = arguments_of_script(SCRIPT, Path())
     log = "------------------------ arguments ------------------------\n" + "\n".join(
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
@@ -176,7 +177,8 @@ def test_the_same_configuration_in_every_dialect() -> None:
         (SCRIPT.replace('SIZE=${1:-"8"}', "SIZE=4"), "--num-experts=8: no price for mixtures"),
         (SCRIPT.replace("NUM_NODES=2", "NUM_NODES=1").replace("-size 2 ", "-size 16 "), "num_gpus"),
         ("echo hello", "no line runs a Python file"),
-        ("case $X in\na) ;;\nesac", "case: the script chooses"),
+        ("case $X in\na) ;;\nesac", "no line runs a Python file"),
+        ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
     ],
 )
@@ -242,3 +244,194 @@ def test_the_command_answers_on_one_screen(
     monkeypatch.setattr(sys, "argv", ["explain", str(path), "clutser=h100"])
     assert main() == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+HOSTILE = """
+echo gone > {place}/kept
+echo new >> {place}/made
+: > {place}/kept
+rm {place}/kept
+/bin/rm {place}/kept
+command -p rm {place}/kept
+exec 3<>{place}/kept
+trap - DEBUG
+shopt -u extdebug
+echo new > {place}/made
+PATH=/bin:/usr/bin
+rm {place}/kept
+/bin/touch {place}/made
+kill -9 $PPID
+python pretrain_gpt.py --num-layers 2
+"""
+
+
+def test_a_script_can_change_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("before", encoding="utf-8")
+    arguments, _, _ = arguments_of_script(HOSTILE.format(place=tmp_path), tmp_path)
+    assert arguments == {"--num-layers": "2"}
+    assert kept.read_text(encoding="utf-8") == "before"
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        ('V="--num-layers 2"\nV+=" --bf16"\npython a.py $V', {"--num-layers": "2", "--bf16": True}),
+        ('o=" \\\n --num-layers 2"\nsrun -c 8 sh -c "cd x && python a.py ${o}"', {}),
+        ("set -e\nmkdir x\ncase ${1:-a} in a) N=2;; esac\ntorchrun a.py --num-layers $N > log", {}),
+        ("[ -f nothing ] || exit 1\nexec /opt/bin/python a.py --num-layers $((1 + 1)) 2>&1", {}),
+        ('N="x/y --num-layers 2"\nCUDA=1 "$HOME/bin/torchrun" a.py ${N#* }', {}),
+        ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
+    ],
+)  # fmt: skip
+def test_bash_expands_what_a_run_would_get(
+    script: str, wanted: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
+    assert arguments_of_script(script, tmp_path)[0] == (wanted or {"--num-layers": "2"})
+
+
+def test_what_bash_could_not_follow_is_named() -> None:
+    script = "source gone.sh\nif true; then exit 1; fi\n" + SCRIPT
+    named = " ".join(megatron.read(script, None).named)
+    assert "source gone.sh: not found" in named
+    assert "exit 1: a check" in named
+
+
+NANOTRON = """
+model: {dtype: bfloat16, model_config: {hidden_size: 4096, intermediate_size: 14336,
+  num_attention_heads: 32, num_hidden_layers: 32, num_key_value_heads: 8, vocab_size: 128256}}
+optimizer: {zero_stage: 1}
+parallelism: {dp: 4, tp: 2, pp: 2, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER, made_up: 1}
+tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 8, sequence_length: 4096}
+"""
+DEEPSPEED = """{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,
+  "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "made_up": 1}"""
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD, fsdp_version: 2, made_up: 1}
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "contender", "degrees", "batch"),
+    [
+        ("n.yaml", NANOTRON, "megatron_core", {"tp": 2, "pp": 2, "replicate": 4}, 64),
+        ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 3}'), "fsdp", {"shard": 16, "replicate": 1}, 64),
+        ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
+    ],
+)  # fmt: skip
+def test_trainers_around_a_model_of_hugging_face(
+    name: str, text: str, contender: str, degrees: dict[str, int], batch: int, tmp_path: Path
+) -> None:
+    trainer, config = tmp_path / name, tmp_path / "config.json"
+    trainer.write_text(text, encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    files = [str(trainer)] if name == "n.yaml" else [str(config), str(trainer)]
+    words = ["cluster=h100", "num_gpus=16", "model.seq=4096"]
+    words += ["global_batch=128"] * (name == "a.yaml")
+    asked = ask(files, words, [])
+    assert asked.contender.name == contender
+    assert {key: getattr(asked.knobs, key) for key in degrees} == degrees
+    assert asked.task.global_batch == batch
+    assert sizes(asked.reading.model) == SHAPE_8B
+    assert any("made_up=1: not known here" in line for line in asked.reading.named)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", ACCELERATE, "give its config.json, too"),
+        ("d.json", DEEPSPEED, "give its config.json, too"),
+        ("x.yaml", "base_model: m", "axolotl's file names its model alone"),
+        ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
+        ("x.yaml", "- 1", "must hold keys with values"),
+        ("r.py", "def recipe(): ...", "a recipe in Python is not run here"),
+        ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
+    ],
+)
+def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=said) as refused:
+        ask([str(path)], ["cluster=h100"], [])
+    assert "\n" not in str(refused.value)
+
+
+def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(TOML, encoding="utf-8")
+    asked = ask([str(path)], ["cluster=h100", "contender.tp=4", "model.layers=16"], [])
+    assert (asked.knobs.tp, asked.knobs.shard) == (4, 2)  # type: ignore[attr-defined]
+    assert asked.task.global_batch == 8 * 2
+    assert asked.knobs.recompute_blocks == 16  # type: ignore[attr-defined]
+
+
+def test_layers_per_stage_as_torchtitan_counts_them() -> None:
+    key = "[parallelism]\npipeline_parallel_layers_per_stage = "
+    assert torchtitan.read(TOML.replace("[parallelism]", key + "6"), None).knobs["chunks"] == 3
+    with pytest.raises(SpecError, match="become 5 stages, which torchtitan refuses"):
+        torchtitan.read(TOML.replace("[parallelism]", key + "7"), None)
+
+
+def test_keys_without_a_price_are_named_in_every_dialect() -> None:
+    nemo = megatron.read_nemo(NEMO.replace("devices: 8", "devices: 8, made_up: 3"), None)
+    assert nemo.named == ["trainer.made_up=3: not known here, left out of the price"]
+    script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
+    assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)
+
+
+def _uneven() -> tuple[list[str], int]:
+    """Megatron's flags of a plan whose 40 layers are no multiple of 2 x 12 stages."""
+    words = "--num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048"
+    words += " --micro-batch-size 1 --global-batch-size 64 --tensor-model-parallel-size 8 --bf16"
+    words += " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 12"
+    given = ["cluster=a100", "num_gpus=64", "model.vocab=51200"]
+    asked = ask([], given, words.split())
+    plan = asked.contender.size(asked.task, asked.knobs, 1)
+    written = megatron.written(plan).split()
+    again = ask([], given, written)
+    assert again.knobs == asked.knobs
+    return written, asked.task.shape.layers
+
+
+def test_uneven_stages_are_written_as_a_layout() -> None:
+    written, layers = _uneven()
+    layout = written[written.index("--pipeline-model-parallel-layout") + 1]
+    assert layout.count("t") == layers
+    assert layout.count("|") == 23
+    assert "--num-virtual-stages-per-pipeline-rank" not in written
+
+
+def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the attributes of torchtitan 0.3's configuration."""
+
+    class FullAC:
+        class Config:
+            """The policy, whose class alone says its kind."""
+
+    config = SimpleNamespace(
+        model_spec=SimpleNamespace(name="llama3", flavor="8B", model="Float8Linear.Config"),
+        training=SimpleNamespace(local_batch_size=1, seq_len=8192),
+        parallelism=SimpleNamespace(tensor_parallel_degree=2, made_up=1),
+        compile=SimpleNamespace(enable=True, enable_async_tensor_parallel=True),
+        debug=SimpleNamespace(),
+        activation_checkpoint=FullAC.Config(),
+    )
+    registry = SimpleNamespace(llama3_8b=lambda: config)
+    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)  # type: ignore[arg-type]
+    reading = torchtitan.read_registered("llama3:llama3_8b", 8)
+    assert sizes(reading.model) == SHAPE_8B
+    assert (reading.knobs["tp"], reading.knobs["shard"], reading.knobs["recompute"]) == (
+        2,
+        4,
+        "full",
+    )
+    assert reading.traits["overlap_tensor"]
+    assert any("8-bit products" in line for line in reading.named)
+    assert any("made_up=1" in line for line in reading.named)

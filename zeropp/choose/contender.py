@@ -187,7 +187,7 @@ def _some(plan: SizedPlan) -> str:
         return ""
     if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
         return f" of {sum(plan.recomputed)} blocks"
-    return f" of {max(plan.recomputed)} blocks per stage"
+    return f" of {max(plan.recomputed_per_stage)} blocks per stage"
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:

@@ -1,0 +1,141 @@
+"""Finds the arguments of Megatron-LM in what people have: a shell script, a command line, or the
+list that a run prints into its log.
+
+Bash itself expands a script (``expand.bash``), so arrays, ``+=``, ``case`` and functions mean what
+they mean in a run. It is restricted, finds no command, writes no file, has 10 s, and no network
+where the system has user namespaces. Variables that a script takes from its caller are those of
+this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.specification import SpecError
+
+_LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
+_PRELUDE = Path(__file__).with_name("expand.bash")
+_LIMIT_S = 10
+_OF_A_MODEL = ("--num-layers", "--hidden-size")
+
+Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
+
+
+def arguments_of(words: list[str]) -> Arguments:
+    """Flags with their values, as argparse would read them; ``--flag=value`` is the same."""
+    arguments: Arguments = {}
+    flag = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            flag, equals, value = word.partition("=")
+            arguments[flag] = value if equals else True
+        elif flag and arguments[flag] is True:
+            arguments[flag] = word
+        elif flag:
+            arguments[flag] = f"{arguments[flag]} {word}"
+    return arguments
+
+
+def arguments_of_log(text: str) -> Arguments:
+    """The flags of the list that Megatron prints when it starts, which has every default; empty
+    if the text has no such list."""
+    if "- arguments -" not in text:
+        return {}
+    values = {f"--{name.replace('_', '-')}": value for name, value in _LOGGED.findall(text)}
+    given = {flag: value for flag, value in values.items() if value not in ("None", "False", "[]")}
+    return {flag: True if value == "True" else value for flag, value in given.items()}
+
+
+def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None, list[str]]:
+    """(the flags of the training that a script starts, GPUs of its ``torchrun``, lines about what
+    was not followed). ``folder`` has the files that the script sources.
+
+    Raises SpecError if it starts none.
+    """
+    commands, complaint = _expanded(text, folder)
+    launches = [words for words in commands if any(w.endswith(".py") for w in words)]
+    launches += [words for words in commands if words[0].startswith("--")]
+    of_models = [words for words in launches if set(_OF_A_MODEL) & set(arguments_of(words))]
+    launches = of_models or [w for w in launches if any(word.startswith("--") for word in w)]
+    if not launches:
+        raise SpecError(
+            "no line runs a Python file with arguments"
+            + (f" (bash: {complaint})" if complaint else "")
+            + "; give the arguments after --, or the log of a run"
+        )
+    named = [
+        f"source {words[1]}: not found beside the script, so not followed"
+        for words in commands
+        if words[0] == "source"
+    ]
+    if ["exit", "1"] in commands:
+        named.append("exit 1: a check of the script fails here, and was passed over")
+    launch = launches[-1]
+    if any(other != launch for other in of_models):
+        named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
+    program = next((i for i, word in enumerate(launch) if word.endswith(".py")), -1)
+    world = _world(arguments_of(launch[: max(program, 0)]))
+    return arguments_of(launch[program + 1 :]), world, named
+
+
+def _expanded(text: str, folder: Path) -> tuple[list[list[str]], str]:
+    """(the words of every command that the script would run, the last complaint of bash)."""
+    bash, unshare = shutil.which("bash"), shutil.which("unshare")
+    if bash is None:
+        raise SpecError("bash is not installed here: give the arguments after --")
+    alone = [unshare, "--map-root-user", "--net"] if unshare else []
+    if alone and subprocess.run([*alone, bash, "-c", ":"], capture_output=True).returncode:
+        alone = []
+    with tempfile.TemporaryDirectory() as place:
+        script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
+        script.write_text(text, encoding="utf-8")
+        empty = Path(place, "commands")
+        empty.mkdir()
+        with told.open("wb") as output, said.open("wb") as errors:
+            process = subprocess.Popen(
+                [*alone, bash, "-r", str(script)],
+                env={**os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                process.wait(_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise SpecError(
+                    f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
+                    "the arguments after --"
+                ) from None
+            finally:
+                _end(process)
+        lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+        commands = told.read_bytes().decode("utf-8", "replace").split("\0\0")
+    words = [[word for word in command.split("\0") if word] for command in commands]
+    complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
+    return [command for command in words if command], complaint
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End bash and what it has forked."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _world(launcher: Arguments) -> int | None:
+    """The number of GPUs in torchrun's own arguments."""
+    spelled = {flag.replace("-", "_").lstrip("_"): value for flag, value in launcher.items()}
+    ranks_per_node, nodes = spelled.get("nproc_per_node", ""), spelled.get("nnodes", "1")
+    if str(ranks_per_node).isdigit() and str(nodes).isdigit():
+        return int(ranks_per_node) * int(nodes)
+    return None

@@ -1,0 +1,64 @@
+# Read by a restricted bash before a script that is to be expanded. No command outside of bash runs
+# and no file is written; the words of every command that would have run go to the standard output,
+# each ended by a NUL, and the command by an empty word.
+
+exec 9>&1 >/dev/null
+ulimit -t 5 -f 10240 -v 2000000
+enable -n kill history fc suspend
+set -o functrace
+
+command_not_found_handle() {
+    local words=("$@")
+    while (($#)); do
+        if [[ ${1##*/} == @(bash|sh) && ${2-} == -*c ]]; then
+            eval "$3"  # what a launcher's shell would run
+            return
+        fi
+        shift
+    done
+    printf '%s\0' "${words[@]}" '' >&9
+}
+
+source() {
+    if [[ -f ${1##*/} ]]; then
+        builtin source "${@/#*\//}"
+    else
+        printf '%s\0' source "$1" '' >&9
+    fi
+}
+
+exit() {  # a check of another machine fails here, and what follows is still the configuration
+    ((${1-0} == 0)) && builtin exit
+    printf '%s\0' exit "$1" '' >&9
+}
+
+exec() { (($#)) && command_not_found_handle "$@"; }
+cd() { :; }
+pushd() { :; }
+popd() { :; }
+basename() { printf '%s\n' "${1##*/}"; }
+dirname() { printf '%s\n' "${1%/*}"; }
+
+# Before each command: without what a restricted shell refuses, which is files for output, names
+# with a slash, and some variables; and without `set -e`, which would end at a skipped command.
+_expanded() {
+    local file='[ ][0-9]*(&?>>?|>\|)[ ]?[^ &][^ ]*((([ ][0-9]*[<>]&[0-9-]+))*)$'
+    local value="(\"[^\"]*\"|'[^']*'|[^ \"'(]*)"
+    local path="^(([A-Za-z_0-9]+=$value )*)(\"[^\"]*/[^\"]*\"|[^] \"'=([]*/[^ =(]*)( .*)?$"
+    local fixed='^(export |declare -x )?(PATH|SHELL|ENV|BASH_ENV|HISTFILE)=|^set [-+][^-]'
+    local command=$1
+    shopt -s extdebug  # a trap that fails skips the command; not before, where it starts a debugger
+    [[ $command =~ $fixed ]] && return 1
+    while [[ $command =~ $file ]]; do
+        command=${command%"${BASH_REMATCH[0]}"}${BASH_REMATCH[2]}
+    done
+    if [[ $command == '. '* ]]; then
+        command="source ${command#. }"
+    elif [[ $command =~ $path ]]; then
+        command="${BASH_REMATCH[1]}command_not_found_handle ${BASH_REMATCH[4]}${BASH_REMATCH[5]}"
+    fi
+    [[ $command == "$1" ]] && return 0
+    eval "$command"
+    return 1
+}
+trap '_expanded "$BASH_COMMAND"' DEBUG

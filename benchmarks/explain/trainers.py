@@ -1,0 +1,195 @@
+"""Reads configurations of trainers that take a model in the form of Hugging Face's ``config.json``:
+nanotron's YAML has the model inside, DeepSpeed's JSON and Accelerate's YAML stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.explain import huggingface
+from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
+from benchmarks.specification import SpecError
+
+_NANOTRON_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "parallelism.expert_parallel_size": (1, "experts"),
+    "parallelism.tp_linear_async_communication": (False, "priced without this overlap"),
+    "optimizer.accumulate_grad_in_fp32": (True, "gradients are priced in fp32"),
+    "parallelism.tp_recompute_allgather": (True, "gathered inputs are not kept"),
+    "parallelism.recompute_layer": (False, "recomputation"),
+    "model.make_vocab_size_divisible_by": (1, "the vocabulary is priced without padding"),
+}
+_NANOTRON_HARMLESS = (
+    *("checkpoints.", "data_stages", "general.", "lighteval", "logging.", "profiler", "tokenizer."),
+    *("optimizer.learning_rate", "optimizer.optimizer_factory", "optimizer.clip_grad"),
+    *("optimizer.weight_decay", "model.init_method", "tokens.train_steps", "tokens.val_", "s3_"),
+    *("tokens.limit_", "model.ddp_bucket_cap_mb", "metrics_logging", "optimizer.adam"),
+)
+_DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
+    "zero_optimization.offload_param.device": ("none", "no price for the host's memory"),
+    "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
+    "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
+    "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
+    "zero_optimization.zero_hpz_partition_size": (1, "no second copy of the parameters"),
+}
+_DEEPSPEED_HARMLESS = (
+    *("optimizer.", "scheduler.", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
+    *("fp16.", "bf16.", "zero_allow_untested", "zero_optimization.contiguous_gradients"),
+    *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
+    *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
+    *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
+    *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
+)
+_ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
+    "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
+    "fsdp_config.fsdp_auto_wrap_policy": (
+        "TRANSFORMER_BASED_WRAP",
+        "priced with a unit per block",
+    ),
+    "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "downcast_bf16": ("no", "parameters in another type"),
+}
+_ACCELERATE_HARMLESS = (
+    *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
+    *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
+    *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
+)
+
+
+def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
+    """What nanotron's YAML says; raises SpecError, in one line, for what has no price."""
+    tree = dict(tree)
+    tree["model"] = dict(tree.get("model", {}))
+    config = Keys(tree["model"].pop("model_config", {}), lambda key: f"model.model_config.{key}")
+    keys = Keys(flat(tree))
+    reading = Reading(dialect="nanotron", contender="megatron_core", program="nanotron")
+    degree = {
+        name: keys.number(f"parallelism.{name}", 1) or 1
+        for name in ("tp", "pp", "dp", "context_parallel_size")
+    }
+    if degree["context_parallel_size"] > 1:
+        raise SpecError(
+            f"parallelism.context_parallel_size={degree['context_parallel_size']}: no price for "
+            "context parallelism (use 1)"
+        )
+    engine = str(keys.take("parallelism.pp_engine", "1f1b"))
+    if degree["pp"] > 1 and engine != "1f1b":
+        raise SpecError(f"parallelism.pp_engine={engine}: no price (use 1f1b)")
+    gpus = num_gpus or degree["tp"] * degree["pp"] * degree["dp"]
+    replicate = share_of_ranks(gpus, {name: degree[name] for name in ("tp", "pp")})
+    size = keys.needed("tokens.micro_batch_size")
+    local = size * (keys.number("tokens.batch_accumulation_per_replica", 1) or 1)
+    reading.free, reading.batch_per_replica = "replicate", local
+    reading.model = huggingface.llama(config, "llama")
+    reading.model["seq"] = keys.needed("tokens.sequence_length")
+    config.sort_rest(reading, huggingface.NEUTRAL, (*huggingface.HARMLESS, "is_llama_config"))
+    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate}
+    reading.settings |= {"microbatch_size": size}
+    half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
+    reading.settings["precision"] = "bf16" if half else "fp32"
+    scattered = keys.take("parallelism.tp_mode", "ALL_REDUCE") == "REDUCE_SCATTER"
+    recompute = keys.take("parallelism.recompute_layer", False)
+    reading.knobs = {
+        "tp": degree["tp"],
+        "pp": degree["pp"],
+        "replicate": replicate,
+        "replicate_zero": keys.number("optimizer.zero_stage", 0),
+        "chunks": 1,
+        "schedule": "1f1b",
+        "sequence_parallel": scattered and degree["tp"] > 1,
+        "recompute": "full" if recompute else "none",
+        "placement": "dp_inner",
+    }
+    keys.sort_rest(reading, _NANOTRON_NEUTRAL, _NANOTRON_HARMLESS)
+    return reading
+
+
+def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
+    """What DeepSpeed's JSON says of a ``model`` that was read before; raises SpecError, in one
+    line, for what has no price. ZeRO-3 is priced as FSDP2's."""
+    if num_gpus is None:
+        raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
+    # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
+    keys = Keys({key: value for key, value in flat(tree).items() if value != "auto"})
+    reading = model
+    stage = keys.number("zero_optimization.stage", 0) or 0
+    tp = keys.number("tensor_parallel.autotp_size", 1) or 1
+    replicate = share_of_ranks(num_gpus, {"tp": tp})
+    half = [keys.take(f"{name}.enabled", False) for name in ("bf16", "fp16")]
+    reading.settings["precision"] = "bf16" if any(half) else "fp32"
+    if stage == 3:
+        if tp > 1:
+            raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
+        reading.contender = "fsdp"
+        reading.knobs = {"shard": num_gpus, "replicate": 1, "compile": False}
+        reading.named.append("zero_optimization.stage=3: priced as FSDP2's ZeRO-3, not DeepSpeed's")
+    else:
+        reading.contender = "deepspeed_3d"
+        reading.knobs = {"tp": tp, "pp": 1, "replicate": replicate, "replicate_zero": stage}
+        reading.knobs["compile"] = False
+        if sums := keys.take("data_types.grad_accum_dtype"):
+            reading.knobs["grad_accum_dtype"] = sums
+        elif any(half):  # DeepSpeed takes the type of the model
+            reading.knobs["grad_accum_dtype"] = "bf16"
+    reading.free = "shard" if stage == 3 else "replicate"
+    _without_recomputation(reading)
+    size = keys.number("train_micro_batch_size_per_gpu")
+    steps = keys.number("gradient_accumulation_steps", 1) or 1
+    batch = keys.number("train_batch_size")
+    if size is not None and batch is None:
+        batch, reading.batch_per_replica = size * steps * replicate, size * steps
+    if size is None and batch is not None:
+        size = batch // (steps * replicate)
+    reading.settings |= {"num_gpus": num_gpus}
+    reading.settings |= {"global_batch": batch} if batch else {}
+    reading.settings |= {"microbatch_size": size} if size else {}
+    keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
+    return reading
+
+
+def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
+    """What Accelerate's YAML for FSDP says of a ``model`` that was read before; raises SpecError,
+    in one line, for what has no price."""
+    keys = Keys(flat(tree))
+    if (kind := keys.take("distributed_type")) != "FSDP":
+        raise SpecError(
+            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, or "
+            "Megatron-LM's arguments after --)"
+        )
+    strategies = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+    strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
+    strategy = strategies.get(strategy, strategy)
+    again = keys.take("fsdp_config.fsdp_reshard_after_forward", True)
+    if strategy not in ("FULL_SHARD", "HYBRID_SHARD") or again in (False, "SHARD_GRAD_OP"):
+        raise SpecError(
+            f"fsdp_sharding_strategy={strategy}, fsdp_reshard_after_forward={again}: no price "
+            "(there is one for FULL_SHARD and HYBRID_SHARD, which gather again in the backward)"
+        )
+    if keys.take("fsdp_config.fsdp_version", 1) == 1:
+        model.named.append("fsdp_version=1: priced as FSDP2")
+    machines = keys.number("num_machines", 1) or 1
+    gpus = num_gpus or keys.needed("num_processes")
+    keys.take("num_processes")
+    replicate = machines if strategy == "HYBRID_SHARD" else 1
+    model.contender, model.free = "fsdp", "shard"
+    model.knobs = {"shard": share_of_ranks(gpus, {"replicate": replicate}), "replicate": replicate}
+    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
+        model.knobs["recompute"] = "full"
+    else:
+        _without_recomputation(model)
+    precision = str(keys.take("mixed_precision", "no"))
+    model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
+    if precision == "fp8":
+        model.named.append("mixed_precision=fp8: no price for 8-bit products; priced in bf16")
+    keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
+    return model
+
+
+def _without_recomputation(reading: Reading) -> None:
+    reading.knobs["recompute"] = "none"
+    reading.derived.append(
+        "recomputation: the file does not say it, priced without (give contender.recompute=full)"
+    )
