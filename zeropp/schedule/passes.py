@@ -80,8 +80,7 @@ def parameter_windows(
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
     where a schedule has no units), as far as they need parameters (``needs``). Two phases of a
     stage are one window if they overlap or if no other phase begins between them: the parameters
-    stay, and one gather less is needed. This happens where the last chunk goes from forward to
-    backward, and where the first chunk goes from one unit to the next.
+    stay, as where the last chunk turns to backward, and the first to the next unit.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, (stage, op, microbatch) in enumerate(program):
@@ -109,10 +108,8 @@ def add_gathers(
     program: RankProgram, unit: int, prefetch: int, needs: frozenset[Op] = NEEDS_PARAMETERS
 ) -> RankProgram:
     """Gathers and releases around the windows of a rank's program (see ``lower``)."""
-    windows = parameter_windows(program, unit, needs)
-    before: dict[int, list[Action]] = defaultdict(list)
-    after: dict[int, list[Action]] = defaultdict(list)
-    free_from: dict[int, int] = {}  # stage -> index from which it may be gathered again
+    windows, free_from = parameter_windows(program, unit, needs), dict[int, int]()
+    before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, window in enumerate(windows):
         ahead = windows[max(0, number - prefetch)].first
         place = max(ahead, free_from.get(window.stage, 0))
@@ -123,8 +120,7 @@ def add_gathers(
 
 
 def add_reductions(program: RankProgram, span: int, num_microbatches: int) -> RankProgram:
-    """A reduction of each stage behind its last weight gradient of every ``span`` microbatches."""
-    made: dict[tuple[int, int], list[int]] = defaultdict(list)  # the places of weight gradients
+    made = defaultdict[tuple[int, int], list[int]](list)  # the places of weight gradients
     for index, (stage, op, microbatch) in enumerate(program):
         if op in MAKES_GRADIENTS and microbatch is not None:
             made[stage, microbatch // span].append(index)
