@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,36 @@ def test_any_optimizer_is_clipped_as_in_one_process(world: World, degrees: dict[
         assert found == pytest.approx(norms, rel=1e-9)
         for name, value in values.items():
             torch.testing.assert_close(value, parameters[name].detach().float(), rtol=0, atol=1e-6)
+
+
+def resumed(folder: str) -> tuple[list[float], list[float]]:
+    """Norms that hooks have clipped by: in a model that is saved before its first update, and in
+    one that is loaded, of an optimizer that consists of two."""
+    norms: list[list[Tensor]] = [[], []]
+    for number, found in enumerate(norms):
+        with built(
+            layers_of(),
+            tied=TIED,
+            shard=2,
+            group_of=lambda name, parameter: "wide" if parameter.dim() == 2 else "narrow",
+            optimizer=lambda groups: [torch.optim.Adam(part) for part in groups.values()],
+        ) as model:
+
+            def clip(*_: object, model: Any = model, found: list[Tensor] = found) -> None:
+                found.append(model.clip_grad_norm_(LIMIT))
+
+            model.optimizer.register_step_pre_hook(clip)
+            model.load(folder) if number else model.save(folder)
+            x, y = (part[model.rows] for part in data())
+            model.train_step(x, y)
+    first, second = ([float(norm) for norm in found] for found in norms)
+    return first, second
+
+
+def test_a_checkpoint_calls_no_hooks(world: World, tmp_path: Path) -> None:
+    for saved, loaded in world.run(resumed, str(tmp_path / "checkpoint"), size=2):
+        assert len(saved) == 1
+        assert loaded == saved
 
 
 def by_hook(norm_type: float) -> tuple[list[float], list[float], str]:

@@ -54,6 +54,12 @@ _INSTRUCTIONS = (
     "OptimizerStep",
 )
 CONTRACTS = [
+    Contract(
+        "torch.optim:Optimizer#_optimizer_step_pre_hooks", "checkpoints before the first update"
+    ),
+    Contract(
+        "torch.optim:Optimizer#_optimizer_step_post_hooks", "checkpoints before the first update"
+    ),
     Contract("torch._subclasses.fake_tensor:FakeTensorMode", f"{_TRACE}: tensors without memory"),
     Contract(f"{_PARAM}.init_all_gather_outputs", f"{_TRACE}: FSDP2's gathered parameters"),
     Contract(f"{_PARAM}#all_gather_outputs", f"{_TRACE}: FSDP2's gathered parameters"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zeropp.engine.flat import FlatParameters, OptimizerShard
 from zeropp.engine.optimizer import Updater
+from zeropp.engine.private_names import without_hooks
 
 
 def states(updater: Updater, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
@@ -49,7 +50,8 @@ def _state_to_be(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, 
     for tensor in tensors:  # in memory of its own: what is updated whole has none now
         tensor.data = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         tensor.grad = torch.zeros_like(tensor)
-    optimizer.step()
+    with without_hooks(optimizer):  # no update is under way, in which they could clip
+        optimizer.step()
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         group.update(before)
     for tensor, (data, gradient) in zip(tensors, values, strict=True):
