@@ -10,6 +10,7 @@ runs are taken as log-normal with the same spread for all configurations of a cl
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -53,9 +54,9 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
     }
     if not times:
         return rows
-    of_cluster: dict[str, list[list[float]]] = {}
+    of_cluster: defaultdict[Any, list[list[float]]] = defaultdict(list)
     for key, group in times.items():
-        of_cluster.setdefault(key[keys.index("cluster")], []).append(group)
+        of_cluster[key[keys.index("cluster")]].append(group)
     spreads = {cluster: pooled_spread(groups) for cluster, groups in of_cluster.items()}
     lines = []
     for row in rows.to_dict("records"):
