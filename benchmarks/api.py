@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,12 @@ def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.
         for config in compose("config", [*shlex.split(line), f"runs_dir={runs_dir}"])
     ]
     planned = [plan_point(spec_of(config)) for config in configs]
-    launch_points(planned, configs)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        launch_points(planned, configs)
+    finally:
+        if signal.getsignal(signal.SIGINT) != handler:  # a sweep that Ctrl-C ends ignores the next
+            signal.signal(signal.SIGINT, handler)
     return load(*dict.fromkeys(Path(runs_dir) / point.spec.spec_id for point in planned))
 
 

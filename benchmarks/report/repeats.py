@@ -3,18 +3,20 @@ will be.
 
 The steps of one run say little about another one: a machine that is slower for a minute is slower
 in all of them. So intervals come from the differences between runs. Few runs of one configuration
-do not show how far they differ, but those of all configurations on a machine together do. Times of
-runs are taken as log-normal with the same spread for all.
+do not show how far they differ, but those of all configurations on a cluster together do. Times of
+runs are taken as log-normal with the same spread for all configurations of a cluster.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean, median
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
+from scipy.special import stdtrit
 
 from benchmarks.records.metrics import Summary
 
@@ -26,11 +28,8 @@ _RATES = ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 def half_width(runs: Sequence[int], spread: float, freedom: int) -> float:
     """Half of the interval of a logarithm: of the next run of a configuration around the median of
     its ``runs``, or, of two, of the ratio of their next runs around that of their medians. A
-    median's variance is pi/2 of a mean's. The quantile is Student's, by its first two terms in
-    1 / freedom (Abramowitz and Stegun, 26.7.5)."""
-    z = NormalDist().inv_cdf((1 + _SHARE) / 2)
-    quantile = z + (z**3 + z) / (4 * freedom)
-    quantile += (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    median's variance is pi/2 of a mean's. The quantile is Student's."""
+    quantile = float(stdtrit(freedom, (1 + _SHARE) / 2))
     return quantile * spread * math.sqrt(sum(1 + math.pi / (2 * count) for count in runs))
 
 
@@ -45,7 +44,8 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """The rows of ``latest_ok``, those of configurations that ran more than once with the same
-    files as medians over these runs. ``keys`` name a configuration in ``rows`` and ``frame``."""
+    files as medians over these runs. ``keys`` name a configuration in ``rows`` and ``frame``, and
+    its cluster is one of them."""
     fine = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
     times = {
         key: list(group["step_s"])
@@ -54,11 +54,15 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
     }
     if not times:
         return rows
-    spread, freedom = pooled_spread([*times.values()])
+    of_cluster: defaultdict[Any, list[list[float]]] = defaultdict(list)
+    for key, group in times.items():
+        of_cluster[key[keys.index("cluster")]].append(group)
+    spreads = {cluster: pooled_spread(groups) for cluster, groups in of_cluster.items()}
     lines = []
     for row in rows.to_dict("records"):
         runs = times.get(tuple(row[key] for key in [*keys, "code_digest"]))
         if row["status"] == "ok" and runs:
+            spread, freedom = spreads[row["cluster"]]
             low, high = (math.exp(s * half_width([len(runs)], spread, freedom)) for s in (-1, 1))
             faster = row["step_s"] / median(runs)
             row |= {"runs": len(runs), "run_spread": spread, "run_freedom": freedom}
@@ -70,11 +74,12 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
 
 
 def ratio_of_repeats(top: Mapping[Any, Any], bottom: Mapping[Any, Any]) -> Summary:
-    """The ratio of the step times of two rows of ``with_repeats``, with the interval of the ratio
-    of their next runs."""
+    """The ratio of the step times of two rows of ``with_repeats`` on one cluster, at least one of
+    which was repeated, with the interval of the ratio of their next runs."""
+    repeated = max(top, bottom, key=lambda row: row["runs"])
     ratio = top["step_s"] / bottom["step_s"]
     runs = [int(row["runs"]) for row in (top, bottom)]
-    half = half_width(runs, top["run_spread"], int(top["run_freedom"]))
+    half = half_width(runs, repeated["run_spread"], int(repeated["run_freedom"]))
     return Summary(
         median=ratio,
         low=ratio * math.exp(-half),

@@ -49,7 +49,7 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
         return fields
     if row["record_id"] == base["record_id"]:
         return fields | {"speedup": 1.0}
-    if min(row["runs"], base["runs"]) > 1:
+    if max(row["runs"], base["runs"]) > 1:
         ratio = ratio_of_repeats(base, row)
     else:
         ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])

@@ -63,8 +63,7 @@ _BYTES = 256  # vocabulary of byte-level text
 class BatchSource:
     """Draws batches of ``global_batch`` sequences of ``seq`` tokens.
 
-    ``tokens`` is the stream from which sequences are cut; it is empty for synthetic data. The rows
-    of every batch begin with those that are ``rotated`` rows later.
+    ``tokens`` is the stream from which sequences are cut; it is empty for synthetic data.
     """
 
     tokens: NDArray[Any]
@@ -72,7 +71,6 @@ class BatchSource:
     seq: int
     vocab: int
     seed: int
-    rotated: int = 0
 
     def batch(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(inputs, targets) of one step, both int64 [global_batch, seq]; targets are the inputs
@@ -88,7 +86,6 @@ class BatchSource:
             raise ValueError(
                 f"token {int(windows.max())} of the data does not fit model.vocab={self.vocab}"
             )
-        windows = np.roll(windows, -self.rotated, axis=0)
         return windows[:, :-1], windows[:, 1:]
 
     def shard(

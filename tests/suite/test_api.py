@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ def test_points_run_once_and_weak_scaling_is_one_sweep(tmp_path: Path) -> None:
     names = [picture.name for picture in api.figures(frame, "Scaling")]
     assert names == ["scaling_weak_simulated_a800"]
     assert {path.name for path in tmp_path.iterdir()} == set(frame["spec_id"])
+
+
+def test_ctrl_c_works_again_after_it_has_ended_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the local launcher does
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("benchmarks.launch.sweep.launch_points", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            api.run(POINTS, runs_dir=tmp_path)
+        assert signal.getsignal(signal.SIGINT) == before
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_frame_is_tidy_and_numeric() -> None:

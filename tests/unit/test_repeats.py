@@ -72,6 +72,48 @@ def test_repeated_runs_become_one_row_with_their_median(tmp_path: Path) -> None:
     assert (rows["tokens_per_s_per_gpu"] * rows["step_s"]).round(6).nunique() == 1
 
 
+def test_few_repeats_have_wide_intervals() -> None:
+    width = math.sqrt(1 + math.pi / 4)  # Student's quantiles below are those of any table
+    assert half_width([2], 1.0, 1) == pytest.approx(12.706 * width, rel=1e-4)
+    assert half_width([2], 1.0, 30) == pytest.approx(2.0423 * width, rel=1e-4)
+
+
+def test_a_cluster_whose_runs_differ_widens_no_interval_of_another(tmp_path: Path) -> None:
+    records = [
+        make_record(
+            num_gpus=gpus,
+            attempt=f"local-{number}",
+            step_s=[step_s] * 5,
+            fields={"code_digest": "the same files"},
+        )
+        for gpus, times in ((2, (1.0, 3.0, 9.0)), (4, (1.0, 1.01, 1.02)))
+        for number, step_s in enumerate(times)
+    ]
+    frame = frame_of(*records, root=tmp_path)
+    frame["cluster"] = frame["num_gpus"].map({2: "noisy", 4: "calm"})
+    rows = latest_ok(frame).set_index("cluster")
+    assert rows["run_spread"]["calm"] == pytest.approx(0.01, rel=0.02)
+    assert rows["run_spread"]["noisy"] == pytest.approx(math.log(3.0), rel=0.02)
+    assert list(rows["run_freedom"]) == [2, 2]
+
+
+def test_a_speedup_over_a_single_run_is_that_of_the_times_beside_it(tmp_path: Path) -> None:
+    records = [
+        make_record(
+            name,
+            attempt=f"local-{number}",
+            step_s=[step_s] * 5,
+            fields={"code_digest": "the same files"},
+        )
+        for name, times in (("zeropp", (1.0, 1.2, 1.3)), ("deepspeed_3d", (2.4,)))
+        for number, step_s in enumerate(times)
+    ]
+    rows = with_speedups(latest_ok(frame_of(*records, root=tmp_path)), "deepspeed_3d")
+    (row,) = rows.query("contender == 'zeropp'").to_dict("records")
+    assert row["speedup"] == pytest.approx(2.0)
+    assert row["speedup_low"] < 1.5 < 2.5 < row["speedup_high"]
+
+
 def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
     points = [plan_point(spec_of(num_gpus=count)) for count in (2, 4)]
 

@@ -27,6 +27,7 @@ from benchmarks.studies.claim_33.judge import (
     unfit,
 )
 from benchmarks.studies.claim_33.uncertainty import (
+    FEWEST_RUNS,
     SEED,
     Interval,
     Uncertainty,
@@ -125,10 +126,11 @@ def _kempnerforge(uncertainty: Uncertainty) -> str:
     return (
         f"The published runs nearest to ZeroPP's layout, {len(errors)} of KempnerForge's PP × "
         f"ZeRO-3 on {devices}, took {slower.min():.2f} to {slower.max():.2f} times as long as the "
-        f"simulator says: it prices them {1 - 1 / slower.min():.0%} to {1 - 1 / slower.max():.0%} "
-        "too fast. They gather per microbatch and have tensor parallelism, too; were ZeroPP's "
-        "price as wrong as the median of theirs and no other price wrong, the medians over "
-        f"Megatron-Core would be {there}."
+        f"simulator says: their steps are priced {1 - 1 / slower.min():.0%} to "
+        f"{1 - 1 / slower.max():.0%} too short. They gather per microbatch and have "
+        "tensor parallelism, too. No range here has them, since errors are drawn from programs "
+        f"with at least {FEWEST_RUNS} runs. Were ZeroPP's price as wrong as the median of theirs "
+        f"and no other price wrong, the medians over Megatron-Core would be {there}."
     )
 
 
