@@ -205,7 +205,7 @@ def _follow(
     free, changed = reading.free, any(f"contender.{name}" in given for name in degrees)
     if not free or f"contender.{free}" in given or not (changed or "num_gpus" in given):
         return
-    fixed = {name: chosen[name] for name in degrees if name != free}
+    fixed: dict[str, Any] = {name: chosen[name] for name in degrees if name != free}
     if "auto" in fixed.values():
         chosen[free] = "auto"
         return

@@ -424,7 +424,7 @@ def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> 
         activation_checkpoint=FullAC.Config(),
     )
     registry = SimpleNamespace(llama3_8b=lambda: config)
-    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)
     reading = torchtitan.read_registered("llama3:llama3_8b", 8)
     assert sizes(reading.model) == SHAPE_8B
     assert (reading.knobs["tp"], reading.knobs["shard"], reading.knobs["recompute"]) == (

@@ -168,13 +168,17 @@ class Updater:
         """Update, if the gradients are ``finite``. The host waits for the device only if the
         optimizer cannot skip an update by itself, as torch's fused ones can."""
         self.is_updating, optimizer = True, cast("Any", self.optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's GradScaler asks
-            optimizer.found_inf = (~finite).float()
-            optimizer.step()
-            del optimizer.found_inf
-        elif bool(finite):
-            optimizer.step()
-        self.is_updating = False
+        try:
+            if getattr(
+                optimizer, "_step_supports_amp_scaling", False
+            ):  # as torch's GradScaler asks
+                optimizer.found_inf = (~finite).float()
+                optimizer.step()
+                del optimizer.found_inf
+            elif bool(finite):
+                optimizer.step()
+        finally:
+            self.is_updating = False
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp.engine.checkpoint_private_names import without_hooks
 from zeropp.engine.flat import FlatParameters, OptimizerShard
 from zeropp.engine.optimizer import Updater
-from zeropp.engine.private_names import without_hooks
 
 
 def states(updater: Updater, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
@@ -50,12 +50,14 @@ def _state_to_be(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, 
     for tensor in tensors:  # in memory of its own: what is updated whole has none now
         tensor.data = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         tensor.grad = torch.zeros_like(tensor)
-    with without_hooks(optimizer):  # no update is under way, in which they could clip
-        optimizer.step()
-    for group, before in zip(optimizer.param_groups, settings, strict=True):
-        group.update(before)
-    for tensor, (data, gradient) in zip(tensors, values, strict=True):
-        tensor.data, tensor.grad = data, gradient
+    try:
+        with without_hooks(optimizer):  # no update is under way, in which they could clip
+            optimizer.step()
+    finally:
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
+        for tensor, (data, gradient) in zip(tensors, values, strict=True):
+            tensor.data, tensor.grad = data, gradient
     made = dict(optimizer.state)
     optimizer.state.clear()
     for kept in made.values():
