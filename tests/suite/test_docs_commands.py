@@ -32,6 +32,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             if found := re.match(r"\s*python -m (benchmarks\..*)", line):
                 words = shlex.split(found[1], comments=True)
+                words = words[: words.index(">")] if ">" in words else words
                 if not {"...", "--help"} & set(words):
                     yield words
 
