@@ -47,10 +47,11 @@ beside mypy $bin/mypy
 beside imports $bin/lint-imports
 beside docs $bin/mkdocs build --strict --quiet --site-dir "$logs/.site"
 beside slurm "${pytest[@]}" tests/slurm
-beside others "${pytest[@]}" --ignore=tests/gloo --ignore=tests/slurm --ignore=tests/streams
 failed=()
 "${pytest[@]}" "${workers[@]}" 2 tests/gloo tests/streams || failed+=("tests/gloo")
-for name in mypy imports docs slurm others; do
+# After them, because more processes at once would only wait for the cores, and so would Slurm's daemons.
+"${pytest[@]}" "${workers[@]}" 2 tests/suite tests/unit || failed+=("others")
+for name in mypy imports docs slurm; do
     wait "${running[$name]}" || failed+=("$name")
     unset "running[$name]"
     cat "$logs/$name"

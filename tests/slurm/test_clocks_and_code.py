@@ -43,7 +43,7 @@ def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, s
 def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
     """By four minutes: more than any grace, and nearly as much as munge allows."""
     suite.environment = faked("-240s")
-    suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
+    suite.stand_in("seed=3", "launcher.sbatch.time=2", "launcher.grace_s=20")
     attempt = suite.wait_for_steps(3)
     suite.environment = {}
     suite.wait_for_records(1)
