@@ -111,7 +111,7 @@ def test_every_form_of_the_committed_tables(
     files = committed[name]
     assert set(files) == {".csv", ".parquet", ".md", ".tex", ".html"}
     csv, parquet = pd.read_csv(files[".csv"]), pd.read_parquet(files[".parquet"])
-    assert len(csv) == len(parquet) > 4
+    assert len(csv) == len(parquet) >= 4
     for column in ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib", "speedup"):
         assert csv[column].dtype.kind == "f"
         if column != "peak_gib":
