@@ -31,15 +31,18 @@ Array = npt.NDArray[np.float64]
 # The standard deviation of ln(measured / priced) that remains once a cluster's constants are known:
 # ``benchmarks.studies.measured_fits`` says how often the intervals that follow from it hold.
 RUN_ERROR = 0.06
+STEPS = 4
 NINETY = 1.645  # standard deviations on both sides of the mean that hold 90 % of a normal variable
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Constant:
     """A constant of a cluster: ``low`` and ``high`` are the factors on the preset's value between
-    which machines of one kind plausibly are, and ``scaled`` is the cluster with such a factor."""
+    which machines of one kind plausibly are, ``scaled`` is the cluster with such a factor, and
+    ``cause`` is what a machine with another value would be said to suffer from."""
 
     name: str
+    cause: str
     low: float
     high: float
     scaled: Callable[[Cluster, float], Cluster]
@@ -77,32 +80,32 @@ def _between_nodes(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, inter=replace(link, efficiency=factor * link.efficiency))
 
 
+def _steps_between_nodes(cluster: Cluster, factor: float) -> Cluster:
+    return replace(cluster, inter=replace(cluster.inter, hop_us=factor * cluster.inter.hop_us))
+
+
 CONSTANTS = (
     Constant(
-        name="rate of matrix products", low=0.75, high=1.15,
-        scaled=_of_device("matmul_bf16_tflops", "matmul_fp32_tflops"),
+        "rate of matrix products", "clock or power", 0.8, 1.12,
+        _of_device("matmul_bf16_tflops", "matmul_fp32_tflops"),
     ),
     Constant(
-        name="share of that rate that attention reaches", low=0.5, high=1.5,
-        scaled=_of_device("attention_efficiency"),
+        "share of that rate that attention reaches", "age of the software", 0.7, 1.3,
+        _of_device("attention_efficiency"),
     ),
     Constant(
-        name="bandwidth of element-wise kernels", low=0.6, high=1.25,
-        scaled=_of_device("memory_efficiency"),
+        "bandwidth of element-wise kernels", "age of the software", 0.6, 1.25,
+        _of_device("memory_efficiency"),
     ),
     Constant(
-        name="time per kernel and launch", low=0.5, high=3.0,
-        scaled=_of_device("kernel_us", "launch_us"),
+        "time per kernel and launch", "host-bound", 0.5, 3.0, _of_device("kernel_us", "launch_us")
     ),
+    Constant("rate within a node", "network", 0.4, 1.3, _within_node),
+    Constant("rate between nodes", "network", 0.15, 1.3, _between_nodes),
+    Constant("time per step of a ring between nodes", "network", 0.5, 8.0, _steps_between_nodes),
     Constant(
-        name="rate within a node", low=0.4, high=1.3, scaled=_within_node,
-    ),
-    Constant(
-        name="rate between nodes", low=0.15, high=1.3, scaled=_between_nodes,
-    ),
-    Constant(
-        name="slowdown of compute beside collectives", low=0.4, high=3.0,
-        scaled=_of_device("overlap_slowdown"),
+        "slowdown of compute beside collectives", "overlap", 0.4, 3.0,
+        _of_device("overlap_slowdown"),
     ),
 )  # fmt: skip
 
@@ -125,16 +128,18 @@ class Priced:
         """The same run with factors on ``CONSTANTS``."""
         return replace(self, cluster=scaled_cluster(self.cluster, factors))
 
-    @lru_cache(maxsize=4096)  # noqa: B019
-    def slopes(self) -> tuple[float, ...]:
-        """By how much the logarithm of the step's time changes with that of each constant."""
-        at_preset = log(self.step_s())
+    def slopes(self, logarithms: Array) -> Array:
+        """By how much the logarithm of the step's time changes with that of each constant, where
+        their factors have these logarithms: between one standard deviation to either side, because
+        what is hidden by compute at one rate is not at another."""
         slopes = []
-        for constant in CONSTANTS:
-            factor = exp(-constant.spread)
-            changed = replace(self, cluster=constant.scaled(self.cluster, factor))
-            slopes.append((at_preset - log(changed.step_s())) / constant.spread)
-        return tuple(slopes)
+        for i, constant in enumerate(CONSTANTS):
+            ends = logarithms + np.outer(
+                (-constant.spread, constant.spread), np.eye(len(CONSTANTS))[i]
+            )
+            faster, slower = (self.with_factors(np.exp(end)).step_s() for end in ends)
+            slopes.append((log(slower) - log(faster)) / (2 * constant.spread))
+        return np.array(slopes)
 
 
 @dataclass(frozen=True)
@@ -173,22 +178,20 @@ class Fitted:
 
     def step_s(self, priced: Priced) -> tuple[float, float, float]:
         """Seconds of another run's step with these constants, and the ends of its 90 %."""
-        slopes = np.array(priced.slopes())
+        slopes = priced.slopes(self.logarithms)
         spread = NINETY * float(np.sqrt(slopes @ self.covariance @ slopes + RUN_ERROR**2))
         seconds = priced.with_factors(self.factors).step_s()
         return seconds, seconds * exp(-spread), seconds * exp(spread)
 
 
 def fit(runs: Sequence[Run]) -> Fitted:
-    """The constants that explain the runs best; without a run those of the preset. Prices bend a
-    little, so the straight line is drawn again from where it led to, twice."""
-    slopes = np.array([run.priced.slopes() for run in runs]).reshape(len(runs), len(CONSTANTS))
-    precision = np.diag([constant.spread**-2 for constant in CONSTANTS])
-    covariance = np.linalg.inv(precision + slopes.T @ slopes / RUN_ERROR**2)
+    """The constants that explain the runs best (Gauss-Newton steps of the line's least squares)."""
     logarithms = np.zeros(len(CONSTANTS))
-    for _ in range(3):
-        factors = tuple(np.exp(logarithms).tolist())
-        missed = [log(r.measured_s / r.priced.with_factors(factors).step_s()) for r in runs]
-        line = np.array(missed) + slopes @ logarithms
-        logarithms = covariance @ slopes.T @ line / RUN_ERROR**2
+    prior = np.diag([constant.spread**-2 for constant in CONSTANTS])
+    for _ in range(STEPS):
+        priced = [run.priced.with_factors(np.exp(logarithms)) for run in runs]
+        missed = [log(run.measured_s / p.step_s()) for run, p in zip(runs, priced, strict=True)]
+        slopes = np.array([run.priced.slopes(logarithms) for run in runs])
+        covariance = np.linalg.inv(prior + slopes.T @ slopes / RUN_ERROR**2)
+        logarithms = covariance @ slopes.T @ (missed + slopes @ logarithms) / RUN_ERROR**2
     return Fitted(logarithms, covariance)

@@ -1,8 +1,9 @@
 """How well a few measured runs on a cluster say how long its other runs take.
 
 Of each published table below, which one cluster gave, three runs are drawn, the cluster's constants
-are fitted to them (``benchmarks.measured.fit``), and the others are predicted; ``DRAWS`` times with
-fixed seeds. It writes results/reference/measured_fits.csv, one row per cluster:
+are fitted to them (``benchmarks.measured.fit``), and thirty others are predicted; five times, with
+fixed seeds. It takes eight minutes and writes results/reference/measured_fits.csv, one row per
+cluster:
 
     python -m benchmarks.studies.measured_fits [FILE.csv ...]
 
@@ -16,26 +17,33 @@ import csv
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import CHECKOUT
+from benchmarks.measured.causes import explain
 from benchmarks.measured.fit import Priced, Run, fit
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.progress import track
-from benchmarks.studies.validation.cases import case_of, plan_of
-from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError, read_rows
+from benchmarks.studies.validation.cases import EIGHT_BIT, case_of, plan_of
+from benchmarks.studies.validation.rows import (
+    PublishedRow,
+    UnpredictableError,
+    read_rows,
+    training_tables,
+)
 from benchmarks.studies.validation.stated import measured_s
 
 TABLES = (
     "internevo_a100_a800", "llm_foundry_fsdp", "simumax_b200", "bloom_tune_up",
 )  # fmt: skip
-RUNS, DRAWS = 3, 10
+RUNS, PREDICTED, DRAWS = 3, 30, 5
 _SPEEDS = ("time", "rate", "flops", "utilization")
 
 
@@ -76,22 +84,16 @@ class Predicted:
 
 
 def predictions(runs: Sequence[Run], seed: int) -> list[Predicted]:
-    """The runs that were not drawn, predicted by those that were."""
-    drawn = set(random.Random(seed).sample(range(len(runs)), RUNS))
-    fitted = fit([runs[i] for i in sorted(drawn)])
+    """Runs that are predicted by three others."""
+    drawn = random.Random(seed).sample(runs, min(len(runs), RUNS + PREDICTED))
+    fitted = fit(drawn[:RUNS])
     predicted = []
-    for i, run in enumerate(runs):
-        if i not in drawn:
-            step_s, low, high = fitted.step_s(run.priced)
-            before = np.log(run.priced.step_s() / run.measured_s)
-            held = low <= run.measured_s <= high
-            predicted.append(Predicted(np.log(step_s / run.measured_s), before, held))
+    for run in drawn[RUNS:]:
+        step_s, low, high = fitted.step_s(run.priced)
+        before = np.log(run.priced.step_s() / run.measured_s)
+        held = low <= run.measured_s <= high
+        predicted.append(Predicted(np.log(step_s / run.measured_s), before, held))
     return predicted
-
-
-COLUMNS = (
-    "cluster", "runs", "predictions", "median", "p90", "before_median", "before_p90", "held",
-)  # fmt: skip
 
 
 def row_of(cluster: str, runs: int, predicted: Sequence[Predicted]) -> dict[str, object]:
@@ -108,6 +110,52 @@ def row_of(cluster: str, runs: int, predicted: Sequence[Predicted]) -> dict[str,
         "before_p90": f"{np.quantile(before, 0.9):.1f}",
         "held": f"{np.mean([p.held for p in predicted]):.2f}",
     }
+
+
+# The cause that a setting belongs to.
+_CAUSES: dict[str, Callable[[PublishedRow], object]] = {
+    "recomputation": lambda row: (row.recompute, row.recompute_blocks),
+    "overlap": lambda row: (row.overlap_tensor, row.overlap_gradients),
+    "precision": lambda row: row.dtype in EIGHT_BIT,
+    "network": lambda row: row.nic_gbit_s,
+    "age of the software": lambda row: (row.compiled, row.attention),
+}
+_SETTINGS = (
+    "recompute", "recompute_blocks", "overlap_tensor", "overlap_gradients", "dtype", "nic_gbit_s",
+    "compiled", "attention", "table",
+)  # fmt: skip
+_LEAST = 0.05  # of the logarithm of two runs' times: less is within what is not known
+
+
+def pairs(runs: Iterable[Published]) -> Iterator[tuple[str, Run]]:
+    """(the cause of the difference, the one run as measured by the other), of all pairs."""
+    groups = defaultdict(list)
+    for published in runs:
+        row = published.row
+        same = [(name, cell) for name, cell in row.run if name not in _SETTINGS]
+        groups[row.metric, tuple(same)].append(published)
+    for members in groups.values():
+        for one, other in permutations(members, 2):
+            differing = [c for c, of in _CAUSES.items() if of(one.row) != of(other.row)]
+            ratio = other.run.measured_s / one.run.measured_s
+            if len(differing) == 1 and abs(np.log(ratio)) > _LEAST:
+                yield differing[0], Run(one.run.priced, one.run.priced.step_s() * ratio)
+
+
+def causes_named(every: Iterable[tuple[str, Run]]) -> list[dict[str, object]]:
+    """One row per cause: how many pairs differ in it, and how often it was named."""
+    named = defaultdict(list)
+    for cause, run in every:
+        first = explain([run])[0]
+        named[cause].append((first.cause == cause, first.probability > 0.5))
+    named["all"] = [pair for of in named.values() for pair in of]
+    rows: list[dict[str, object]] = []
+    for cause, of in named.items():
+        sure = [right for right, certain in of if certain]
+        right = f"{np.mean([right for right, _ in of]):.2f}"
+        rows.append({"cause": cause, "pairs": len(of), "right": right, "sure": len(sure)})
+        rows[-1]["sure_right"] = f"{np.mean(sure):.2f}" if sure else ""
+    return rows
 
 
 @command
@@ -131,16 +179,23 @@ def main() -> int:
     rows.append(row_of("all", sum(int(str(row["runs"])) for row in rows), everything))
     print(rows[-1])
     if not files:
-        _write(rows)
+        named = causes_named(pair for path in training_tables() for pair in pairs(_all(path)))
+        print(*named, sep="\n")
+        _write("measured_fits.csv", rows)
+        _write("measured_causes.csv", named)
     return 0
 
 
-def _write(rows: Iterable[dict[str, object]]) -> None:
+def _all(path: Path) -> list[Published]:
+    return [published for of in clusters(path).values() for published in of]
+
+
+def _write(name: str, rows: Sequence[dict[str, object]]) -> None:
     text = StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(CHECKOUT / "results/reference/measured_fits.csv", text.getvalue())
+    write_atomically(CHECKOUT / "results" / "reference" / name, text.getvalue())
 
 
 if __name__ == "__main__":
