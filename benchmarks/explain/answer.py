@@ -60,7 +60,7 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
         waiting = [pool.submit(_search, task, o, budget_s=search_s) for o in others]
         line = bar.add_task("the plan itself", total=None)
-        candidate = _settled(question, search_s)
+        candidate = settled(question, search_s)
         try:
             plan = Evaluated(candidate, contender.simulated(task, candidate))
         except InfeasibleError as error:
@@ -71,7 +71,7 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
         return Answer(question, plan, changes, [own, *(search.result() for search in waiting)])
 
 
-def _settled(question: Question, search_s: float) -> Candidate[Any]:
+def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     """The candidate that the file describes; what it leaves open is chosen by the tuner."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]

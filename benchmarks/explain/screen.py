@@ -78,7 +78,7 @@ def _speed(answer: Answer) -> str:
 def _memory(answer: Answer) -> Table:
     """Bytes by kind of every pipeline rank at its peak, and what is left."""
     limit = answer.question.task.cluster.device.usable_bytes
-    table = _table("GiB of each pipeline rank at its peak")
+    table = table_of("GiB of each pipeline rank at its peak")
     table.padding, table.show_edge = 0, False  # whole headings in 80 columns
     ranks = list(enumerate(answer.asked.result.memory))
     if len(ranks) > _MOST_RANKS:
@@ -108,12 +108,13 @@ def _lost(result: SimResult) -> str:
     return f"Time: the model's kernels alone {share:.1f} %; lost to {', '.join(words)}."
 
 
-def _table(title: str) -> Table:
+def table_of(title: str) -> Table:
+    """A table as all of this command's."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
 
 
 def _table_of_plans(title: str, first: str) -> Table:
-    table = _table(title)
+    table = table_of(title)
     for heading in (first, "plan", "step s", "times as fast", "peak GiB"):
         table.add_column(heading, justify="left" if heading in (first, "plan") else "right")
     return table
