@@ -115,7 +115,7 @@ VARIANTS = (
     ),
     Variant("overlap", "transfers between stages block", _with_traits(blocking_transfers=True)),
     *(
-        Variant("recomputation", f"recomputation is {kind}", _recomputing(cast("Recompute", kind)))
+        Variant("recomputation", f"recomputation is {kind}", _recomputing(kind))
         for kind in ("none", "selective", "full")
     ),
     Variant("age of the software", "attention is not fused", _with_traits(flash=False)),

@@ -137,7 +137,7 @@ class Priced:
             ends = logarithms + np.outer(
                 (-constant.spread, constant.spread), np.eye(len(CONSTANTS))[i]
             )
-            faster, slower = (self.with_factors(np.exp(end)).step_s() for end in ends)
+            faster, slower = (self.with_factors(np.exp(end).tolist()).step_s() for end in ends)
             slopes.append((log(slower) - log(faster)) / (2 * constant.spread))
         return np.array(slopes)
 
@@ -189,7 +189,7 @@ def fit(runs: Sequence[Run]) -> Fitted:
     logarithms = np.zeros(len(CONSTANTS))
     prior = np.diag([constant.spread**-2 for constant in CONSTANTS])
     for _ in range(STEPS):
-        priced = [run.priced.with_factors(np.exp(logarithms)) for run in runs]
+        priced = [run.priced.with_factors(np.exp(logarithms).tolist()) for run in runs]
         missed = [log(run.measured_s / p.step_s()) for run, p in zip(runs, priced, strict=True)]
         slopes = np.array([run.priced.slopes(logarithms) for run in runs])
         covariance = np.linalg.inv(prior + slopes.T @ slopes / RUN_ERROR**2)
