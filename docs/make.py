@@ -192,6 +192,44 @@ def _plan_ranks(column: str) -> str:
     return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
+def _measured(name: str) -> str:
+    """What a few measured runs say of others, or how often causes are named rightly."""
+    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str, keep_default_na=False)
+    if name == "measured_causes":
+        lines = [
+            [row.cause, row.pairs, f"{float(row.right):.0%}", row.sure, row.sure_right]
+            for row in frame.itertuples()
+        ]
+        lines = [[*line[:4], line[4] and f"{float(line[4]):.0%}"] for line in lines]
+        return markdown_table(
+            ["the pairs differ in", "pairs", "named first", "with more than 50 %", "of these right"],
+            lines,
+        )
+    lines = [
+        [
+            row.cluster,
+            row.runs,
+            f"{row.before_median} %, {row.before_p90} %",
+            f"{row.median} %, {row.p90} %",
+            f"{float(row.held):.0%}",
+        ]
+        for row in frame.itertuples()
+    ]
+    heads = ["cluster of", "runs", "with the preset", "fitted to three runs", "within the 90 %"]
+    return markdown_table(heads, lines)
+
+
+def _tuner_on_cpu(name: str) -> str:
+    """Plans on CPUs, measured and priced, the fastest measured first."""
+    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str)
+    lines = [
+        [row.plan, row.measured_s, row.priced_s, row.place_by_price, f"{row.behind} %"]
+        for row in frame.itertuples()
+    ]
+    heads = ["plan", "measured s", "priced s", "place by price", "behind the fastest"]
+    return markdown_table(heads, lines)
+
+
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -264,6 +302,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "whole_blocks": _whole_blocks,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
+    "measured": _measured,
+    "tuner_on_cpu": _tuner_on_cpu,
     "overhead": _overhead,
     "replays": _replays,
 }
