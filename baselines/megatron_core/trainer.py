@@ -393,6 +393,8 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
             "recompute_method": "block",
             "recompute_num_layers": blocks,
         }
+    elif plan.recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config
