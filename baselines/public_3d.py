@@ -120,10 +120,10 @@ _MEGATRON_SCHEDULES: dict[Public3DSchedule, tuple[int, ...]] = {
 
 OFFERS: dict[Public3D, Offer] = {
     # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
-    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping. Selective
-    # recomputation is that of ``recompute_modules`` "mlp" (core_v0.12 and later), in all blocks. Of
-    # the other modules (core_v0.16), "core_attn" drops scores that fused attention never keeps;
-    # "layernorm" does nothing to dense layers of Transformer Engine, whose norms are inside
+    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
+    # Selective recomputation is that of ``recompute_modules`` "mlp", in all blocks. Of the other
+    # modules (core_v0.16), "core_attn" drops scores that fused attention never keeps; "layernorm"
+    # does nothing to dense layers of Transformer Engine, whose norms are inside
     # their products (gpt_layer_specs.py: IdentityOp); others are for experts or MLA.
     "megatron_core": Offer(
         program="megatron_core",
