@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.emulate.kernels import as_one_kernel
+from zeropp.emulate.kernels import as_one_kernel, is_emulated
 from zeropp.schedule.program import Op
 
 
@@ -136,14 +136,17 @@ class _Proxy(ModuleType):
 def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
+    streams: dict[str, Any] = {}
+    if not is_emulated():
+        nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
+        streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
     cuda = _Proxy(
         torch.cuda,
         current_device=lambda: _CPU,
-        synchronize=lambda: None,
         manual_seed=torch.manual_seed,
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        current_stream=lambda *_: SimpleNamespace(wait_stream=_nothing, wait_event=_nothing),
+        **streams,
     )
     names = ("tensor", "zeros", "ones", "empty", "arange")
     proxy = _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in names})
