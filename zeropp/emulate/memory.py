@@ -149,11 +149,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _taken_for_granted(number: Tensor) -> float:
-    """What a host reads where nobody knows the value: 0.0, False, and of integers 1 (torch's pipeline
-    stages ask by one whether their neighbour knows the shapes)."""
+    """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
+    pipeline stages ask whether their neighbour knows the shapes; flags are short."""
     if number.is_floating_point():
         return 0.0
-    return number.dtype is not torch.bool
+    return int(number.dtype in (torch.int32, torch.int64))
 
 
 def _local_part(tensor: Tensor) -> Tensor:

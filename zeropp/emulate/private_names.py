@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "COALESCING",
     "CONVERSION",
     "FSDP_COPY_IN",
     "FSDP_GATHERED",
@@ -31,7 +31,6 @@ __all__ = [
     "SHAPES_BY_TRIAL",
     "FakeTensorMode",
     "autograd_run",
-    "coalescing_manager",
     "group_of",
     "is_fake",
     "is_known",
@@ -40,6 +39,7 @@ __all__ = [
     "without_modes",
 ]
 
+COALESCING = "_coalescing_manager"  # of torch.distributed: one kernel of several collectives
 NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: output, input
 FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer

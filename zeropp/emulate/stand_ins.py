@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from zeropp.emulate.device import Observer, VirtualDevice, size_of
 from zeropp.emulate.log import Message
-from zeropp.emulate.private_names import coalescing_manager, is_known
+from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
@@ -136,7 +136,7 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     for name in _ASYNCHRONOUS:
         if hasattr(dist, name):
             functions[name] = _collective(device, observer, getattr(dist, name))
-    functions["_coalescing_manager"] = _coalesced(device, observer)
+    functions[COALESCING] = _coalesced(device, observer)
     stand_ins: dict[Any, dict[str, Any]] = {
         **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
         torch.UntypedStorage: {"resize_": resize},
@@ -209,17 +209,16 @@ def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any
 
 
 def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
-    """The stand-in for what makes one collective of several at its end."""
+    """The stand-in for what makes one kernel of several collectives, which are several here."""
+
     @contextmanager
     def manager(group: Any = None, on: Any = None, async_ops: bool = False) -> Iterator[Any]:
-        with (
-            observer.asynchronously(async_ops) as issued,
-            coalescing_manager(group, on, async_ops) as all_of,
-        ):
-            yield all_of
+        del group, on
+        event = _Event(device)
+        with observer.asynchronously(async_ops) as issued:
+            yield _VirtualWork(device, [], event, None)
         if issued:
-            event = _Stream(device, issued[-1]).record_event()
-            all_of.works = [_VirtualWork(device, all_of.works, event, None)]
+            event.record(_Stream(device, issued[-1]))
 
     return manager
 
