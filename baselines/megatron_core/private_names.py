@@ -165,7 +165,7 @@ def run_on_cpu() -> None:
 
 
 def _l2_norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
-    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors, each of which the host reads;
+    """``local_multi_tensor_l2_norm``, which makes one tensor of tensors that the host reads;
     fake ones can only be read one by one."""
     norms = [float(torch.norm(tensor)) for tensor in lists[0]]
     return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
