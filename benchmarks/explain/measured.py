@@ -88,7 +88,7 @@ def compare(
     with progress_line() as bar:
         line = bar.add_task("the measured runs", total=None)
         measured = [_measured(text, files, words, arguments) for text in texts]
-        if any(task.cluster.name != question.task.cluster.name for task, _, _ in measured):
+        if any(of.task.cluster != question.task.cluster for of, _, _ in measured):
             raise SpecError("--measured: all runs must be on the same cluster as the question")
         runs = [run for _, _, run in measured]
         bar.update(line, description="constants that explain them")
@@ -96,15 +96,15 @@ def compare(
         bar.update(line, description="causes that explain them")
         causes = explain(runs)
     beside = [
-        MeasuredRun(task, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
-        for task, of, run in measured
+        MeasuredRun(asked.task, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
+        for asked, of, run in measured
     ]
-    return Comparison(beside, causes, fitted, nearest(question))
+    return Comparison(beside, causes, fitted, nearest(measured[0][0]))
 
 
 def _measured(
     text: str, files: Sequence[str], words: Sequence[str], arguments: Sequence[str]
-) -> tuple[Task, Measurement, Run]:
+) -> tuple[Question, Measurement, Run]:
     value, *own = shlex.split(text) or [""]
     question = ask(files, [*words, *own], arguments)
     task = question.task
@@ -113,7 +113,7 @@ def _measured(
         plan = question.contender.simulated(task, settled(question)).plan
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
-    return task, measured, Run(priced(plan, task), measured.step_s)
+    return question, measured, Run(priced(plan, task), measured.step_s)
 
 
 def priced(plan: Plan, task: Task) -> Priced:
@@ -128,7 +128,7 @@ def on_fitted(question: Question, fitted: Fitted) -> Question:
 
 
 def nearest(question: Question) -> list[PublishedNear]:
-    """The published runs that are nearest to the question's, of the same device."""
+    """The published runs that are nearest to a configuration, of the same device."""
     path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
     near = []
     with path.open(newline="", encoding="utf-8") as file:

@@ -77,7 +77,7 @@ def _print_constants(comparison: Comparison, console: Console) -> None:
 def _print_nearest(comparison: Comparison, console: Console) -> None:
     if not comparison.near:
         return
-    console.print("Published runs that are nearest to the configuration:")
+    console.print("Published runs that are nearest to the first measured one:")
     mine = comparison.runs[0]
     own = mine.task.global_batch * mine.task.shape.seq / mine.task.num_gpus / mine.priced_s
     for near in comparison.near:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.explain.measured import Training, nearest, priced
+from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced
+from benchmarks.explain.measured_screen import show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.measured.causes import NO_CAUSE, explain
 from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
@@ -86,12 +89,17 @@ def test_what_says_no_time_is_refused(tmp_path: Path) -> None:
         measurement(str(log), STEP)
 
 
-@cache
-def question(tp: int = 8, num_gpus: int = 64, layers: int = 24) -> Question:
+def arguments_of(tp: int, num_gpus: int, layers: int) -> list[str]:
     words = f"--num-layers {layers} --hidden-size 4096 --num-attention-heads 32 --seq-length 2048"
     words += f" --micro-batch-size 2 --global-batch-size {2 * num_gpus} --bf16 --vocab-size 51200"
     words += f" --tensor-model-parallel-size {tp} --tokenizer-type NullTokenizer"
-    return ask([], ["cluster=h100", f"num_gpus={num_gpus}"], words.split())
+    return words.split()
+
+
+@cache
+def question(tp: int = 8, num_gpus: int = 64, layers: int = 24) -> Question:
+    arguments = arguments_of(tp, num_gpus, layers)
+    return ask([], ["cluster=h100", f"num_gpus={num_gpus}"], arguments)
 
 
 def priced_run(**sizes: int) -> Priced:
@@ -154,3 +162,20 @@ def test_length_and_energy_of_a_training() -> None:
     assert training.days == pytest.approx(2.0)
     assert training.gpu_hours == pytest.approx(2 * 24 * 64)
     assert training.megawatt_hours == pytest.approx(2 * 24 * 64 * 700 / 1e6)
+
+
+def test_the_screen_says_what_was_measured() -> None:
+    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
+    asked = ask([], words, arguments)
+    texts = ["20s", "'9 s' num_gpus=16"]
+    comparison = compare(asked, texts, [], words, arguments)
+    console = Console(width=200, file=StringIO())
+    show_measured(comparison, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for words_in_it in ("20s", "20.000", "9.000"):
+        assert words_in_it in said
+    assert "All that follows is priced with these constants" in said
+    fitted = on_fitted(asked, comparison.fitted).task.cluster.device
+    assert fitted.matmul_bf16_tflops < asked.task.cluster.device.matmul_bf16_tflops
+    with pytest.raises(SpecError, match="at most 3 runs"):
+        compare(asked, texts * 2, [], words, arguments)
