@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
 

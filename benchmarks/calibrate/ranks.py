@@ -21,8 +21,8 @@ from benchmarks.calibrate.constants import (
 )
 from benchmarks.calibrate.measure import Times, collectives, kernels, overlap, product_shapes
 from benchmarks.records.record import write_atomically
-from benchmarks.specification.compose import preset
 from benchmarks.specification.progress import progress_line
+from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
 

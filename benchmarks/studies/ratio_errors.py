@@ -45,10 +45,10 @@ def factor(*, one_program: bool) -> float:
     groups = defaultdict(list)
     with (_VALIDATION / "validation.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if row["first_of_run"] == "yes" and row["relative_error"]:
+            priced = row["first_of_run"] == "yes" and row["relative_error"]
+            if priced and "memory" not in row["metric"]:
                 run = row["program"], log(float(row["predicted"]) / float(row["value"]))
-                if "memory" not in row["metric"]:
-                    groups[tuple(row[key] for key in _SAME)].append(run)
+                groups[tuple(row[key] for key in _SAME)].append(run)
     errors = [
         abs(first[1] - second[1])
         for runs in groups.values()

@@ -16,8 +16,8 @@ import csv
 from io import StringIO
 
 from benchmarks import CHECKOUT
-from benchmarks.records.metrics import summarise
 from benchmarks.records.record import find_records, read_record, write_atomically
+from benchmarks.records.samples import summarise
 from benchmarks.specification.run_spec import spec_from_mapping
 from zeropp.choose.contender import describe
 from zeropp.price.simulator import simulate

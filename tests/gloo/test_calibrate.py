@@ -11,8 +11,7 @@ import yaml
 
 from benchmarks.calibrate.constants import calibrated, constants_of, preset_text, wrong
 from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap
-from benchmarks.specification.compose import preset
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import preset, validated
 from tests.gloo.world import World
 from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
