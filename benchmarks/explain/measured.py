@@ -134,7 +134,7 @@ def nearest(question: Question) -> list[PublishedNear]:
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             priced = cells["first_of_run"] == "yes" and cells["relative_error"]
-            same = cells["device"] == question.task.cluster.name
+            same = cells["device"] == question.task.cluster.device.name
             if priced and same and METRICS[cells["metric"]].kind in _SPEEDS:
                 row = _row(cells)
                 near.append((_distance(row, question), row, float(cells["predicted"])))

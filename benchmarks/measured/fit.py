@@ -31,7 +31,7 @@ Array = npt.NDArray[np.float64]
 # The standard deviation of ln(measured / priced) that remains once a cluster's constants are known:
 # ``benchmarks.studies.measured_fits`` says how often the intervals that follow from it hold.
 RUN_ERROR = 0.06
-STEPS = 4
+STEPS = 4  # of Gauss and Newton
 NINETY = 1.645  # standard deviations on both sides of the mean that hold 90 % of a normal variable
 
 
@@ -90,7 +90,7 @@ CONSTANTS = (
         _of_device("matmul_bf16_tflops", "matmul_fp32_tflops"),
     ),
     Constant(
-        "share of that rate that attention reaches", "age of the software", 0.7, 1.3,
+        "attention's share of the products' rate", "age of the software", 0.7, 1.3,
         _of_device("attention_efficiency"),
     ),
     Constant(
@@ -137,8 +137,8 @@ class Priced:
             ends = logarithms + np.outer(
                 (-constant.spread, constant.spread), np.eye(len(CONSTANTS))[i]
             )
-            faster, slower = (self.with_factors(np.exp(end).tolist()).step_s() for end in ends)
-            slopes.append((log(slower) - log(faster)) / (2 * constant.spread))
+            below, above = (self.with_factors(np.exp(end).tolist()).step_s() for end in ends)
+            slopes.append(log(above / below) / (2 * constant.spread))
         return np.array(slopes)
 
 
