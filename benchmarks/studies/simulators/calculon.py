@@ -1,10 +1,10 @@
 """Calculon (github:calculon-ai/calculon; the package of this name on PyPI is another program).
 
-Assumptions: its own files of the A100 (``a100_80g``, the one of its validation) and of the H100 with
-their efficiencies, for other boards of the same chip, too; only the rates of the row's links and the
-size of its node take the place of theirs. Memory is not limited. A gated MLP of width f is one of
-width 1.5 f without a gate, which has the same FLOPs and parameters. 16-bit types are its float16.
-Sequence parallelism is its rs_ag, with the gather redone in the backward but under full
+Assumptions: its own files of the A100 (``a100_80g``, the one of its validation) and of the H100
+with their efficiencies, for other boards of the same chip, too; only the rates of the row's links
+and the size of its node take the place of theirs. Memory is not limited. A gated MLP of width f is
+one of width 1.5 f without a gate, which has the same FLOPs and parameters. 16-bit types are its
+float16. Sequence parallelism is its rs_ag, with the gather redone in the backward but under full
 recomputation, as in its validation; data parallelism overlaps as the row's program does.
 """
 

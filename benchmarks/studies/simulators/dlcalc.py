@@ -3,8 +3,8 @@
 Assumptions: its own constant of 0.7 of the peak FLOP/s for products, the nominal memory bandwidth
 and links of the row's machine in place of its table of cloud instances, its own latencies; buckets
 of gradients of 250 MB, as its example had; a run on less than a node is on a node of so many GPUs.
-Where nothing is recomputed it wants "selective", which its time does not depend on.
-The step is the sum of the parts that it prints, because it prints the sum in hundredths of a second.
+Where nothing is recomputed it wants "selective", which its time does not depend on. The step is the
+sum of the parts that it prints, because it prints the sum in hundredths of a second.
 """
 
 from __future__ import annotations
@@ -112,16 +112,14 @@ def step_s(run: Mapping[str, Any]) -> float:
             mem_capacity_bytes=int(run["memory_gib"] * 2**30),
         ),
         intra_node_connect=hardware.LinkSpec(int(run["link_gb_s"] * 1e9), 3e-6),
-        inter_node_connect=hardware.LinkSpec(
-            int(run["node_gb_s"] * 1e9), hardware.EFA_LATENCY_S
-        ),
+        inter_node_connect=hardware.LinkSpec(int(run["node_gb_s"] * 1e9), hardware.EFA_LATENCY_S),
     )
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")
         path.write_text(json.dumps(config(run)), encoding="utf-8")  # JSON is YAML
         with (
-            mock.patch.object(hardware.MachineSpec, "from_str", lambda name: machine),
+            mock.patch.object(hardware.MachineSpec, "from_str", return_value=machine),
             mock.patch.object(sys, "argv", ["3dtrn", str(path)]),
             contextlib.redirect_stdout(printed),
         ):

@@ -1,12 +1,12 @@
 """llm-analysis (github:cli99/llm-analysis, later than its release 0.2.2, which counts 16·h² FLOPs
 for every MLP whatever its width).
 
-Assumptions: 0.5 of the peak FLOP/s and 0.9 of the memory bandwidth, which its README and its training
-examples recommend for every GPU; nominal links of the row's machine; GB/s of all NICs of a node, as
-its files of GPUs have them. The step is its ``latency_per_iter``, which prices memory, tensor
-parallelism and gathers; pipelines have no bubble in it, and schedules make no difference. What
-selective recomputation runs again is left out, because its term for it (ATTN_COMPUTE) counts the
-attention of all layers once per layer; so its errors are smaller.
+Assumptions: 0.5 of the peak FLOP/s and 0.9 of the memory bandwidth, which its README and its
+training examples recommend for every GPU; nominal links of the row's machine; GB/s of all NICs of a
+node, as its files of GPUs have them. The step is its ``latency_per_iter``, which prices memory,
+tensor parallelism and gathers; pipelines have no bubble in it, and schedules make no difference.
+What selective recomputation runs again is left out, because its term for it (ATTN_COMPUTE) counts
+the attention of all layers once per layer; so its errors are smaller.
 """
 
 from __future__ import annotations

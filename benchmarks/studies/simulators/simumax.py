@@ -1,11 +1,11 @@
 """SimuMax v1.2 (github:MooreThreads/SimuMax), its analytical ``perf``.
 
-Assumptions: its own measured files of the A100 (``a100_pcie``) and the B200, whose tables of kernels
-it recommends over those of other machines; other GPUs have none. For an A100 with NVLink the networks
-are those of the template in its docs/system.md (half of the nominal rate, 10 and 30 us) at the row's
-rates, as that page advises. Its default node-to-node spread is on. Megatron's selective recomputation
-is its ``sdp_only``, ZeRO-2 its ZeRO-1; interleaved pipelines are its synchronous ones, the only
-ones whose time it tells. 16-bit types are its bf16.
+Assumptions: its own measured files of the A100 (``a100_pcie``) and the B200, whose tables of
+kernels it recommends over those of other machines; other GPUs have none. For an A100 with NVLink
+the networks are those of the template in its docs/system.md (half of the nominal rate, 10 and 30
+us) at the row's rates, as that page advises. Its default node-to-node spread is on. Megatron's
+selective recomputation is its ``sdp_only``, ZeRO-2 its ZeRO-1; interleaved pipelines are its
+synchronous ones, the only ones whose time it tells. 16-bit types are its bf16.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks one adapter about runs, in the environment of its simulator: standard library alone.
 
-    python -P worker.py ADAPTER.py CHECKOUT < runs.json > answers.json
+python -P worker.py ADAPTER.py CHECKOUT < runs.json > answers.json
 """
 
 from __future__ import annotations
