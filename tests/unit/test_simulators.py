@@ -51,7 +51,7 @@ def test_a_run_that_is_expressed(adapter: Any) -> None:
         (dlcalc, {"zero": 0}, "data parallelism without a distributed optimizer"),
         (llm_analysis, {"cp": 2}, "context parallelism"),
         (llm_analysis, {"recompute_blocks": 24}, "recomputation of some blocks only"),
-        (simumax, {"zero": 3}, "ZeRO-3"),
+        (simumax, {"zero": 3}, "ZeRO-2 and ZeRO-3"),
         (simumax, {"recompute": "full", "recompute_blocks": 20}, "unequally many recomputed"),
         (simumax, {"device": "h100"}, "the GPU: no file of it"),
     ],

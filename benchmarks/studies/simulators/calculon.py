@@ -34,8 +34,8 @@ def refusal(run: Mapping[str, Any]) -> str:
         return "fused attention"
     if run["kv_heads"] not in (run["heads"], 1):
         return "grouped-query attention"
-    if run["zero"] == 3:
-        return "ZeRO-3"
+    if run["zero"] > 1:
+        return "ZeRO-2 and ZeRO-3"
     if run["cp"] > 1:
         return "context parallelism"
     if run["schedule"] not in ("none", "1f1b", "interleaved_1f1b"):

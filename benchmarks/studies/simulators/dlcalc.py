@@ -31,8 +31,8 @@ def refusal(run: Mapping[str, Any]) -> str:
     """Why dlcalc cannot express a run."""
     if run["dtype"] not in ("bf16", "fp16"):
         return "products that do not have 16 bits"
-    if run["zero"] == 3:
-        return "ZeRO-3"
+    if run["zero"] > 1:
+        return "ZeRO-2 and ZeRO-3"
     if run["zero"] == 0 and run["dp"] * run["cp"] > 1:
         return "data parallelism without a distributed optimizer"
     if run["tp"] > 1 and not run["sequence_parallel"]:

@@ -4,8 +4,8 @@ Assumptions: its own measured files of the A100 (``a100_pcie``) and the B200, wh
 kernels it recommends over those of other machines; other GPUs have none. For an A100 with NVLink
 the networks are those of the template in its docs/system.md (half of the nominal rate, 10 and 30
 us) at the row's rates, as that page advises. Its default node-to-node spread is on. Megatron's
-selective recomputation is its ``sdp_only``, ZeRO-2 its ZeRO-1; interleaved pipelines are its
-synchronous ones, the only ones whose time it tells. 16-bit types are its bf16.
+selective recomputation is its ``sdp_only``; interleaved pipelines are its synchronous ones, the
+only ones whose time it tells. 16-bit types are its bf16.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def refusal(run: Mapping[str, Any]) -> str:
         return "the GPU: no file of it"
     if run["dtype"] not in ("bf16", "fp16"):
         return "products that do not have 16 bits"
-    if run["zero"] == 3:
-        return "ZeRO-3"
+    if run["zero"] > 1:
+        return "ZeRO-2 and ZeRO-3"
     if run["schedule"] not in ("none", "1f1b", "interleaved_1f1b"):
         return "the schedule"
     if run["recompute"] == "selective" and run["selective"] != "scores":
@@ -60,7 +60,7 @@ def strategy(run: Mapping[str, Any]) -> dict[str, Any]:
         "interleaving_size": run["chunks"],
         "pp_comm_async": run["chunks"] == 1,
         "enable_sequence_parallel": run["sequence_parallel"],
-        "zero_state": min(run["zero"], 1),
+        "zero_state": run["zero"],
         "use_flash_sdp": run["flash"],
         "use_math_sdp": not run["flash"],
         "enable_recompute": recomputed is not None,
