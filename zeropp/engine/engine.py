@@ -247,11 +247,18 @@ class Engine:
         return self.updater.optimizer
 
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update."""
+        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update, and
+        ValueError for a norm that is not that of all ranks' parts together."""
         if not self.updater.is_updating:
             raise RuntimeError(
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
+            )
+        norm_type = float(norm_type)  # torch takes "inf", too
+        if not norm_type > 0:
+            raise ValueError(
+                f"clip_grad_norm_: norm_type={norm_type}: must be more than 0 (2.0, or math.inf for "
+                "the largest element)"
             )
         return self._update.clip_grad_norm(max_norm, norm_type)
 
