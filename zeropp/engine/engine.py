@@ -257,8 +257,8 @@ class Engine:
         norm_type = float(norm_type)  # torch takes "inf", too
         if not norm_type > 0:
             raise ValueError(
-                f"clip_grad_norm_: norm_type={norm_type}: must be more than 0 (2.0, or math.inf for "
-                "the largest element)"
+                f"clip_grad_norm_: norm_type={norm_type}: must be more than 0 (2.0, or math.inf "
+                "for the largest element)"
             )
         return self._update.clip_grad_norm(max_norm, norm_type)
 
