@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
-from tests.unit.simulated_task import cluster, preset
+from tests.unit.simulated_task import cluster
 from zeropp.layout import Layout
 from zeropp.literals import Recompute, ReplicateZero
 from zeropp.operators import Attention
