@@ -311,6 +311,7 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
         kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
+        tried: Iterable[tuple[int, Recompute, int | Auto]]
         tried = chunk_choices(point, offer.schedules[schedule], kinds)
         whole = tried if offer.selects_blocks else _in_all_blocks(tried, point.task.shape.layers)
         for chunks, recompute, blocks in whole:

@@ -138,7 +138,8 @@ def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
     streams: dict[str, Any] = {}
-    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    get_state: Any = torch.get_rng_state
+    set_state: Any = torch.set_rng_state
     if is_emulated():  # torch.cuda has streams there, and a generator's state has no values
         state = torch.tensor([0])
         get_state, set_state = lambda: state, _nothing
