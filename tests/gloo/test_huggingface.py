@@ -216,7 +216,7 @@ def test_layers_give_the_logits_of_the_model(family: str) -> None:
             assert float((found - expected).abs().max()) < 1e-9, [*keywords]
 
 
-class _Squares(TorchDispatchMode):
+class _Squares(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the masks of [length, length] that are computed."""
 
     count = 0
