@@ -138,16 +138,17 @@ class _Attempt:
             result = self.trainer.step(inputs, targets)
             synchronise(self.device)
             seconds = time.perf_counter() - start
+            loss = float(result.loss)  # read only now, so that no host waits in a timed step
             event = self.events.write(
                 "warmup" if index < warmup else "step",
                 index=index,
                 seconds=seconds,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
+                loss=loss,
+                grad_norm=float(result.grad_norm),
                 peak_bytes=self.meter.peak_bytes(),
             )
             print(step_line(recorded, event), flush=True)
-            losses.append(result.loss)
+            losses.append(loss)
         return losses
 
     def record_step(self) -> None:

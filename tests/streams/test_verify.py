@@ -85,6 +85,14 @@ def neighbours(stream: torch.cuda.Stream) -> None:
     x[4:].mul_(2)
 
 
+def read_early(stream: torch.cuda.Stream) -> None:
+    x = torch.ones(4)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    x.tolist()
+
+
 def freed_early(stream: torch.cuda.Stream, *, recorded: bool = False) -> None:
     x = torch.ones(4)
     stream.wait_stream(torch.cuda.current_stream())
@@ -117,6 +125,7 @@ def synchronized(stream: torch.cuda.Stream) -> None:
         (waited, []),
         (unwaited, ["race"]),
         (neighbours, []),
+        (read_early, ["race"]),
         (freed_early, ["reuse"]),
         (freed_late, []),
         (synchronized, []),
@@ -202,6 +211,24 @@ def asynchronous(wait: bool) -> tuple[list[str], bool]:
 def test_asynchronous_collectives_and_batches(world: World, wait: bool) -> None:
     found = world.run(asynchronous, wait, size=2)
     assert found == [([] if wait else ["race", "race"], True)] * 2
+
+
+def waiting() -> tuple[str, ...]:
+    def step() -> None:
+        x = torch.ones(4)
+        x[x > 0].add_(1)
+        torch.masked_select(x, x > 0)
+        x[torch.tensor([0, 1])].add_(1)
+        dist.barrier()
+
+    return emulate.watch(step).host_waits[0]
+
+
+def test_what_a_host_waits_for(world: World) -> None:
+    """Masks, whose count it has to know, and a barrier, as on NCCL; not a choice of rows."""
+    given = "a number that aten::{} gives the host".format
+    expected = (given("index"), given("masked_select"), "barrier")
+    assert world.run(waiting, size=2) == [expected] * 2
 
 
 def crossed() -> tuple[bool, str]:

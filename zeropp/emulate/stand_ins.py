@@ -71,7 +71,7 @@ class _Stream:
         return event
 
     def synchronize(self) -> None:
-        self._device.wait_on_host(self.name, "Stream.synchronize")
+        self._device.wait_on_host(self.name, f"Stream.synchronize of {self.name}")
 
     def query(self) -> bool:
         return True
@@ -183,7 +183,7 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 
 def _read(device: VirtualDevice, name: str, original: Any) -> Any:
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        device.read_by_host(f"Tensor.{name}")
+        device.read_by_host(f"Tensor.{name}", [tensor])
         return original(tensor, *arguments, **keywords)
 
     return read
