@@ -101,7 +101,8 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     logs = {rank: one.log for rank, one in enumerate(found)}
     assert mismatches(logs) == []
     assert stuck(logs) == {}
-    assert stuck(logs, resident=3, seed=1) == {}
+    assert stuck(logs, resident=3) == {}
+    assert stuck(logs, resident=5, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
     assert [device_waits(one.log) for one in found] == [0] * case.ranks
     for log in logs.values():
