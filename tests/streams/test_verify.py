@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.gloo.world import World
 from zeropp import emulate
+from zeropp.engine.collectives import reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
 
@@ -205,6 +206,21 @@ def asynchronous(wait: bool) -> tuple[list[str], bool]:
 
     report = emulate.watch(step)
     return [text.split(":")[1].strip() for text in report.faults], not report.hangs
+
+
+def imported_by_name() -> list[str]:
+    """A reduction of the engine, which has its function by name, is not waited for."""
+
+    def step() -> None:
+        x, y = torch.ones(4), torch.empty(2)
+        reduce_scatter_single(y, x, async_op=True)
+        y.add_(1)
+
+    return [text.split(":")[1].strip() for text in emulate.watch(step).faults]
+
+
+def test_functions_that_were_imported_by_name_are_seen(world: World) -> None:
+    assert world.run(imported_by_name, size=2) == [["race"] * 2] * 2
 
 
 @pytest.mark.parametrize("wait", [True, False])
