@@ -215,7 +215,8 @@ def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any
             inner = original(*arguments, **keywords)
         if not issued:  # by a rank that does not take part, or with others later
             return inner
-        inner.wait()  # if the program forgets to, its memory may be gone before it ends
+        with device.unseen():  # gloo copies where it ends
+            inner.wait()  # if the program forgets to, its memory may be gone by then
         event = _Stream(device, issued[-1]).record_event()
         return _VirtualWork(device, [], event, arguments)
 
