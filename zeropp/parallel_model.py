@@ -15,10 +15,10 @@ from torch import Tensor
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import Microbatches, Outputs
-from zeropp.engine.optimizer import StepTensors
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import Value, split_rows
 from zeropp.plan import Plan
+from zeropp.training import StepResult
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -47,7 +47,7 @@ class ParallelModel:
         self.rows = slice(first, first + rows)
         self._keywords = keywords
 
-    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepTensors:
+    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
 
         ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,

@@ -282,7 +282,10 @@ def observe(
         result = trainer.step(*local_batch(batches, layout, step, device))
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
-        scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
+        scalars = [
+            abs(float(result.loss) - loss) / loss,
+            abs(float(result.grad_norm) - norm) / norm,
+        ]
         pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
         sizes = expected.update_norms[step].tolist()
         rows.append([*scalars])

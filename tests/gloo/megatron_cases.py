@@ -49,7 +49,7 @@ def curve(spec: RunSpec, steps: int, *, gate: bool = True) -> Curve:
         for step in range(steps):
             trainer.record_spans(step == steps - 1)
             calls.clear()
-            losses.append(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss)
+            losses.append(float(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss))
     errors = tuple(result.get(f"{n}_error", 0.0) for n in ("loss", "grad_norm", "parameter"))
     actions = [span.action for span in trainer.spans()]
     return Curve(result.get("passed", False), errors, losses, actions, calls)
