@@ -30,6 +30,7 @@ from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
 from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -269,6 +270,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_ranks": _plan_ranks,
     "overhead": _overhead,
     "replays": _replays,
+    "simulators": lambda name: simulator_tables()[name](),
 }
 
 
