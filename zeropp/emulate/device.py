@@ -188,6 +188,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield issued
         finally:
             self._issued = before
+            if before is not None and is_so:
+                before.extend(issued)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
