@@ -138,7 +138,8 @@ def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
     streams: dict[str, Any] = {}
-    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    get_state: Callable[[], Tensor] = torch.get_rng_state
+    set_state: Callable[[Tensor], None] = torch.set_rng_state
     if is_emulated():  # torch.cuda has streams there, and a generator's state has no values
         state = torch.tensor([0])
         get_state, set_state = lambda: state, _nothing
@@ -164,9 +165,10 @@ def run_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
 
 
-def _l2_norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
+def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """``local_multi_tensor_l2_norm``, which makes a tensor of tensors, each of which the host reads;
     fake ones can only be read one by one."""
+    del size, flag
     norms = [float(torch.norm(tensor)) for tensor in lists[0]]
     return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
 

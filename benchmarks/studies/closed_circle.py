@@ -1,9 +1,9 @@
-"""Writes results/reference/closed_circle.csv: replayed steps against measured ones, on this machine.
+"""Writes results/reference/closed_circle.csv: replayed steps against measured ones on this machine.
 
-Two ranks, one core each, over gloo. Each contender's step is timed for real. Its code is also traced
-with fake tensors; every distinct kernel of the logs is timed once, alone, with real tensors, and so
-is every message and collective; the logs are then replayed with those times. So nothing is priced:
-what is tested is whether the sum of the parts, in the order of the logs, is the step.
+Two ranks, one core each, over gloo. Each contender's step is timed for real. Its code is also
+traced with fake tensors; every distinct kernel of the logs is timed once, alone, with real tensors,
+and so is every message and collective; the logs are then replayed with those times. So nothing is
+priced: what is tested is whether the sum of the parts, in the order of the logs, is the step.
 
 Python between kernels is measured, too: the step of the same layers so narrow that kernels take no
 time, over the number of its kernels.

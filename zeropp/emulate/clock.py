@@ -77,7 +77,9 @@ def replay(
     seconds = network_prices or links.seconds
     slow_nodes = stragglers(cluster, world)
     prices = _Cached(kernel_prices)
-    alone = _Machine(logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)).run()
+    alone = _Machine(
+        logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)
+    ).run()
     slowdown = cluster.device.overlap_slowdown
     factors = {
         rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives())

@@ -69,8 +69,8 @@ def trace_ranks(
     With more than one of ``steps`` they have logs, in which places say where a step begins.
 
     With ``here`` kernels are those of the device that is here, with what they are called with, and
-    not those of a GPU with what they compute. Each rank has a process of its own, because what torch caches of one rank's meshes would be
-    wrong for another.
+    not those of a GPU with what they compute. Each rank has a process of its own, because what
+    torch caches of one rank's meshes would be wrong for another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
