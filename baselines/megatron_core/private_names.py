@@ -24,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.emulate.kernels import as_one_kernel, is_emulated
@@ -144,6 +145,7 @@ def run_on_cpu() -> None:
         state = torch.tensor([0])
         get_state, set_state = lambda: state, _nothing
         clip_grads.l2_norm_impl = _l2_norm
+        _take_collectives()
     else:
         nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
         streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
@@ -165,9 +167,22 @@ def run_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
 
 
+def _take_collectives() -> None:
+    """Give Megatron-Core the collectives that torch has now, in the place of those that it took
+    when it was imported."""
+    now = {
+        "dist_all_gather_func": dist.all_gather_into_tensor,
+        "dist_reduce_scatter_func": dist.reduce_scatter_tensor,
+        "_coalescing_manager": dist._coalescing_manager,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core"):
+            vars(module).update({key: now[key] for key in now.keys() & vars(module).keys()})
+
+
 def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors, each of which the host reads;
-    fake ones can only be read one by one."""
+    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors and so reads each on the
+    host; fake ones can only be read one by one."""
     del size, flag
     norms = [float(torch.norm(tensor)) for tensor in lists[0]]
     return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None

@@ -78,7 +78,11 @@ CONTRACTS = [
     Contract(
         "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", f"{_TRACE}: numbers stages send"
     ),
-    Contract("torch._subclasses.fake_tensor:FakeTensor#constant", f"{_TRACE}: numbers stages send"),
+    Contract(
+        "torch._subclasses.fake_tensor:FakeTensor.__new__",
+        f"{_TRACE}: numbers stages send",
+        ("constant",),
+    ),
     Contract(
         "torch.distributed.distributed_c10d:_coalescing_manager",
         f"{_TRACE}: Megatron-Core's collectives",
