@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.emulate.kernels import as_one_kernel, is_emulated
+from zeropp.emulate.private_names import COALESCING
 from zeropp.schedule.program import Op
 
 
@@ -173,7 +174,7 @@ def _take_collectives() -> None:
     now = {
         "dist_all_gather_func": dist.all_gather_into_tensor,
         "dist_reduce_scatter_func": dist.reduce_scatter_tensor,
-        "_coalescing_manager": dist._coalescing_manager,
+        COALESCING: getattr(dist, COALESCING),
     }
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
