@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.records.environment import git_state
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import knobs_from
 from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import Candidate, Task

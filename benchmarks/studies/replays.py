@@ -27,8 +27,8 @@ from benchmarks.records.environment import git_state
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.studies.claim_33.cells import CELL, Cell, candidate_of
 from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Task
