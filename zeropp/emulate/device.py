@@ -193,6 +193,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield issued
         finally:
             self._issued = before
+            if before is not None and is_so:
+                before.extend(issued)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -207,10 +209,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("c10d::"):
             self._collective(name, args)
         elif name not in _NOTHING and not name.startswith(("prim::", "profiler::")):
-            arguments = [
-                (argument, args[place] if place < len(args) else kwargs.get(argument.name))
-                for place, argument in enumerate(func._schema.arguments)
-            ]
+            known = func._schema.arguments
+            by_name = {argument.name: argument for argument in known}
+            arguments = [*zip(known, args, strict=False)]
+            arguments += [(by_name[key], value) for key, value in kwargs.items()]
             self._operator(name, arguments, result)
         return result
 
