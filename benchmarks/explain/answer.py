@@ -63,7 +63,7 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
             tell = partial(bar.update, bar.add_task("best plans", total=None))
             own = _search(task, contender, budget_s=search_s)
             tell(description="the plan itself")
-            candidate = _settled(question, own, search_s)
+            candidate = settled(question, search_s, own)
             try:
                 plan = Evaluated(candidate, contender.simulated(task, candidate))
             except InfeasibleError as error:
@@ -73,15 +73,20 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
             return Answer(question, plan, changes, [own, *(other.result() for other in waiting)])
 
 
-def _settled(question: Question, own: Outcome[Any], search_s: float) -> Candidate[Any]:
-    """The candidate that the file describes; what it leaves open is chosen by the tuner, which
-    found ``own`` where all is open."""
+def settled(
+    question: Question, search_s: float = SEARCH_S, own: Outcome[Any] | None = None
+) -> Candidate[Any]:
+    """The candidate that the file describes; what it leaves open is chosen by the tuner. ``own`` is
+    what it found where all is open, if it has searched that."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
         return Candidate(question.knobs, size)
     asked = question.knobs, size
-    if asked != (question.contender.knobs(), "auto"):  # not the search for the best plan again
+    if own is None or asked != (
+        question.contender.knobs(),
+        "auto",
+    ):  # not the search for the best plan again
         own = _search(question.task, question.contender, *asked, budget_s=search_s)
     winner = own.winner
     if winner is None:
