@@ -54,11 +54,11 @@ class Answer:
 def answer(question: Question, search_s: float | None = None) -> Answer:
     """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
     CPU time after which a search over all knobs takes the best plan so far."""
-    task, contender = question.task, question.contender
+    task, contender = question.own_task, question.contender
     search_s = search_s or SEARCH_S
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
-        waiting = [pool.submit(_search, task, o, budget_s=search_s) for o in others]
+        waiting = [pool.submit(_search, question.task, o, budget_s=search_s) for o in others]
         line = bar.add_task("the plan itself", total=None)
         candidate = _settled(question, search_s)
         try:
@@ -78,7 +78,7 @@ def _settled(question: Question, search_s: float) -> Candidate[Any]:
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
         return Candidate(question.knobs, size)
     winner = _search(
-        question.task, question.contender, question.knobs, size, budget_s=search_s
+        question.own_task, question.contender, question.knobs, size, budget_s=search_s
     ).winner
     if winner is None:
         raise SpecError(
@@ -100,7 +100,7 @@ def _changes(
     for knob, asked, size in _opened(now.candidate):
         tell(description=f"changes of {knob}")
         winner = _search(
-            question.task, question.contender, asked, size, budget_s=search_s / 5
+            question.own_task, question.contender, asked, size, budget_s=search_s / 5
         ).winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue

@@ -168,14 +168,13 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     cp = keys.number("parallelism.context_parallel_degree", 1) or 1
     replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
     shard = keys.number("parallelism.data_parallel_shard_degree", -1) or -1
-    if cp > 1:
-        raise SpecError(f"context_parallel_degree={cp}: no price for context parallelism (use 1)")
-    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "replicate": replicate})
+    reading.slice_sequences("context_parallel_degree", cp)
+    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
     shard = left if shard == -1 else shard
     if shard != left:
         raise SpecError(
             f"data_parallel_shard_degree={shard}: {num_gpus} GPUs leave {left} ranks for it "
-            f"(change num_gpus to {pp * tp * replicate * shard})"
+            f"(change num_gpus to {pp * tp * cp * replicate * shard})"
         )
     local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
     batch = keys.number("training.global_batch_size", -1)
@@ -197,7 +196,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
                 "priced as one pass"
             )
-    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
+    reading.knobs |= {"tp": tp, "pp": pp, "shard": cp * shard, "replicate": replicate}
     sequence = keys.take("parallelism.enable_sequence_parallel", True)
     reading.knobs |= {"chunks": chunks, "schedule": schedule}
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
@@ -250,11 +249,12 @@ def written(plan: SizedPlan) -> str:
     lines = [
         "[training]",
         f"local_batch_size = {local}",
-        f"global_batch_size = {plan.global_batch}",
-        f"seq_len = {plan.shape.seq}",
+        f"global_batch_size = {plan.global_batch // program.slices}",
+        f"seq_len = {plan.shape.seq * program.slices}",
         "[parallelism]",
         f"data_parallel_replicate_degree = {layout.replicate}",
-        f"data_parallel_shard_degree = {layout.shard}",
+        f"data_parallel_shard_degree = {layout.shard // program.slices}",
+        f"context_parallel_degree = {program.slices}",
         f"tensor_parallel_degree = {layout.tp}",
         f"enable_async_tensor_parallel = {str(program.overlap_tensor).lower()}",
         f"pipeline_parallel_degree = {layout.pp}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from benchmarks.explain.arguments import arguments_of, arguments_of_log, argumen
 from benchmarks.explain.question import ask
 from benchmarks.explain.screen import written_as
 from benchmarks.specification import SpecError
+from zeropp.choose.task import Candidate
+from zeropp.layout import InfeasibleError
 
 TOML = """
 # a preset for 16 H100 GPUs
@@ -110,11 +113,7 @@ def test_torchtitan() -> None:
         ("Interleaved1F1B", "MyOwn", "pipeline_parallel_schedule='MyOwn'"),
         ("preset for 16 H100", "preset", "give num_gpus=N"),
         ("[model]", "model]", "not a TOML file"),
-        (
-            "[parallelism]",
-            "[parallelism]\ncontext_parallel_degree = 2",
-            "context_parallel_degree=2",
-        ),
+        ("[parallelism]", "[parallelism]\ncontext_parallel_degree = 3", "give a multiple of 12"),
     ],
 )
 def test_torchtitan_is_refused_in_one_line(old: str, new: str, said: str) -> None:
@@ -203,8 +202,18 @@ def test_huggingface() -> None:
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
 
 
+SLICED_TOML = TOML.replace("[parallelism]", "[parallelism]\ncontext_parallel_degree = 2")
+SLICED_SCRIPT = SCRIPT.replace("--bf16", "--bf16 --context-parallel-size 2")
+
+
 @pytest.mark.parametrize(
-    ("dialect", "name", "text"), [("torchtitan", "a.toml", TOML), ("megatron", "a.sh", SCRIPT)]
+    ("dialect", "name", "text"),
+    [
+        ("torchtitan", "a.toml", TOML),
+        ("megatron", "a.sh", SCRIPT),
+        ("torchtitan", "a.toml", SLICED_TOML),
+        ("megatron", "a.sh", SLICED_SCRIPT),
+    ],
 )
 def test_an_answer_is_written_back_as_the_same_plan(
     dialect: str, name: str, text: str, tmp_path: Path
@@ -222,7 +231,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     else:
         path.write_text('[model]\nname = "llama3"\nflavor = "8B"\n' + words)
         again = ask([str(path)], ["cluster=h100", "num_gpus=16"], [])
-    second = again.contender.simulated(again.task, found.asked.candidate)
+    second = again.contender.simulated(again.own_task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
     assert again.knobs == found.asked.candidate.knobs
 
@@ -348,7 +357,10 @@ def test_trainers_around_a_model_of_hugging_face(
     [
         ("a.yaml", ACCELERATE, "give its config.json, too"),
         ("d.json", DEEPSPEED, "give its config.json, too"),
-        ("x.yaml", "base_model: m", "axolotl's file names its model alone"),
+        ("x.yaml", "base_model: m", "axolotl or LLaMA-Factory names its model alone"),
+        ("x.yaml", "model_name_or_path: m\nstage: pt", "names its model alone .model_name_or_path"),
+        ("x.yaml", "model: {_component_: torchtune.models}", "not a YAML file of NeMo"),
+        ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("r.py", "def recipe(): ...", "a recipe in Python is not run here"),
@@ -361,6 +373,65 @@ def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_pa
     with pytest.raises(SpecError, match=said) as refused:
         ask([str(path)], ["cluster=h100"], [])
     assert "\n" not in str(refused.value)
+
+
+BRIDGE = """
+_target_: megatron.bridge.training.config.ConfigContainer
+model: {_target_: megatron.bridge.models.llama.Llama3ModelProvider8B, num_layers: 32,
+  hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8,
+  kv_channels: 128, gated_linear_unit: true, normalization: RMSNorm, vocab_size: 128256,
+  position_embedding_type: rope, share_embeddings_and_output_weights: false, seq_length: 8192,
+  hidden_dropout: 0.0, attention_dropout: 0.0, tensor_model_parallel_size: 2, made_up: 3,
+  pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 4,
+  context_parallel_size: 2, sequence_parallel: true, recompute_granularity: null,
+  cross_entropy_loss_fusion: true, cross_entropy_fusion_impl: te, fp8: null,
+  activation_func: {_target_: torch.nn.functional.silu, _call_: false}}
+train: {global_batch_size: 512, micro_batch_size: 1, train_iters: 10}
+ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, grad_reduce_in_fp32: true}
+comm_overlap: {tp_comm_overlap: true}
+mixed_precision: bf16_mixed
+"""
+
+
+def test_megatron_bridge(tmp_path: Path) -> None:
+    """What ``cfg.to_yaml`` writes of a recipe."""
+    path = tmp_path / "run_config.yaml"
+    path.write_text(BRIDGE, encoding="utf-8")
+    asked = ask([str(path)], ["cluster=h100", "num_gpus=64"], [])
+    assert sizes(asked.reading.model) == SHAPE_8B
+    assert asked.reading.model["dropout"] == 0
+    wanted = {"tp": 2, "pp": 2, "replicate": 16, "chunks": 4, "replicate_zero": 1}
+    assert {key: getattr(asked.knobs, key) for key in wanted} == wanted
+    assert asked.task.precision == "bf16"
+    assert asked.reading.traits["fused_loss"]
+    assert asked.reading.traits["overlap_tensor"]
+    assert asked.reading.named == [
+        "1 keys are not known here, left out of the price (-v lists them)"
+    ]
+    assert "--made-up=3" in asked.reading.harmless
+
+
+def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
+    """With context parallelism a rank holds half the activations, and waits for keys and values.
+    The program's task has slices, and that of ZeroPP, which has none, whole sequences."""
+    path = tmp_path / "a.sh"
+    memory, lost, tokens = [], [], []
+    for text in (SCRIPT, SLICED_SCRIPT):
+        path.write_text(text, encoding="utf-8")
+        asked = ask([str(path)], ["cluster=h100", "contender.recompute=none"], [])
+        assert (asked.task.shape.seq, asked.task.global_batch) == (4096, 64)
+        tokens.append(asked.own_task.shape.seq * asked.own_task.global_batch)
+        result = asked.contender.simulated(asked.own_task, Candidate(asked.knobs, 1))
+        memory.append(result.memory[0].activations)
+        lost.append(result.breakdown.by_kind()["tensor"] / result.step_s)
+    assert tokens[0] == tokens[1]
+    assert memory[1] == pytest.approx(memory[0] / 2, rel=0.05)
+    assert lost[1] > lost[0]
+    knobs = replace(asked.knobs, tp=8, pp=2, replicate=1)  # type: ignore[type-var]
+    with pytest.raises(InfeasibleError, match="replicate: must be a multiple of 2, the ranks"):
+        asked.contender.size(asked.own_task, knobs, 1)
+    with pytest.raises(SpecError, match="context parallelism 2 runs in no contender"):
+        written_as("overrides", result.plan, Candidate(asked.knobs, 1))
 
 
 def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
