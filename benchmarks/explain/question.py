@@ -52,6 +52,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
     if arguments and not files:
         reading = megatron.read_words(list(arguments), num_gpus)
+    elif len(files) == 1 and _REGISTERED.fullmatch(files[0]) and not Path(files[0]).exists():
+        reading = torchtitan.read_registered(files[0], arguments, num_gpus)
     elif len(files) == 1 and not arguments:
         reading = _read(Path(files[0]), num_gpus)
     elif len(files) == 2 and not arguments:
@@ -59,7 +61,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     else:
         raise SpecError(
             "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
-            "Megatron-LM's arguments after -- (see --help)"
+            "Megatron-LM's arguments after --, where MODULE:FUNCTION of torchtitan has its own "
+            "(see --help)"
         )
     return _question(reading, given)
 
@@ -79,9 +82,7 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(path: Path, num_gpus: int | None) -> Reading:
-    """The reading of a file, by its ending and content, or of a function of torchtitan's."""
-    if _REGISTERED.fullmatch(path.name) and not path.exists():
-        return torchtitan.read_registered(str(path), num_gpus)
+    """The reading of a file, by its ending and content."""
     text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -202,6 +203,18 @@ def test_huggingface() -> None:
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
 
 
+def as_toml(words: str) -> str:
+    """torchtitan's words on a command line, as its TOML says the same."""
+    *flags, policy = words.split(" --")
+    last, _, policy = policy.partition(" activation-checkpoint:")
+    lines = [f"activation_checkpoint.mode = '{policy}'"]
+    for flag in [*flags, last]:
+        key, _, value = flag.removeprefix("--").partition(" ")
+        value = value if value.isdigit() else f"'{value}'" if value else "true"
+        lines.append(f"{key} = {value}")
+    return "\n".join(lines)
+
+
 SLICED_TOML = TOML.replace("[parallelism]", "[parallelism]\ncontext_parallel_degree = 2")
 SLICED_SCRIPT = SCRIPT.replace("--bf16", "--bf16 --context-parallel-size 2")
 
@@ -229,7 +242,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     if dialect == "megatron":
         again = ask([], ["cluster=h100", "num_gpus=16", "model.vocab=128512"], words.split())
     else:
-        path.write_text('[model]\nname = "llama3"\nflavor = "8B"\n' + words)
+        path.write_text('model.name = "llama3"\nmodel.flavor = "8B"\n' + as_toml(words))
         again = ask([str(path)], ["cluster=h100", "num_gpus=16"], [])
     second = again.contender.simulated(again.own_task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
@@ -480,29 +493,34 @@ def test_uneven_stages_are_written_as_a_layout() -> None:
 
 
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the attributes of torchtitan 0.3's configuration."""
+    """A stand-in with the attributes of torchtitan 0.3's configuration, whose classes have slots
+    (tests/suite/test_torchtitan.py has the real one)."""
 
     class FullAC:
         class Config:
             """The policy, whose class alone says its kind."""
 
+    def section(**values: Any) -> Any:
+        return make_dataclass("Section", values, slots=True)(**values)
+
     config = SimpleNamespace(
         model_spec=SimpleNamespace(name="llama3", flavor="8B", model="Float8Linear.Config"),
-        training=SimpleNamespace(local_batch_size=1, seq_len=8192),
-        parallelism=SimpleNamespace(tensor_parallel_degree=2, made_up=1),
-        compile=SimpleNamespace(enable=True, enable_async_tensor_parallel=True),
-        debug=SimpleNamespace(),
+        training=section(local_batch_size=1, seq_len=8192),
+        parallelism=section(tensor_parallel_degree=2, made_up=1),
+        compile=section(enable=True, enable_async_tensor_parallel=True),
+        debug=section(),
         activation_checkpoint=FullAC.Config(),
     )
-    registry = SimpleNamespace(llama3_8b=lambda: config)
-    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)
-    reading = torchtitan.read_registered("llama3:llama3_8b", 8)
+    given: list[str] = []
+    manager = SimpleNamespace(parse_args=lambda words: given.extend(words) or config)
+    stand_in = SimpleNamespace(ConfigManager=lambda: manager)
+    monkeypatch.setitem(sys.modules, "torchtitan.config", stand_in)
+    words = ["--training.seq_len", "8192"]
+    reading = ask(["llama3:llama3_8b"], ["cluster=h100", "num_gpus=8"], words).reading
+    assert given == ["--module", "llama3", "--config", "llama3_8b", *words]
     assert sizes(reading.model) == SHAPE_8B
-    assert (reading.knobs["tp"], reading.knobs["shard"], reading.knobs["recompute"]) == (
-        2,
-        4,
-        "full",
-    )
+    degrees = [reading.knobs[name] for name in ("tp", "shard", "recompute")]
+    assert degrees == [2, 4, "full"]
     assert reading.traits["overlap_tensor"]
     assert any("8-bit products" in line for line in reading.named)
     assert any("made_up=1" in line for line in reading.named)
