@@ -44,8 +44,8 @@ class Reading:
         if slices > 1:
             self.traits["slices"] = slices
             self.derived.append(
-                f"{key}={slices}: keys and values are priced as sent round a ring beside attention "
-                "(arXiv 2310.01889)"
+                f"{key}={slices}: cp={slices} of the data-parallel ranks share a sequence; keys and "
+                "values are priced as ring attention (arXiv 2310.01889); ZeroPP has none of this"
             )
 
 
