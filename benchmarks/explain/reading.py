@@ -44,7 +44,7 @@ class Reading:
         if slices > 1:
             self.traits["slices"] = slices
             self.derived.append(
-                f"{key}={slices}: cp={slices} of the data-parallel ranks share a sequence; keys and "
+                f"{key}={slices}: so many data-parallel ranks share a sequence (cp), and keys and "
                 "values are priced as ring attention (arXiv 2310.01889); ZeroPP has none of this"
             )
 
