@@ -12,7 +12,7 @@ from statistics import fmean
 from benchmarks.launch.running import say
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from zeropp.cluster import NEWEST, Cluster
 
 _WORDS = {

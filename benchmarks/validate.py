@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _validate(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     # These imports take longer than it takes to answer --help.
-    from benchmarks.specification.compose import preset
     from benchmarks.specification.progress import track
+    from benchmarks.specification.reading import preset
     from benchmarks.studies.validation.errors import errors_of, predictions_of
     from benchmarks.studies.validation.predict import outcome_of
     from benchmarks.studies.validation.rows import read_rows, training_tables

@@ -15,9 +15,8 @@ import yaml
 from benchmarks.explain import huggingface, megatron, torchtitan, trainers
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import preset, validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Knobs, Task

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 from scipy.special import stdtrit
 
-from benchmarks.records.metrics import Summary
+from benchmarks.records.samples import Summary
 
 _MANY = 5  # steps of a run, at least, as a Summary counts samples
 _SHARE = 0.95  # of the next runs that an interval should hold, to first order
@@ -40,6 +40,13 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     logs = [[math.log(value) for value in group] for group in groups]
     squares = sum((x - fmean(group)) ** 2 for group in logs for x in group)
     return math.sqrt(squares / freedom) if freedom else math.nan, freedom
+
+
+def ranges(rows: pd.DataFrame) -> str:
+    """What the ranges of measured ``rows`` are, in words for a caption."""
+    if (rows["runs"] > 1).any():
+        return "95 % of next runs are in the ranges"
+    return "ranges are 95 % bootstrap intervals"
 
 
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:

@@ -118,7 +118,7 @@ def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
     points = [plan_point(spec_of(num_gpus=count)) for count in (2, 4)]
 
     def missing(repeats: int) -> Counter[int]:
-        todo = still_to_run(
+        todo, _ = still_to_run(
             points, tmp_path, provenance="measured", variant="", rerun="missing", repeats=repeats
         )
         return Counter(point.spec.num_gpus for point in todo)

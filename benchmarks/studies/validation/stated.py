@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster, Device
 from zeropp.price import model_flops_per_token
