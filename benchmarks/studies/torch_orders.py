@@ -32,7 +32,7 @@ from benchmarks.launch.replay import replayed_plan, trace_plan
 from benchmarks.records.environment import git_state
 from benchmarks.records.simulated import commit_of
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
