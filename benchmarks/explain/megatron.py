@@ -388,7 +388,8 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     Its keys are those of Megatron-Core's classes, nearly all of them with every default."""
     model = tree["model"]
     mixed = tree.get("mixed_precision") or {}
-    mixed = {str(mixed)[:4]: True} if isinstance(mixed, str) else mixed  # "bf16_mixed"
+    if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
+        mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
     given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
     given["seq_length"] = model.get("seq_length") or tree.get("dataset", {}).get("seq_length")

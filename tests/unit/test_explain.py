@@ -429,6 +429,9 @@ def test_megatron_bridge(tmp_path: Path) -> None:
         "1 keys are not known here, left out of the price (-v lists them)"
     ]
     assert "--made-up=3" in asked.reading.harmless
+    path.write_text(BRIDGE.replace("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"))
+    named = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.named
+    assert "no price for 8-bit products" in named[0]
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
