@@ -100,7 +100,7 @@ def announce(
     for spec_id, why in islice(left.items(), _MOST_LEFT):
         say(f"  left alone  {spec_id}: {why}")
     if len(left) > _MOST_LEFT:
-        say(f"  left alone  {len(left) - _MOST_LEFT} more (python -m benchmarks.status names them)")
+        say(f"  left alone  {len(left) - _MOST_LEFT} more (zeropp status names them)")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
