@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
@@ -24,7 +25,9 @@ from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
+from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
+from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
 from zeropp.schedule import lower
@@ -84,12 +87,12 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced = (
-        pd.read_csv(_REFERENCE / "claim_33" / name) for name in ("plans.csv", "assumptions.csv")
+    plans, repriced, changed = (
+        pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED, CHANGES_TABLE)
     )
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, repriced, [cell.key for cell in cells])
+    return page_tables(plans, repriced, changed, [cell.key for cell in cells])
 
 
 def _accuracy(which: str) -> str:

@@ -26,8 +26,10 @@ from baselines.deepspeed_3d.private_names import (
     forbid_shared_memory_collectives,
     is_tied_copy,
     reduced_gradients,
+    run_on_emulated_device,
 )
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
+from zeropp.emulate.kernels import is_emulated
 from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.layout import Layout
 from zeropp.model import Block, build_piece
@@ -47,6 +49,8 @@ def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
+    if is_emulated():
+        run_on_emulated_device()
     if plan.layout.pp > 1:
         from baselines.deepspeed_3d.pipeline import PipelineTrainer
 

@@ -36,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--step-batch-size-schedule": (None, "priced with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
     "--deterministic-mode": (None, "slower kernels"),
-    "--recompute-modules": ("core_attn", "recomputation of single modules"),
     "--optimizer-cpu-offload": (None, "no price for the host's memory"),
     "--use-legacy-models": (None, "kernels of an older program"),
     "--fp32-residual-connection": (None, "residuals in fp32"),
@@ -232,11 +231,18 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     method, count = keys.take("--recompute-method"), keys.number("--recompute-num-layers")
     if method == "uniform" and count not in (None, 1):
         reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
-    if kind == "selective":
+    modules = keys.take("--recompute-modules", "core_attn")
+    modules = {modules} if isinstance(modules, str) else set(modules)
+    if kind == "selective" and "mlp" not in modules:
+        kind = "none"
         reading.derived.append(
             "selective recomputation drops attention scores, which fused attention never keeps"
         )
-    reading.knobs["recompute"] = "full" if kind == "full" else "none"
+    if others := modules - {"core_attn", "mlp"}:
+        reading.named.append(
+            f"--recompute-modules {' '.join(sorted(others))}: no price for their recomputation"
+        )
+    reading.knobs["recompute"] = kind
     if kind == "full" and method == "block" and count:
         reading.knobs["recompute_blocks"] = count
 
@@ -421,5 +427,7 @@ def written(plan: SizedPlan) -> str:
         flags |= {"--recompute-granularity": "full"}
         flags |= {"--recompute-method": "block" if some else "uniform"}
         flags |= {"--recompute-num-layers": some or 1}
+    if plan.recompute == "selective":
+        flags |= {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
     words = [flag if v is True else f"{flag} {v}" for flag, v in flags.items() if v is not False]
     return " ".join(words)

@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.repeats import ranges
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
@@ -115,7 +116,7 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
             yield Picture(
                 name=f"throughput_{suffix}",
                 caption=f"Tokens per second and {worker}, {evidence}"
-                + ": medians with 95 % bootstrap intervals" * evidence.startswith("measured")
+                + f": medians; {ranges(group)}" * evidence.startswith("measured")
                 + f".{_left_out(group)}",
                 figure=_panels(group, _THROUGHPUT, f"tokens/s/{worker}"),
                 shown=style.shown(group),

@@ -42,6 +42,13 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return math.sqrt(squares / freedom) if freedom else math.nan, freedom
 
 
+def ranges(rows: pd.DataFrame) -> str:
+    """What the ranges of measured ``rows`` are, in words for a caption."""
+    if (rows["runs"] > 1).any():
+        return "95 % of next runs are in the ranges"
+    return "ranges are 95 % bootstrap intervals"
+
+
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """The rows of ``latest_ok``, those of configurations that ran more than once with the same
     files as medians over these runs. ``keys`` name a configuration in ``rows`` and ``frame``, and

@@ -16,7 +16,7 @@ from benchmarks.records.samples import Summary, ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
-from benchmarks.report.repeats import ratio_of_repeats
+from benchmarks.report.repeats import ranges, ratio_of_repeats
 from benchmarks.report.table import Column, Table, key_columns, table
 
 SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
@@ -137,7 +137,7 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
                 name=f"speedup_{contender}_{suffix}",
                 caption=f"Throughput of {label} over {over} in the same cell, {evidence}. Above 1 "
                 f"{label} is faster" + _brackets(contender_rows),
-                figure=_map(shown, f"{label} over {over}, × throughput", reach),
+                figure=_map(shown, f"{label} over {over}", reach),
                 shown=style.shown(contender_rows),
             )
 
@@ -147,7 +147,7 @@ def _brackets(rows: pd.DataFrame) -> str:
     if rows["evidence"].iloc[0] != "measured":
         return "."
     legend = display.unsettled(rows["speedup_unsettled"])
-    return "; in brackets the 95 % bootstrap interval." + f" {legend}." * bool(legend)
+    return f"; {ranges(rows)}." + f" {legend}." * bool(legend)
 
 
 def _cell_text(row: Mapping[Any, Any], over: str) -> str:
@@ -187,7 +187,7 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))
     axis.set_xlabel(f"{display.worker_word(rows)}s")
-    axis.set_title(title)
+    figure.suptitle(title)  # over the whole figure, which is wider than a map of few cells
     axis.grid(False)
     bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
     bar.set_label("speed-up")
@@ -200,7 +200,7 @@ _HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision", "evide
 def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest.
 
-    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians.
+    ``rows`` are those of ``latest_ok``, and ``ranges`` says what their ranges are.
     """
     compared = with_speedups(rows, options.base)
     worker, memory = display.worker_word(rows), display.memory_unit(rows["peak_gib"])
@@ -218,7 +218,7 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     over *= bool(compared["speedup"].notna().any())
     caption = f"{over}{memory.name}: peak of the fullest {worker}."
     if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:
-        caption += f" Medians over {runs.min()} runs or more; 95 % of next runs are in the ranges."
+        caption += f" Medians over {runs.min()} runs or more; {ranges(rows)}."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
         caption += f" Default degrees: {', '.join(map(display.contender_label, untuned))}."

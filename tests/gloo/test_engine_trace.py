@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baselines.zeropp.trainer import build
+from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
@@ -24,7 +24,7 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     stages = plan.schedule.stages_of(2)  # rank 16 is the first of eight shards
     pieces = [piece for stage in stages for piece in plan.pieces_of(stage)]
     shard_bytes = 4 * sum(piece_parameters(case.shape, piece) for piece in pieces) // 8
-    (trace,) = trace_ranks(plan, [16], optimizer=ADAMW, build=build)
+    (trace,) = trace_ranks(plan, [16], optimizer=ADAMW, program=ZEROPP)
     memory = trace.memory
     padding = len(stages) * 4 * ALIGNMENT  # per chunk
     # Between steps each of a block's 12 parameters is a NaN of its own, in bf16.
@@ -33,7 +33,7 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     assert 2 * shard_bytes <= memory.optimizer < 2 * shard_bytes + 1024  # and the step counts
     assert memory.gradients >= shard_bytes
     (tight,) = trace_ranks(
-        Case(**{**vars(case), "cap": 5}).plan(), [16], optimizer=ADAMW, build=build
+        Case(**{**vars(case), "cap": 5}).plan(), [16], optimizer=ADAMW, program=ZEROPP
     )
     assert tight.memory.activations < memory.activations
 
@@ -85,10 +85,6 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
-    known = CONTENDERS[name]
-    fill = None if known.takes_fake_tensors else known.fill_integers  # real tensors
-    traces = trace_ranks(
-        plan, ranks, optimizer=ADAMW, build=CONTENDERS[name].build, fill_integers=fill
-    )
+    traces = trace_ranks(plan, ranks, optimizer=ADAMW, program=CONTENDERS[name])
     for index, trace in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index

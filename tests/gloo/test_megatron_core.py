@@ -55,6 +55,9 @@ INTERLEAVED = Case(4, ALL_AXES | SEQUENCE)
 CASES = {
     "TP2 PP2 V2 DP2, sequence parallel, sharded": Case(8, ALL_AXES | SEQUENCE | SHARDED),
     "TP2 PP2 V2, tied, recomputed": Case(4, ALL_AXES | {"recompute": "full"}, TIED),
+    "TP2 PP2, sequence parallel, MLPs recomputed": Case(
+        4, {"tp": 2, "pp": 2, "recompute": "selective"} | SEQUENCE
+    ),
     "PP2 DP2 uneven, sharded": Case(4, {"pp": 2} | SHARDED, {"layers": 5}),
     "TP2 DP2 Llama, sequence parallel, sharded, bf16": Case(
         4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA | {"layers": 2}, "bf16"
@@ -87,9 +90,10 @@ def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     stages = {action.stage for action in program}
     first, last = 0 in stages, plan.schedule.num_stages - 1 in stages
     blocks = sum(map(plan.blocks_of, stages))
-    again = sum(map(plan.recomputed_blocks, stages))
-    # Two sums of hidden states per block and pass; embedding and head have one each.
-    forward, backward = 2 * (blocks + again) + first, 2 * blocks + last
+    # Two sums of hidden states per block and pass, of which the MLP has one; embedding and head
+    # have one each.
+    again = sum(map(plan.recomputed_blocks, stages)) * (1 if plan.recompute == "selective" else 2)
+    forward, backward = 2 * blocks + again + first, 2 * blocks + last
     calls = Counter(isend=ops[Op.SEND_F] + ops[Op.SEND_B], irecv=ops[Op.RECV_F] + ops[Op.RECV_B])
     if layout.tp > 1 and layout.sequence_parallel:
         if first and plan.shape.family == "gpt":  # learned positions are added before the split

@@ -146,6 +146,15 @@ def test_megatron_script() -> None:
     assert "--log-interval=1" in reading.harmless
 
 
+@pytest.mark.parametrize(
+    ("modules", "recompute"), [("", "none"), ("core_attn", "none"), ("core_attn mlp", "selective")]
+)
+def test_modules_that_megatron_recomputes(modules: str, recompute: str) -> None:
+    flags = "--recompute-granularity selective" + f" --recompute-modules {modules}" * bool(modules)
+    reading = megatron.read(SCRIPT.replace("--hidden-size", f"{flags} --hidden-size"), None)
+    assert reading.knobs["recompute"] == recompute
+
+
 def test_the_same_configuration_in_every_dialect() -> None:
     """Script, command line, log, YAML of a test and NeMo's YAML say the same."""
     values, _, _ = arguments_of_script(SCRIPT, Path())

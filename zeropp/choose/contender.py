@@ -87,7 +87,6 @@ class Contender(Generic[K]):
     extra: tuple[str, str] | None = None
     # Variables that its ranks set before CUDA starts, whatever a sweep or its job has set.
     environment: Mapping[str, str] = field(default_factory=CUDA_SETTINGS.copy)
-    takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
     # the same (zeropp/engine/chunk.py).

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log
-from zeropp.emulate.private_names import group_of
+from zeropp.emulate.private_names import group_of, is_known
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.engine.private_names import TorchDispatchMode
 
@@ -63,6 +63,11 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []
+
+
+def _is_on_host(reads: Tensors) -> bool:
+    """Whether an operator computes with integers that the host knows: no work for the device."""
+    return bool(reads) and all(is_known(read) and not read.is_floating_point() for read in reads)
 
 
 class VirtualDevice:
@@ -171,8 +176,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self.asynchronous = False  # whether collectives run on a stream of their group
-        self.stream = ""  # of the last such
+        self._issued: list[str] | None = None  # inside ``asynchronously``
+
+    @contextmanager
+    def asynchronously(self, is_so: bool = True) -> Iterator[list[str]]:
+        """Inside this context collectives run on a stream of their group; yields a list that gets
+        the names of these streams."""
+        before, issued = self._issued, list[str]()
+        self._issued = issued if is_so else before
+        try:
+            yield issued
+        finally:
+            self._issued = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -210,7 +225,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs
         for tensor in new:
             device.allocate(tensor.untyped_storage(), name)
-        if name in _EMPTY:
+        if name in _EMPTY or _is_on_host(reads):
             return
         given = {argument.name: value for argument, value in arguments}
         device.kernel(name, reads, [*writes, *new], given)
@@ -224,10 +239,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         device, stream = self._device, self._device.current
         group, ranks = next(known for argument in args if (known := group_of(argument)) is not None)
-        if self.asynchronous:
-            self.stream = f"nccl {group}"
-            device.follow(self.stream, device.record(stream))
-            stream = self.stream
+        if self._issued is not None:
+            device.follow(f"nccl {group}", device.record(stream))
+            stream = f"nccl {group}"
+            self._issued.append(stream)
         read, written = (tensors_in(args[place]) for place in COLLECTIVES[name])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))

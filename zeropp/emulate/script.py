@@ -96,7 +96,7 @@ def _trace_rank(path: str, arguments: Sequence[str], world: int, rank: int) -> S
     with (
         fake_world(rank, world),
         FakeTensorMode(),
-        Allocations(fake=True) as allocations,
+        Allocations() as allocations,
         observed(allocations),
         emulated(device),
         as_on_cuda(device),

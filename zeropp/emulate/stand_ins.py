@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from zeropp.emulate.device import Observer, VirtualDevice, size_of
 from zeropp.emulate.log import Message
+from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
@@ -135,6 +136,7 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     for name in _ASYNCHRONOUS:
         if hasattr(dist, name):
             functions[name] = _collective(device, observer, getattr(dist, name))
+    functions[COALESCING] = _coalesced(device, observer)
     stand_ins: dict[Any, dict[str, Any]] = {
         **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
         torch.UntypedStorage: {"resize_": resize},
@@ -183,7 +185,8 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 
 def _read(device: VirtualDevice, name: str, original: Any) -> Any:
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        device.read_by_host(f"Tensor.{name}")
+        if not is_known(tensor):
+            device.read_by_host(f"Tensor.{name}")
         return original(tensor, *arguments, **keywords)
 
     return read
@@ -195,15 +198,29 @@ def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any
     def call(*arguments: Any, **keywords: Any) -> Any:
         if not signature.bind(*arguments, **keywords).arguments.get("async_op"):
             return original(*arguments, **keywords)
-        observer.asynchronous = True
-        try:
+        with observer.asynchronously() as issued:
             inner = original(*arguments, **keywords)
-        finally:
-            observer.asynchronous = False
-        event = _Stream(device, observer.stream).record_event()
-        return None if inner is None else _VirtualWork(device, [inner], event, arguments)
+        if not issued:  # by a rank that does not take part, or with others later
+            return inner
+        event = _Stream(device, issued[-1]).record_event()
+        return _VirtualWork(device, [inner], event, arguments)
 
     return call
+
+
+def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
+    """The stand-in for what makes one kernel of several collectives, which are several here."""
+
+    @contextmanager
+    def manager(group: Any = None, on: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        del group, on
+        event = _Event(device)
+        with observer.asynchronously(async_ops) as issued:
+            yield _VirtualWork(device, [], event, None)
+        if issued:
+            event.record(_Stream(device, issued[-1]))
+
+    return manager
 
 
 def _messages(device: VirtualDevice) -> dict[str, Any]:
