@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster, preset
 from zeropp.layout import Layout
-from zeropp.literals import Recompute, ReplicateZero
+from zeropp.literals import Recompute, ReduceEvery, ReplicateZero
 from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.kernels import fused_attention_s, matmul_s
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
-from zeropp.price.price import stragglers
+from zeropp.price.price import stragglers, work_of
 from zeropp.price.programs import Program, Selective, StateBytes, Updated, program_named
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
@@ -114,10 +114,30 @@ def test_zero1_splits_the_optimizer_over_replicas() -> None:
     assert split.stages[0].gather_updated > 0.0 == plain.stages[0].gather_updated
 
 
-def test_a_side_that_is_no_multiple_of_eight_is_slow() -> None:
-    aligned = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50304)
-    odd = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50257)
-    assert odd > 2 * aligned
+@pytest.mark.parametrize(("side", "slow"), [(1024, False), (1000, False), (1001, True)])
+def test_only_sides_that_are_no_multiple_of_eight_are_slow(side: int, slow: bool) -> None:
+    """``product_times.csv`` has products with a side of 1,376 = 43 x 32, at the whole rate."""
+    per_column = matmul_s(A100.device, "bf16", m=108 * 128, k=side, n=8192) / side
+    whole = matmul_s(A100.device, "bf16", m=108 * 128, k=1024, n=8192) / 1024
+    assert (per_column > 1.5 * whole) == slow
+
+
+def test_fsdp2_adds_no_gradient_of_the_first_microbatch_to_a_sum() -> None:
+    """It reduces one microbatch's gradients as they are, and casts the first of several."""
+
+    def moved(
+        microbatches: int, program: str = "fsdp", reduce_every: ReduceEvery = "step"
+    ) -> float:
+        order = unordered("accumulation", (0,) * GPT.num_pieces, microbatches, 1)
+        mine = replace(
+            plan(shard=4), schedule=order, cuts=tuple(range(GPT.num_pieces + 1)), program=program,
+            reduce_every=reduce_every,
+        )  # fmt: skip
+        return work_of(mine, A100).accumulated
+
+    assert moved(1) == moved(4, reduce_every="unit") == 0.0
+    assert moved(4) == (6 + 3 * 10) / 4
+    assert moved(1, program="zeropp") == moved(4, program="zeropp") == 6
 
 
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
@@ -320,4 +340,5 @@ def work(**traits: Any) -> Work:
         microbatch=2,
         tp=1,
         sequence_parallel=False,
+        accumulated=6,
     )
