@@ -55,6 +55,14 @@ class Work:
         """The tokens of a microbatch, in whole sequences."""
         return self.microbatch * self.shape.seq
 
+    @property
+    def launch_s(self) -> float:
+        """The host's seconds per kernel launch."""
+        factor = self.program.launch_factor
+        if self.tp > 1:
+            factor *= self.program.eager_tensor_launches
+        return self.device.launch_us * factor * 1e-6
+
 
 @dataclass(frozen=True)
 class PassTimes:
@@ -218,7 +226,7 @@ def _unfused_products_s(work: Work) -> float:
 
 def _host(work: Work) -> float:
     kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
-    return kernels * work.device.launch_us * work.program.launch_factor * 1e-6
+    return kernels * work.launch_s
 
 
 def _embedding(work: Work) -> PassTimes:

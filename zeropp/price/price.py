@@ -269,7 +269,12 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
     return StageCost(
-        forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
+        forward=forward,
+        backward_input=input_,
+        backward_weight=weight,
+        transfer=transfer,
+        waits_for_reduction=job.work.program.torch_stages,
+        **shard,
     )
 
 
