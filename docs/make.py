@@ -30,6 +30,7 @@ from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
 from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -285,6 +286,31 @@ def _replays(name: str) -> str:
     return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
 
 
+def _orders(kind: str) -> str:
+    """ZeroPP's order in its engine and in torch's runtime beside torch's own: ``measured`` runs on
+    CPUs, or steps ``replayed`` on two clusters."""
+    if kind == "measured":
+        frame, skipped = load_frame([_REFERENCE / "torch_orders"])
+        assert not skipped, skipped
+        lines = [
+            [contender_label(row["contender"]), row["layout"], _rate(row)]
+            for _, row in latest_ok(frame).sort_values("tokens_per_s_per_gpu").iterrows()
+        ]
+        return markdown_table(["runs in", "plan", "tokens/s/rank"], lines)
+    rows = pd.read_csv(_REFERENCE / "torch_orders.csv")
+    clusters = list(dict.fromkeys(rows["cluster"]))
+    lines = []
+    for way, of in rows.groupby("way", sort=False):
+        cells = of.set_index("cluster")
+        times = [f"{cells.loc[c, 'step_s']:.2f} ({cells.loc[c, 'reduce_s']:.2f})" for c in clusters]
+        first = cells.iloc[0]
+        lines.append(
+            [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
+        )
+    heads = [f"s on {cluster} (of these waits for reductions)" for cluster in clusters]
+    return markdown_table(["", *heads, "peak GiB", "gathers of a stage"], lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -302,6 +328,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "causes": _causes,
     "overhead": _overhead,
     "replays": _replays,
+    "simulators": lambda name: simulator_tables()[name](),
+    "orders": _orders,
 }
 
 

@@ -1,11 +1,11 @@
 """Answers for a configuration of another trainer: will it fit, why is
 it slow, and what would be better. Every number is simulated.
 
-    python -m benchmarks.explain llama3_70b.toml num_gpus=64 cluster=h100
-    python -m benchmarks.explain train_gpt3_175b.sh num_gpus=1536 cluster=h100 --as overrides
-    python -m benchmarks.explain config.json model.seq=8192 cluster=h100 num_gpus=64 \\
+    zeropp explain llama3_70b.toml num_gpus=64 cluster=h100
+    zeropp explain train_gpt3_175b.sh num_gpus=1536 cluster=h100 --as overrides
+    zeropp explain config.json model.seq=8192 cluster=h100 num_gpus=64 \\
         global_batch=512 contender=megatron_core contender.tp=4
-    python -m benchmarks.explain num_gpus=64 cluster=a100 model.vocab=51200 -- \\
+    zeropp explain num_gpus=64 cluster=a100 model.vocab=51200 -- \\
         --num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048 \\
         --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --bf16
     python -m benchmarks.explain llama3_8b.toml num_gpus=16 cluster=h100 --measured train.log \\
@@ -43,7 +43,7 @@ def _explain() -> int:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = CommandParser(
-        prog="python -m benchmarks.explain",
+        prog="zeropp explain",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

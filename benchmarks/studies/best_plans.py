@@ -1,5 +1,5 @@
 """The best plan of every contender on a cluster: the search, its table, and the commands that run
-what it found (``python -m benchmarks.tune``)."""
+what it found (``zeropp tune``)."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
         winner, name = outcome.winner, outcome.contender.name
         if winner is None or name not in CONTENDERS:  # others are priced only
             continue
-        command = " ".join(["python -m benchmarks.run", *words, *overrides(winner.candidate)])
+        command = " ".join(["zeropp run", *words, *overrides(winner.candidate)])
         if spec.out is not None:
             path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
             write_atomically(path, _experiment(spec, cell, winner.candidate))
-            command = f"python -m benchmarks.run --config-dir {spec.out} experiment={path.stem}"
+            command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
         print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
 
 
