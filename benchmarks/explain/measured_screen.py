@@ -9,8 +9,7 @@ from rich.console import Console
 from benchmarks.explain.answer import Answer
 from benchmarks.explain.measured import Comparison, MeasuredRun, Training, priced
 from benchmarks.explain.screen import table_of
-from benchmarks.measured.causes import NO_CAUSE
-from benchmarks.measured.fit import RUN_ERROR
+from benchmarks.measured.fit import CONSTANTS
 
 _LEAST_PROBABILITY = 0.05
 _LEAST_CHANGE = 0.02  # of a constant that is shown
@@ -55,12 +54,9 @@ def _print_causes(comparison: Comparison, console: Console) -> None:
     for cause in comparison.causes:
         if cause.probability < _LEAST_PROBABILITY:
             continue
-        words = (
-            f", best by: {cause.words}" if cause.words else f" ({100 * RUN_ERROR:.0f} % of time)"
-        )
         steps = ", ".join(f"{step_s:.3f}" for step_s in cause.steps_s)
-        where = "" if cause.cause == NO_CAUSE else f", priced {steps} s"
-        console.print(f"  {100 * cause.probability:3.0f} %  {cause.cause}{words}{where}")
+        words = f", best by: {cause.words}, priced {steps} s" if cause.words else ""
+        console.print(f"  {100 * cause.probability:3.0f} %  {cause.cause}{words}")
 
 
 def _print_constants(comparison: Comparison, console: Console) -> None:
@@ -72,6 +68,13 @@ def _print_constants(comparison: Comparison, console: Console) -> None:
     if words:
         console.print(f"Fitted, over the preset's, with 90 %: {'; '.join(words)}.")
         console.print("All that follows is priced with these constants.")
+    for constant, factor in zip(CONSTANTS, comparison.fitted.factors, strict=True):
+        if not constant.low <= factor <= constant.high:
+            console.print(
+                f"  {constant.name}: {factor:.2f} is beyond {constant.low} to {constant.high}, by "
+                "which machines of one kind differ; did another configuration run?",
+                style="yellow",
+            )
 
 
 def _print_nearest(comparison: Comparison, console: Console) -> None:

@@ -5,7 +5,7 @@ or setting that the run may have had although its configuration says otherwise. 
 with each. If a variant were what happened, the measured time would differ from its price only by
 the simulator's own error, so each variant has a likelihood, a cause has the mean of its variants',
 and Bayes's rule with equal priors says how probable each cause is, beside the simulator's error
-alone. With several runs a variant must explain all of them.
+alone and a cause that is not among these. With several runs a variant must explain all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from benchmarks.measured.fit import CONSTANTS, RUN_ERROR, Constant, Priced, Run
 from zeropp.literals import Recompute
 
 NO_CAUSE = "the simulator's own error"
+OTHER = "none of these"
+_ANY = 0.5  # the standard deviation of a gap's logarithm whose cause is not among these
 _PLACES = 7  # in the range of a constant
 _UNCHANGED = 0.005  # a variant whose logarithm of time is closer to the price's explains nothing
 
@@ -54,19 +56,24 @@ def explain(runs: Sequence[Run]) -> list[Explanation]:
         if any(abs(log(a / b)) > _UNCHANGED for a, b in zip(changed, steps, strict=True)):
             entry = (_likelihood(runs, changed), variant, changed)
             found.setdefault(variant.cause, []).append(entry)
-    weights = {NO_CAUSE: nothing}
+    weights = {NO_CAUSE: nothing, OTHER: _of_any_size(runs, steps)}
     weights |= {cause: sum(v[0] for v in of) / len(of) for cause, of in found.items()}
     whole = sum(weights.values()) or 1.0
-    explanations = [Explanation(NO_CAUSE, nothing / whole, "", steps)]
+    explanations = [Explanation(c, weights[c] / whole, "", steps) for c in (NO_CAUSE, OTHER)]
     for cause, of in found.items():
         _, variant, changed = max(of, key=lambda v: v[0])
         explanations.append(Explanation(cause, weights[cause] / whole, variant.words, changed))
     return sorted(explanations, key=lambda e: -e.probability)
 
 
-def _likelihood(runs: Sequence[Run], steps_s: Sequence[float]) -> float:
+def _likelihood(runs: Sequence[Run], steps_s: Sequence[float], spread: float = RUN_ERROR) -> float:
     missed = [log(run.measured_s / step_s) for run, step_s in zip(runs, steps_s, strict=True)]
-    return exp(-sum(error**2 for error in missed) / (2 * RUN_ERROR**2))
+    return exp(-sum(error**2 for error in missed) / (2 * spread**2))
+
+
+def _of_any_size(runs: Sequence[Run], steps_s: Sequence[float]) -> float:
+    """The likelihood of gaps of which nothing is known, on the scale of ``_likelihood``."""
+    return _likelihood(runs, steps_s, _ANY) * (RUN_ERROR / _ANY) ** len(runs)
 
 
 def _constants() -> Iterator[Variant]:

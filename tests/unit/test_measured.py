@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced
 from benchmarks.explain.measured_screen import show_measured
 from benchmarks.explain.question import Question, ask
-from benchmarks.measured.causes import NO_CAUSE, explain
+from benchmarks.measured.causes import NO_CAUSE, OTHER, explain
 from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
 from benchmarks.measured.logs import Step, measurement
 from benchmarks.specification import SpecError
@@ -140,6 +140,11 @@ def test_causes_are_named() -> None:
         assert sum(e.probability for e in explain([Run(run, changed.step_s())])) == pytest.approx(1)
 
 
+def test_a_gap_that_nothing_explains_has_another_cause() -> None:
+    run = priced_run()
+    assert explain([Run(run, 0.4 * run.step_s())])[0].cause == OTHER
+
+
 def test_two_runs_tell_the_network_from_the_clock() -> None:
     """A gap of the run across nodes alone is not one of the products."""
     inside, across = priced_run(tp=1, num_gpus=8), priced_run(tp=1, num_gpus=64)
@@ -175,6 +180,7 @@ def test_the_screen_says_what_was_measured() -> None:
     for words_in_it in ("20s", "20.000", "9.000"):
         assert words_in_it in said
     assert "All that follows is priced with these constants" in said
+    assert "did another configuration run?" in said
     fitted = on_fitted(asked, comparison.fitted).task.cluster.device
     assert fitted.matmul_bf16_tflops < asked.task.cluster.device.matmul_bf16_tflops
     with pytest.raises(SpecError, match="at most 3 runs"):
