@@ -26,6 +26,7 @@ from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from benchmarks.studies.ratio_errors import NOTE, ratio_text
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
@@ -132,20 +133,23 @@ def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
             name = f"* {name}" if plan is best else name
             first = [name] if narrow else [name, describe(plan.plan)]
             over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
-            cells = [Text(text) for text in (*first, *_numbers(plan, over))]
+            numbers = _numbers(plan, over, one_program=outcome is base)
+            cells = [Text(text) for text in (*first, *numbers)]
             table.add_row(*cells, style="bold" if plan is best else "")
     words = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
-    note = f"Speed-up over {base.contender.label}. " if base and len(outcomes) > 1 else ""
+    note = f"Speed-up over {base.contender.label}. {NOTE} " if base and len(outcomes) > 1 else ""
     table.caption = Text(note + (f"Plans: {'; '.join(words)}." if narrow else ""))
     return table
 
 
-def _numbers(plan: Evaluated[Any], base_step_s: float | None) -> Iterator[str]:
+def _numbers(
+    plan: Evaluated[Any], base_step_s: float | None, *, one_program: bool
+) -> Iterator[str]:
     result = plan.result
     yield f"{result.step_s:.3f}"
     yield f"{result.tokens_per_s_per_gpu:,.0f}"
     if base_step_s is not None:
-        yield f"{base_step_s / result.step_s:.2f}"
+        yield ratio_text(base_step_s / result.step_s, one_program=one_program)
     yield f"{100 * result.limit_share:.1f} %"
     yield f"{result.peak_bytes / 2**30:.1f}"
 

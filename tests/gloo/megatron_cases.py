@@ -48,7 +48,7 @@ def curve(spec: RunSpec, steps: int, gate: bool) -> Curve:
         for step in range(steps):
             trainer.record_spans(step == steps - 1)
             calls.clear()
-            losses.append(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss)
+            losses.append(float(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss))
     return Curve(passed, losses, [span.action for span in trainer.spans()], calls)
 
 
