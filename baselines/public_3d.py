@@ -6,7 +6,7 @@ program can be set to (by its released version), the planner, and what the tuner
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -107,6 +107,7 @@ class Offer:
     recomputed: frozenset[Public3DSchedule]
     # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
     recomputes: tuple[Recompute, ...] = ("none", "full")
+    selects_blocks: bool = True  # selective recomputation may be of some blocks of a stage
     sequence_parallel: bool = True
     interleaves_few: bool = False
     placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
@@ -119,21 +120,25 @@ _MEGATRON_SCHEDULES: dict[Public3DSchedule, tuple[int, ...]] = {
 
 OFFERS: dict[Public3D, Offer] = {
     # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
-    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping. Of its
-    # ``recompute_modules`` (core_v0.16), "core_attn" drops scores that fused attention never keeps;
-    # "layernorm" does nothing to dense layers of Transformer Engine, whose norms are inside
-    # their products (gpt_layer_specs.py: IdentityOp); "mlp" saves nearly as many bytes per second
-    # of recomputation as full recomputation of fewer blocks does; others are for experts or MLA.
+    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
+    # Selective recomputation is that of ``recompute_modules`` "mlp", in all blocks. Of the other
+    # modules (core_v0.16), "core_attn" drops scores that fused attention never keeps; "layernorm"
+    # does nothing to dense layers of Transformer Engine, whose norms are inside
+    # their products (gpt_layer_specs.py: IdentityOp); others are for experts or MLA.
     "megatron_core": Offer(
         program="megatron_core",
         program_on_cpus="megatron_core_local",  # Transformer Engine is for GPUs
         schedules=_MEGATRON_SCHEDULES,
         recomputed=frozenset(_MEGATRON_SCHEDULES),
+        recomputes=("none", "selective", "full"),
+        selects_blocks=False,
     ),
     "megatron_core_local": Offer(
         program="megatron_core_local",
         schedules=_MEGATRON_SCHEDULES,
         recomputed=frozenset(_MEGATRON_SCHEDULES),
+        recomputes=("none", "selective", "full"),
+        selects_blocks=False,
     ),
     # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
     "megatron_deepspeed": Offer(
@@ -203,7 +208,14 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
     )
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    in_all = plan.recompute != "selective" or plan.recomputed_per_stage == plan.blocks
+    if not (in_all or offer.selects_blocks):
+        raise InfeasibleError(
+            f"contender.recompute_blocks={knobs.recompute_blocks}: selective recomputation of "
+            f"{knobs.name} is that of all blocks (use auto)"
+        )
+    return plan
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -299,7 +311,10 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
         kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
-        for chunks, recompute, blocks in chunk_choices(point, offer.schedules[schedule], kinds):
+        tried: Iterable[tuple[int, Recompute, int | Auto]]
+        tried = chunk_choices(point, offer.schedules[schedule], kinds)
+        whole = tried if offer.selects_blocks else _in_all_blocks(tried, point.task.shape.layers)
+        for chunks, recompute, blocks in whole:
             yield at_degrees(
                 asked,
                 degrees,
@@ -311,6 +326,16 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
                 recompute_blocks=blocks,
                 placement=placement,
             )
+
+
+def _in_all_blocks(
+    tried: Iterable[tuple[int, Recompute, int | Auto]], layers: int
+) -> Iterable[tuple[int, Recompute, int | Auto]]:
+    """What ``chunk_choices`` gives, where selective recomputation is always that of all blocks."""
+    whole = (
+        (chunks, kind, layers if kind == "selective" else blocks) for chunks, kind, blocks in tried
+    )
+    return dict.fromkeys(whole)
 
 
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from benchmarks.explain.question import KEYS
 from benchmarks.show import Request
+from benchmarks.specification import CONF
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import CONF, groups_of, options_of
+from benchmarks.specification.compose import groups_of, options_of
 from benchmarks.specification.contenders import PRICED
 from zeropp.__main__ import offered
 from zeropp.schedule.build import GENERATORS

@@ -1,6 +1,6 @@
 """Shows a schedule: prints its grid, and with out=DIR writes PNG, SVG and a Perfetto trace.
 
-    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
+    zeropp show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
 With `--as torch` it prints the schedule as the CSV that torch's pipeline runtime reads
 (`compute_comms`) instead, and says on the error stream what it holds.
@@ -297,7 +297,7 @@ def main() -> int:
         return 0
     try:
         if not words or words[0] != "schedule":
-            raise ValueError("what to show? benchmarks.show schedule [key=value ...] (see --help)")
+            raise ValueError("what to show? zeropp show schedule [key=value ...] (see --help)")
         words, for_torch = split_form(words[1:])
         if for_torch:
             show_for_torch(*parse(words), sys.stdout, Console(stderr=True))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
@@ -24,9 +25,12 @@ from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
+from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
+from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -84,12 +88,12 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced = (
-        pd.read_csv(_REFERENCE / "claim_33" / name) for name in ("plans.csv", "assumptions.csv")
+    plans, repriced, changed = (
+        pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED, CHANGES_TABLE)
     )
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, repriced, [cell.key for cell in cells])
+    return page_tables(plans, repriced, changed, [cell.key for cell in cells])
 
 
 def _accuracy(which: str) -> str:
@@ -192,6 +196,48 @@ def _plan_ranks(column: str) -> str:
     return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
+def _fitted(name: str) -> str:
+    """What three measured runs say of the others of their cluster."""
+    lines = [
+        [
+            row.cluster,
+            row.runs,
+            f"{row.before_median} %, {row.before_p90} %",
+            f"{row.median} %, {row.p90} %",
+            f"{float(row.held):.0%}",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).itertuples()
+    ]
+    heads = ["cluster of", "runs", "with the preset", "fitted to three runs", "within the 90 %"]
+    return markdown_table(heads, lines)
+
+
+def _causes(name: str) -> str:
+    """How often the cause of a gap is named rightly."""
+    lines = [
+        [
+            row.cause,
+            str(row.pairs),
+            f"{row.right:.0%}",
+            f"{row.sure_right:.0%} of {row.sure}" if row.sure else "none",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv").itertuples()
+    ]
+    heads = ["the pairs differ in", "pairs", "named first", "right where it has more than 50 %"]
+    return markdown_table(heads, lines)
+
+
+def _tuner_on_cpu(name: str) -> str:
+    """Plans on CPUs, measured and priced, the fastest measured first."""
+    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str)
+    lines = [
+        [row.plan, row.measured_s, row.priced_s, row.place_by_price, f"{row.behind} %"]
+        for row in frame.itertuples()
+    ]
+    heads = ["plan", "measured s", "priced s", "place by price", "behind the fastest"]
+    return markdown_table(heads, lines)
+
+
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -251,6 +297,46 @@ def _replays(name: str) -> str:
     return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
 
 
+def _orders(kind: str) -> str:
+    """ZeroPP's order in its engine and in torch's runtime beside torch's own: ``measured`` runs on
+    CPUs, or steps ``replayed`` on two clusters."""
+    if kind == "measured":
+        frame, skipped = load_frame([_REFERENCE / "torch_orders"])
+        assert not skipped, skipped
+        lines = [
+            [contender_label(row["contender"]), row["layout"], _rate(row)]
+            for _, row in latest_ok(frame).sort_values("tokens_per_s_per_gpu").iterrows()
+        ]
+        return markdown_table(["runs in", "plan", "tokens/s/rank"], lines)
+    rows = pd.read_csv(_REFERENCE / "torch_orders.csv")
+    clusters = list(dict.fromkeys(rows["cluster"]))
+    lines = []
+    for way, of in rows.groupby("way", sort=False):
+        cells = of.set_index("cluster")
+        times = [f"{cells.loc[c, 'step_s']:.2f} ({cells.loc[c, 'reduce_s']:.2f})" for c in clusters]
+        first = cells.iloc[0]
+        lines.append(
+            [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
+        )
+    heads = [f"s on {cluster} (of these waits for reductions)" for cluster in clusters]
+    return markdown_table(["", *heads, "peak GiB", "gathers of a stage"], lines)
+
+
+def _closed_circle(name: str) -> str:
+    """Steps on two ranks: measured, and replayed from the measured times of their parts."""
+    rows = pd.read_csv(_REFERENCE / f"{name}.csv").sort_values("measured_step_s")
+    lines = []
+    for row in rows.to_dict("records"):
+        seconds = (f"{row[key] * 1e3:.0f}" for key in ("measured_step_s", "replayed_step_s"))
+        parts = f"{row['kernels_s'] * 1e3:.0f}", f"{row['between_us']:.0f}"
+        label = contender_label(row["contender"])
+        lines.append([label, row["plan"], *seconds, f"{row['ratio']:.3f}", *parts])
+    error = f"{(rows['ratio'] - 1).abs().median():.1%}"
+    lines.append(["median error", "", "", "", error, "", ""])
+    heads = ["plan", "measured ms", "replayed ms", "ratio", "kernels ms", "Python µs per kernel"]
+    return markdown_table(["", *heads], lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -264,8 +350,14 @@ TABLES: dict[str, Callable[[str], str]] = {
     "whole_blocks": _whole_blocks,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
+    "fitted": _fitted,
+    "causes": _causes,
+    "tuner_on_cpu": _tuner_on_cpu,
     "overhead": _overhead,
     "replays": _replays,
+    "simulators": lambda name: simulator_tables()[name](),
+    "orders": _orders,
+    "closed_circle": _closed_circle,
 }
 
 

@@ -278,6 +278,5 @@ DEEPSPEED_3D = Contender(
         "deepspeed.module_inject.auto_ep_layer",
         "distutils.ccompiler",
     ),
-    takes_fake_tensors=False,  # docs/simulator.md says why
     filler="baselines.deepspeed_3d.pipeline:fill",
 )

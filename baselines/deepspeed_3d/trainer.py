@@ -5,7 +5,6 @@ two engines."""
 from __future__ import annotations
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -26,8 +25,10 @@ from baselines.deepspeed_3d.private_names import (
     forbid_shared_memory_collectives,
     is_tied_copy,
     reduced_gradients,
+    run_on_emulated_device,
 )
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
+from zeropp.emulate.kernels import is_emulated
 from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.layout import Layout
 from zeropp.model import Block, build_piece
@@ -47,6 +48,8 @@ def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
+    if is_emulated():
+        run_on_emulated_device()
     if plan.layout.pp > 1:
         from baselines.deepspeed_3d.pipeline import PipelineTrainer
 
@@ -73,7 +76,7 @@ class DeepSpeedTrainer(ABC):
             config=_config(plan, sum(parameter.numel() for parameter in module.parameters())),
             **arguments,
         )
-        self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
+        self._grad_norm, self._clip_norm = torch.zeros(()), optimizer.clip_norm
         self._counters: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self._begin = 0.0
@@ -84,7 +87,7 @@ class DeepSpeedTrainer(ABC):
         """The model, and what else ``deepspeed.initialize`` needs for this engine."""
 
     @abstractmethod
-    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Run a step over these microbatches; the mean loss over all ranks."""
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
@@ -153,8 +156,9 @@ class DeepSpeedTrainer(ABC):
         would depend on the topology."""
         total = self._local_square_norm()
         dist.all_reduce(total)
-        self._grad_norm = math.sqrt(float(total))
-        if (factor := clip_factor(self._grad_norm, self._clip_norm)) != 1.0:
+        self._grad_norm = total.sqrt()
+        if self._clip_norm:
+            factor = clip_factor(self._grad_norm, self._clip_norm)
             for _, gradient, _ in self._gradients():
                 gradient.mul_(factor)
 

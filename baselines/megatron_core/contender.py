@@ -42,7 +42,6 @@ MEGATRON_CORE = Contender(
     extra=("megatron", "megatron"),
     # Its tensor-parallel collectives overlap products only in the order in which it starts both.
     environment=CUDA_SETTINGS | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    takes_fake_tensors=False,
 )
 MEGATRON_CORE_LOCAL = replace(
     MEGATRON_CORE,

@@ -24,9 +24,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.emulate.kernels import as_one_kernel
+from zeropp.emulate.kernels import as_one_kernel, is_emulated
+from zeropp.emulate.private_names import COALESCING
 from zeropp.schedule.program import Op
 
 
@@ -48,6 +50,7 @@ def _quick_import() -> Iterator[None]:
 
 with _quick_import():
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    from megatron.core.optimizer import clip_grads
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import layers as parallel_layers
     from megatron.core.tensor_parallel import random
@@ -136,22 +139,54 @@ class _Proxy(ModuleType):
 def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
+    streams: dict[str, Any] = {}
+    get_state: Callable[[], Tensor] = torch.get_rng_state
+    set_state: Callable[[Tensor], None] = torch.set_rng_state
+    if is_emulated():  # torch.cuda has streams there, and a generator's state has no values
+        state = torch.tensor([0])
+        get_state, set_state = lambda: state, _nothing
+        clip_grads.l2_norm_impl = _l2_norm
+        _take_collectives()
+    else:
+        nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
+        streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
     cuda = _Proxy(
         torch.cuda,
         current_device=lambda: _CPU,
-        synchronize=lambda: None,
         manual_seed=torch.manual_seed,
-        get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        current_stream=lambda *_: SimpleNamespace(wait_stream=_nothing, wait_event=_nothing),
+        get_rng_state=lambda *_: get_state(),
+        set_rng_state=lambda state, *_: set_state(state),
+        **streams,
     )
     names = ("tensor", "zeros", "ones", "empty", "arange")
-    proxy = _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in names})
+    made = {name: _on_cpu(getattr(torch, name)) for name in names}
+    proxy = _Proxy(torch, cuda=cuda, get_rng_state=get_state, set_rng_state=set_state, **made)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy  # type: ignore[attr-defined]
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *_, **__: get_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
+
+
+def _take_collectives() -> None:
+    """Give Megatron-Core the collectives that torch has now, in the place of those that it took
+    when it was imported."""
+    now = {
+        "dist_all_gather_func": dist.all_gather_into_tensor,
+        "dist_reduce_scatter_func": dist.reduce_scatter_tensor,
+        COALESCING: getattr(dist, COALESCING),
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core"):
+            vars(module).update({key: now[key] for key in now.keys() & vars(module).keys()})
+
+
+def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors and so reads each on the
+    host; fake ones can only be read one by one."""
+    del size, flag
+    norms = [float(torch.norm(tensor)) for tensor in lists[0]]
+    return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
 
 
 def _nothing(*_: Any) -> None:

@@ -140,7 +140,7 @@ class MegatronTrainer:
         for loss in losses:  # on the last stage only, the same on its tensor-parallel ranks
             total += loss["loss"] / (len(losses) * plan.layout.dp * plan.layout.tp)
         dist.all_reduce(total)
-        return StepResult(float(total), float(norm))
+        return StepResult(total, torch.as_tensor(norm))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
@@ -213,6 +213,9 @@ class MegatronTrainer:
         )
         if stage == 0:
             model.embedding.embedding_dropout.p = 0.0  # the suite's models have none there
+        if plan.recompute == "selective" and self._config.add_bias_linear:
+            for layer in model.decoder.layers:
+                layer.mlp.linear_fc2.register_forward_hook(_with_copied_bias)
         first = max(plan.pieces_of(stage).start, 1)
         numbers = [layer.layer_number for layer in model.decoder.layers]
         assert numbers == list(range(first, first + plan.blocks_of(stage))), (numbers, plan.cuts)
@@ -331,6 +334,14 @@ def _forward_step(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple
     return model(tokens, positions, None, labels=labels), loss
 
 
+def _with_copied_bias(_: nn.Module, __: Any, result: tuple[Tensor, Tensor]) -> Any:
+    """A linear layer's (output, bias), the latter as a copy. Where an MLP is recomputed, a custom
+    autograd function (0.16.1, core/tensor_parallel/random.py: ``CheckpointFunction``) returns the
+    bias. Of a parameter, autograd would make that function's result, whose backward runs itself."""
+    output, bias = result
+    return output, bias.clone()
+
+
 def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
     """What Megatron-Core builds a stage's layers and the final norm of, by the plan's program."""
     if plan.program == "megatron_core":
@@ -393,6 +404,8 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
             "recompute_method": "block",
             "recompute_num_layers": blocks,
         }
+    elif plan.recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,31 +78,34 @@ def still_to_run(
     variant: str,
     rerun: Rerun,
     repeats: int = 1,
-) -> list[Point]:
-    """The points to run: those that no record of this provenance and variant has settled.
+) -> tuple[list[Point], list[RunRecord]]:
+    """(the points to run, the newest records of points that are settled without a success): to run
+    are those that no record of this provenance and variant has settled.
 
     A point is settled by a success, and by a failure of its own (out of memory, an error), but not
     by an attempt that was interrupted from outside. ``rerun=failed`` also returns points without a
     success, ``rerun=all`` returns every point. A point that is to have several successes is
-    returned once for each that is missing. All of these are shuffled, so that a drift of the
-    machine meets every point alike.
+    returned once for each that is missing, unless it has no plan; as in tables, those with the
+    files of the latest one count (``benchmarks.report.repeats``). All of these are shuffled, so
+    that a drift of the machine meets every point alike.
     """
-    if rerun == "all":
-        return _shuffled(list(points) * repeats, repeats)
     missing: list[Point] = []
+    failed: list[RunRecord] = []
     for point in points:
         alike = [
             record
             for record in records_of(point.spec, runs_dir)
-            if (record.provenance, record.variant) == (provenance, variant)
+            if rerun != "all" and (record.provenance, record.variant) == (provenance, variant)
         ]
-        successes = sum(record.status == "ok" for record in alike)
-        failed = any(record.status != "ok" and not record.interrupted for record in alike)
-        if not successes and not (failed and rerun == "missing"):
-            missing += [point] * repeats
-        elif successes:
-            missing += [point] * (repeats - successes)
-    return _shuffled(missing, repeats)
+        fine = [record for record in alike if record.status == "ok"]
+        latest = max(fine, key=attrgetter("started_at"), default=None)
+        successes = sum(record.code_digest == latest.code_digest for record in fine if latest)
+        failures = [r for r in alike if r.status != "ok" and not r.interrupted]
+        if failures and not successes and rerun == "missing":
+            failed.append(failures[-1])
+        else:
+            missing += [point] * ((repeats if point.plan else 1) - successes)
+    return _shuffled(missing, repeats), failed
 
 
 def _shuffled(points: list[Point], repeats: int) -> list[Point]:

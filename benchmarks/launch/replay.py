@@ -102,9 +102,9 @@ def trace_plan(
     from zeropp.emulate.trace import trace_ranks
 
     traces: list[Trace] = []
-    build, ranks = CONTENDERS[plan.contender].build, plan.layout.pipeline(0)
+    program, ranks = CONTENDERS[plan.contender], plan.layout.pipeline(0)
     tell(0)
-    for trace in trace_ranks(plan, ranks, optimizer=optimizer, build=build, steps=2):
+    for trace in trace_ranks(plan, ranks, optimizer=optimizer, program=program, steps=2):
         traces.append(trace)
         tell(len(traces))
     return traces

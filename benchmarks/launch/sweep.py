@@ -7,8 +7,10 @@ lock, so that two sweeps at once run each point once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,6 +42,7 @@ _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
 # the first of its points, would measure points twice.
 _LOCKED = ("local", "trace", "slurm")
+_MOST_LEFT = 10  # lines on points that are under way
 
 
 @contextmanager
@@ -62,21 +65,41 @@ def only_one(lock: Path, purpose: str, say: Callable[[str], None]) -> Iterator[N
 
 
 def announce(
-    points: Sequence[Point], todo: Sequence[Point], launcher: str, under_way: int = 0
+    points: Sequence[Point],
+    todo: Sequence[Point],
+    failed: Sequence[RunRecord],
+    launcher: str,
+    under_way: Mapping[str, str],
 ) -> None:
-    """Print how many points will run, and how many are skipped because they have a record or are
-    under way."""
-    skipped = len(points) - len(todo) - under_way
-    done = f", {under_way} under way" if under_way else ""
-    done += f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
-    line = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
-    for point in points:
-        if point.note:
-            bars.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
+    """Print how many points will run, of what has no success what became of it, and of the points
+    to run what the tuner chose. Points that have a record already are only counted."""
+    distinct = {point.spec.spec_id: point for point in todo}
+    left = {
+        p.spec.spec_id: under_way[p.spec.spec_id] for p in points if p.spec.spec_id in under_way
+    }
+    for note in dict.fromkeys(point.note for point in distinct.values() if point.note):
+        bars.CONSOLE.print(note, soft_wrap=True, markup=False, highlight=False)
+    line = f"{len(distinct)} of {len(points)} points to run with launcher={launcher}"
+    if len(todo) > len(distinct):
+        line += f", {len(todo)} runs in all"
+    line += f", {len(left)} under way" if left else ""
+    if recorded := len(points) - len(distinct) - len(left):
+        line += f", {recorded} already recorded (rerun=all runs them again)"
+    if failed:
+        counts = Counter(record.status for record in failed)
+        line += f", of them {', '.join(f'{n} {status}' for status, n in counts.items())}"
+        line += " (rerun=failed runs these)"
     bars.CONSOLE.print(line, soft_wrap=True)
-    for point in todo:
+    for record in failed:
+        if record.status != "infeasible":
+            say_outcome(record.status, record.spec_id, record.reason)
+    for point in distinct.values():
         if point.plan is None:
             say_outcome("infeasible", point.spec.spec_id, point.reason)
+    for spec_id, why in islice(left.items(), _MOST_LEFT):
+        say(f"  left alone  {spec_id}: {why}")
+    if len(left) > _MOST_LEFT:
+        say(f"  left alone  {len(left) - _MOST_LEFT} more (zeropp status names them)")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
@@ -171,7 +194,7 @@ def _launch_missing(
     launcher = LAUNCHERS[options.kind]
     under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
     free = [point for point in group if point.spec.spec_id not in under_way]
-    todo = still_to_run(
+    todo, failed = still_to_run(
         free,
         runs_dir,
         provenance=PROVENANCE[options.kind],
@@ -179,10 +202,7 @@ def _launch_missing(
         rerun=rerun,
         repeats=repeats,
     )
-    announce(group, todo, options.kind, len(group) - len(free))
-    for spec_id in (point.spec.spec_id for point in group):
-        if spec_id in under_way:
-            say(f"  left alone  {spec_id}: {under_way[spec_id]}")
+    announce(group, todo, failed, options.kind, under_way)
     if not options.dry_run:
         for point in todo:
             if point.plan is None:

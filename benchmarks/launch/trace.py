@@ -141,13 +141,6 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
 def check_fake(point: Point, kind: str) -> None:
     """Raise SpecError for a point whose code does not run with fake tensors, which a launcher of
     such a kind needs."""
-    name = point.spec.contender.name
-    if not CONTENDERS[name].takes_fake_tensors:
-        able = [other for other, known in CONTENDERS.items() if known.takes_fake_tensors]
-        raise SpecError(
-            f"contender.name={name!r}: with fake tensors launcher={kind} runs {', '.join(able)} "
-            "(use launcher=trace launcher.tensors=real, or launcher=simulate for formulas)"
-        )
     if point.plan is not None and point.plan.compile:
         raise SpecError(
             f"contender.compile=true: launcher={kind} cannot compile with fake tensors (use false, "
@@ -217,10 +210,10 @@ def _trace(
     from zeropp.emulate.trace import Trace, trace_ranks
 
     spec = point.spec
-    build = CONTENDERS[spec.contender.name].build
+    program = CONTENDERS[spec.contender.name]
     traces: list[Trace] = []
     progress.update(point, f"tracing {len(ranks)} ranks")
-    for trace in trace_ranks(plan, ranks, optimizer=spec.optimizer, build=build):
+    for trace in trace_ranks(plan, ranks, optimizer=spec.optimizer, program=program):
         traces.append(trace)
         progress.update(point, f"traced {len(traces)} of {len(ranks)} ranks")
     return {

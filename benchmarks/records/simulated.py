@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.record import SCHEMA_VERSION, RecordError, RunRecord
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from zeropp.choose.task import Task
 from zeropp.cluster import Cluster
 from zeropp.price.lost_time import TimeBreakdown

@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.records.metrics import Summary, ratio_of_medians
+from benchmarks.records.samples import Summary, ratio_of_medians
 from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save
 from benchmarks.report.frame import CELL, latest_ok, load_frame

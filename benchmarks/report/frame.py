@@ -17,7 +17,6 @@ from benchmarks.records.metrics import (
     mfu,
     model_tflops_per_gpu,
     peak_memory_gib,
-    summarise,
     tokens_per_s_per_gpu,
 )
 from benchmarks.records.record import (
@@ -28,6 +27,7 @@ from benchmarks.records.record import (
     read_record,
 )
 from benchmarks.records.recorded_spec import RecordedSpec, read_spec, unchecked
+from benchmarks.records.samples import summarise
 from benchmarks.records.simulated import TABLE, read_table
 from benchmarks.report.repeats import with_repeats
 from benchmarks.specification.contenders import PRICED

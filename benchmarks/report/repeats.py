@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 from scipy.special import stdtrit
 
-from benchmarks.records.metrics import Summary
+from benchmarks.records.samples import Summary
 
 _MANY = 5  # steps of a run, at least, as a Summary counts samples
 _SHARE = 0.95  # of the next runs that an interval should hold, to first order

@@ -1,10 +1,14 @@
 """What a user asks the suite to run.
 
 In: the YAML files of ``conf/`` and a command line. Out: a frozen, validated RunSpec per point, or
-a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``compose`` (Hydra and
-presets), ``contenders`` (the registration of contenders), ``reading`` (plain values as types) and
+a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``compose`` (Hydra),
+``contenders`` (the registration of contenders), ``reading`` (plain values and presets as types) and
 ``command`` and ``progress`` (how commands end, and how they show progress).
 """
+
+from benchmarks import CHECKOUT
+
+CONF = CHECKOUT / "conf"
 
 # ``measure.gate_tolerance`` by default; runs with another one are marked wherever they are shown.
 GATE_TOLERANCE = 1e-4

@@ -1,7 +1,5 @@
-"""Reads ``conf/``: whole configurations, which Hydra composes from a command line, and presets.
-
-Every mistake in either is a SpecError of one line.
-"""
+"""Reads whole configurations of ``conf/``, which Hydra composes from a command line. Every mistake
+is a SpecError of one line."""
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from benchmarks import CHECKOUT
-from benchmarks.specification import SpecError
+from benchmarks.specification import CONF, SpecError
 from benchmarks.specification.command import CommandParser
-
-CONF = CHECKOUT / "conf"
 
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -59,7 +54,10 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
                 print(OmegaConf.to_yaml(hydra.compose(config_name, overrides)), end="")
                 return []
             points = _points(config_name, parsed, asked.multirun)
-            return [_plain(hydra.compose(config_name, list(point))) for point in points]
+            from benchmarks.specification.progress import track  # what follows --help only
+
+            each = track(points, len(points), "configurations read")
+            return [_plain(hydra.compose(config_name, list(point))) for point in each]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SpecError(_one_line(error, overrides)) from None
 
@@ -181,18 +179,6 @@ def _parsed(word: str) -> Override:
         raise SpecError(
             f"{word.lstrip('+')}: is not key=value as Hydra reads it (quote it?)"
         ) from None
-
-
-@lru_cache
-def preset(group: str, name: str, kind: type) -> Any:
-    """The file ``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError if there is none."""
-    path = CONF / group / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
-    from benchmarks.specification.reading import validated  # what follows --help only
-
-    return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
 
 
 def _refuse_doubled(parsed: Sequence[Override]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.specification import CONF
 from benchmarks.specification import SpecError as SpecError
 
 T = TypeVar("T")
@@ -29,6 +31,16 @@ def validated(kind: type[T], values: Any, prefix: str = "") -> T:
         raise SpecError(_one_line(error, values, prefix)) from None
     _refuse_truth_as_number(values, made, prefix)
     return made
+
+
+@lru_cache
+def preset(group: str, name: str, kind: type) -> Any:
+    """The file ``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError if there is none."""
+    path = CONF / group / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
+    return validated(kind, yaml.safe_load(path.read_text(encoding="utf-8")), group)
 
 
 def _refuse_truth_as_number(values: Any, made: Any, field: str) -> None:

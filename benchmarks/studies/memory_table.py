@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.records.environment import git_state
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import knobs_from
 from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import Candidate, Task
@@ -140,11 +140,8 @@ def trace(case: TracedPlan) -> Iterator[dict[str, Any]]:
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
     ranks = ranks_of(pp)
     contender = CONTENDERS[case.contender]
-    fill = None if contender.takes_fake_tensors else contender.fill_integers
     chosen = [pipeline[rank] for rank in ranks]
-    traces = trace_ranks(
-        plan, chosen, optimizer=OptimizerConfig(), build=contender.build, fill_integers=fill
-    )
+    traces = trace_ranks(plan, chosen, optimizer=OptimizerConfig(), program=contender)
     for rank, rank_trace in zip(ranks, traces, strict=True):
         yield {
             "contender": case.contender,

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster, Device
 from zeropp.price.kernels import matmul_s
 

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,8 +27,8 @@ from benchmarks.records.environment import git_state
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.studies.claim_33.cells import CELL, Cell, candidate_of
 from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Task
@@ -41,22 +42,34 @@ OUT = REFERENCE / "replays.csv"
 _KEY = [*CELL, "contender"]
 
 
+# Megatron-Core's plans are replayed with its own layers, as nothing here has Transformer Engine.
+_OWN_LAYERS = {"megatron_core": "megatron_core_local"}
+
+
 def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
-    """The verdict's best plans whose code runs with fake tensors, with their cells, by what one
-    trace serves; those with the fewest passes of a block first."""
+    """The verdict's best plans whose code runs here, with their cells, by what one trace serves,
+    the name of the row first; those with the fewest passes of a block first. DeepSpeed is replayed
+    as it comes, and not once more with the type in which all others sum gradients."""
     found: dict[tuple[Any, ...], list[tuple[Cell, Plan]]] = defaultdict(list)
     for record in read_table(REFERENCE / "claim_33" / TABLE):
         name = record.spec["contender"]["name"]
         if record.basis != BASES["best"] or not record.step_s or name not in COMPARED:
             continue
-        known = CONTENDERS.get(COMPARED[name].contender.name)
-        if known and known.takes_fake_tensors:
+        if name.endswith("_fp32"):
+            continue
+        program = COMPARED[name].contender.name
+        known = CONTENDERS.get(_OWN_LAYERS.get(program, program))
+        if known:
             cell = _cell(record)
             setting = {
                 "knobs": record.spec["contender"],
                 "microbatch_size": record.spec["microbatch_size"],
             }
             _, candidate = candidate_of(json.dumps(setting))
+            if program in _OWN_LAYERS:
+                name = known.name
+                knobs = known.knobs(**vars(candidate.knobs) | {"name": name})
+                candidate = replace(candidate, knobs=knobs)
             plan = known.simulated(cell.priced, candidate).plan
             key = (name, record.spec["model"]["name"], record.plan["words"], cell.task.num_gpus)
             found[key].append((cell, plan))
@@ -79,7 +92,7 @@ def _cell(record: RunRecord) -> Cell:
     return Cell(task, spec["bandwidth"])
 
 
-def rows_of(shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
+def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
     """Trace one plan, and compare it in all cells that have it."""
     begin = time.perf_counter()
     traces = trace_plan(shared[0][1], OptimizerConfig(kind="adamw"))
@@ -93,7 +106,7 @@ def rows_of(shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
             for cause in ("gather", "reduce", "replicas", "transfer", "host")
         }
         rows.append(
-            dict(zip(_KEY, (*cell.key, plan.contender), strict=True))
+            dict(zip(_KEY, (*cell.key, row), strict=True))
             | {
                 "provenance": "replayed",
                 "ratio": replayed.step_s / described.step_s,
@@ -132,16 +145,16 @@ def main() -> int:
     until = time.monotonic() + 60 * options.minutes
     table = pd.read_csv(options.out) if options.out.exists() else pd.DataFrame(columns=_KEY)
     known = set(table[_KEY].itertuples(index=False, name=None))
-    for shared in plans().values():
-        keys = [(*cell.key, plan.contender) for cell, plan in shared]
+    for (row, *_), shared in plans().items():
+        keys = [(*cell.key, row) for cell, _ in shared]
         if known.issuperset(keys) or time.monotonic() > until:
             continue
-        rows = rows_of(shared)
+        rows = rows_of(row, shared)
         table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
         table.to_csv(options.out, index=False)
-        for row in rows:
-            words = " ".join(str(row[name]) for name in _KEY)
-            print(f"{words}: {row['ratio']:.3f} ({row['trace_s']:.0f} s)", flush=True)
+        for each in rows:
+            words = " ".join(str(each[name]) for name in _KEY)
+            print(f"{words}: {each['ratio']:.3f} ({each['trace_s']:.0f} s)", flush=True)
     return 0
 
 

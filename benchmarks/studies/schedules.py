@@ -38,8 +38,9 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
 from benchmarks.records.environment import git_state
 from benchmarks.specification.command import CommandParser, command, workers
-from benchmarks.specification.compose import compose, preset
+from benchmarks.specification.compose import compose
 from benchmarks.specification.progress import track
+from benchmarks.specification.reading import preset
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.choose.bounds import least_bytes
 from zeropp.choose.contender import describe

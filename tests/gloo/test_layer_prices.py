@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.unit.simulated_task import cluster, preset
+from benchmarks.specification.reading import preset
+from tests.unit.simulated_task import cluster
 from zeropp.choose.layer_prices import LayerPrices, LayerState
 from zeropp.choose.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk

@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.records.simulated import line_of
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from benchmarks.studies import memory_table, schedules
 from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import Cell, priced_again

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter
-
+from benchmarks.specification.reading import preset
 from zeropp.choose.task import Task
 from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
-
-_CONF = Path(__file__).resolve().parents[2] / "conf"
-
-
-@cache
-def preset(group: str, name: str, kind: type) -> object:
-    values = OmegaConf.to_container(OmegaConf.load(_CONF / group / f"{name}.yaml"))
-    return TypeAdapter(kind).validate_python(values)
 
 
 def cluster(name: str) -> Cluster:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.launch import points
 from benchmarks.launch.points import plan_point
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.synthetic_records import spec_values
 from zeropp.choose.contender import any_auto

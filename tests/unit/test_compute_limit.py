@@ -16,7 +16,8 @@ from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from benchmarks.report import charts
 from benchmarks.report.charts import save
 from benchmarks.specification.contenders import PRICED
-from tests.unit.simulated_task import preset, task
+from benchmarks.specification.reading import preset
+from tests.unit.simulated_task import task
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import SearchPoint, points
 from zeropp.choose.task import Candidate

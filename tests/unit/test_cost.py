@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
-from tests.unit.simulated_task import cluster, preset
+from tests.unit.simulated_task import cluster
 from zeropp.layout import Layout
 from zeropp.literals import Recompute, ReduceEvery, ReplicateZero
 from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
+from zeropp.price.activations import block_kept
 from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
 from zeropp.price.price import stragglers, work_of
@@ -310,6 +312,31 @@ def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     assert backward("none", "half") < backward("selective", "elementwise")
     assert backward("selective", "elementwise") < backward("selective", "half")
     assert backward("selective", "half") < backward("full", "half")
+    assert backward("selective", "elementwise") < backward("selective", "mlp")
+    assert backward("selective", "mlp") < backward("full", "mlp")
+
+
+def test_recomputed_mlps_run_one_of_two_tensor_parallel_sums_again() -> None:
+    def backward(recompute: Recompute) -> float:
+        mine = replace(plan(tp=4), recompute=recompute)
+        return price_plan(mine, A100, program(selective="mlp")).extras[0].tensor_backward
+
+    full = backward("full") - backward("none")
+    assert backward("selective") - backward("none") == pytest.approx(full / 2)
+    assert full > 0
+
+
+def test_recomputed_mlps_keep_neither_their_tensors_nor_their_norm_s_output() -> None:
+    """arXiv 2205.05198, section 4.1: of 34 s b h bytes without dropout's masks and the attention's
+    scores, an MLP's two tensors of 4 h and the norm's output of h have 18."""
+    shape = replace(GPT, ffn=4 * GPT.hidden)
+
+    def kept(recompute: Recompute) -> float:
+        mine = replace(plan(), shape=shape, recompute=recompute)
+        return block_kept(work_of(mine, A100, program(selective="mlp")))
+
+    tokens = plan().microbatch_size * shape.seq
+    assert kept("none") - kept("selective") == 18 * tokens * shape.hidden
 
 
 def test_a_loss_that_is_not_split_gathers_the_logits_on_the_last_stage() -> None:

@@ -23,13 +23,14 @@ from benchmarks.launch.attempt import (
     new_header,
     write_unstarted,
 )
-from benchmarks.launch.points import Point, records_of, still_to_run
+from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
+from zeropp.timeline import Provenance
 
 
 @pytest.fixture
@@ -257,19 +258,14 @@ def test_which_points_run_again(
 ) -> None:
     finish_attempt(attempt, ending)
     runs_dir, points = attempt.parents[1], [Point(spec, None, "")]
-    assert (
-        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="missing"))
-        == missing
-    )
-    assert (
-        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="failed"))
-        == failed
-    )
-    assert still_to_run(points, runs_dir, provenance="measured", variant="", rerun="all") == points
-    assert (
-        still_to_run(points, runs_dir, provenance="simulated", variant="", rerun="missing")
-        == points
-    )
+
+    def to_run(rerun: Rerun, provenance: Provenance = "measured") -> list[Point]:
+        return still_to_run(points, runs_dir, provenance=provenance, variant="", rerun=rerun)[0]
+
+    assert bool(to_run("missing")) == missing
+    assert bool(to_run("failed")) == failed
+    assert to_run("all") == points
+    assert to_run("missing", "simulated") == points
 
 
 def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) -> None:

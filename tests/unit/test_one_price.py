@@ -11,8 +11,8 @@ from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
 from baselines.public_3d import BEST_3D
 from baselines.zeropp.contender import ZEROPP
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import COMPARED, PRICED
+from benchmarks.specification.reading import preset
 from benchmarks.studies.claim_33.cells import Cell, winner_of
 from benchmarks.studies.validation.cases import case_of
 from benchmarks.studies.validation.predict import predict, simulated

@@ -14,8 +14,8 @@ from benchmarks.launch.points import plan_point
 from benchmarks.report.charts import memory_breakdown
 from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
 from zeropp.cluster import Cluster

@@ -29,7 +29,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) 
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=terminal, color_system=None)
     monkeypatch.setattr(bars, "CONSOLE", console)
-    announce([POINT] * 3, [POINT], "simulate")
+    announce([POINT] * 3, [POINT], [], "simulate", {})
     with SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
         ending = Ending("failed", "no [such] luck " * 9)
@@ -42,6 +42,27 @@ def test_a_log_has_one_line_a_point(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     lines = printed(monkeypatch, tmp_path, terminal=False).splitlines()
     assert [line.split()[0] for line in lines] == ["1", "infeasible", "failed"]
     assert lines[1].endswith(POINT.reason)
+
+
+def test_what_is_settled_is_counted_and_only_failures_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in range(40)]
+    points = [Point(spec, spec.plan(), note=f"auto: choice of {spec.seed}") for spec in specs]
+    failed = [make_record(fields={"status": s, "reason": "2 GiB"}) for s in ("oom", "infeasible")]
+    left = {spec.spec_id: "job 7 is pending" for spec in specs[:12]}
+    out = io.StringIO()
+    monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=80))
+    announce(points, [points[-1]] * 3 + [points[-2]] * 2, failed, "local", left)
+    notes, lines = out.getvalue().splitlines()[:2], out.getvalue().splitlines()[2:]
+    assert notes == ["auto: choice of 39", "auto: choice of 38"]
+    assert lines[0] == (
+        "2 of 40 points to run with launcher=local, 5 runs in all, 12 under way, 26 already "
+        "recorded (rerun=all runs them again), of them 1 oom, 1 infeasible (rerun=failed runs "
+        "these)"
+    )
+    assert [line.split()[0] for line in lines[1:]] == ["oom"] + ["left"] * 11
+    assert "2 more" in lines[-1]
 
 
 def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
     points = [plan_point(spec_of(num_gpus=count)) for count in (2, 4)]
 
     def missing(repeats: int) -> Counter[int]:
-        todo = still_to_run(
+        todo, _ = still_to_run(
             points, tmp_path, provenance="measured", variant="", rerun="missing", repeats=repeats
         )
         return Counter(point.spec.num_gpus for point in todo)
@@ -129,6 +129,14 @@ def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
         record = make_record(attempt=f"local-{number}")
         record.write(place / "record.json")
     assert missing(3) == {2: 1, 4: 3}
+    assert missing(1) == {4: 1}
+    # With other files a configuration begins again, as in its table's line.
+    place = tmp_path / points[0].spec.spec_id / "local-3"
+    record = make_record(
+        attempt="local-3", fields={"code_digest": "other files", "started_at": "2999-01-01"}
+    )
+    record.write(place / "record.json")
+    assert missing(3) == {2: 2, 4: 3}
     assert missing(1) == {4: 1}
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.records.metrics import ratio_of_medians, summarise
+from benchmarks.records.samples import ratio_of_medians, summarise
 
 
 def test_summary_of_a_quiet_sample() -> None:

@@ -23,6 +23,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed
 from zeropp.price import price_plan
+from zeropp.timeline import Provenance
 
 OPTIONS = SimulateOptions(compute="traced")
 KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}
@@ -110,15 +111,15 @@ def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
     assert record.predicted["compute_from"] == source.record_id
     assert record.predicted["memory"] == plain.predicted["memory"]
     assert record.step_s[0] > max(COMPUTE.values()) > plain.step_s[0]
-    assert not still_to_run(
-        [ZEROPP], tmp_path, provenance="simulated", variant="traced compute", rerun="missing"
-    )
-    assert not still_to_run(
-        [ZEROPP], tmp_path, provenance="traced", variant="real tensors", rerun="missing"
-    )
-    assert still_to_run([ZEROPP], tmp_path, provenance="traced", variant="", rerun="missing") == [
-        ZEROPP
-    ]
+
+    def to_run(provenance: Provenance, variant: str) -> list[Point]:
+        return still_to_run(
+            [ZEROPP], tmp_path, provenance=provenance, variant=variant, rerun="missing"
+        )[0]
+
+    assert to_run("simulated", "traced compute") == []
+    assert to_run("traced", "real tensors") == []
+    assert to_run("traced", "") == [ZEROPP]
 
 
 def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
@@ -127,9 +128,10 @@ def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
     variant = OPTIONS.variant
     header = new_header("simulate", variant=variant)
     write_unstarted(infeasible.spec, tmp_path, header, Ending("infeasible", "no plan"))
-    assert not still_to_run(
+    todo, (failure,) = still_to_run(
         [infeasible], tmp_path, provenance="simulated", variant=variant, rerun="missing"
     )
+    assert (todo, failure.reason) == ([], "no plan")
 
 
 def test_a_trace_of_another_plan_is_not_taken(tmp_path: Path) -> None:

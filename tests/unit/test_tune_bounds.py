@@ -16,7 +16,8 @@ from baselines.fsdp.contender import FSDPKnobs
 from baselines.torch_pp.contender import TORCHTITAN, TorchtitanKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import PRICED
-from tests.unit.simulated_task import preset, task
+from benchmarks.specification.reading import preset
+from tests.unit.simulated_task import task
 from zeropp.choose.bounds import (
     exceeds,
     least_bytes,

@@ -26,6 +26,7 @@ from benchmarks.studies.claim_33.cells import (
     priced_again,
     winner_of,
 )
+from benchmarks.studies.claim_33.changes import ChangedPlan
 from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, PUBLIC_3D, judge
 from benchmarks.studies.claim_33.pages import page_tables
@@ -84,6 +85,10 @@ def _repriced() -> pd.DataFrame:
     return pd.read_csv(REFERENCE / "assumptions.csv")
 
 
+def _changed() -> pd.DataFrame:
+    return pd.read_csv(REFERENCE / "changes.csv")
+
+
 def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
     """One cell's rows, from speed and peak by contender."""
     keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": 8, "bandwidth": 1.0}
@@ -136,7 +141,7 @@ def test_configured_cells_without_rows_are_listed() -> None:
     plans = pd.read_csv(REFERENCE / "plans.csv")
     lost = ("gpt_76b", "a800", 64, 64_000, 1.0)
     have = next(plans[CELL].itertuples(index=False, name=None))
-    told = page_tables(plans, _repriced(), [lost, have])["missing"]
+    told = page_tables(plans, _repriced(), _changed(), [lost, have])["missing"]
     assert told == "Configured, but not among the rows: GPT 76B on 64 A800, 1000 per GPU."
 
 
@@ -334,6 +339,7 @@ def test_a_fresh_search_has_no_settings_to_begin_with(
     begun = []
     monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
     monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
+    monkeypatch.setattr(study, "price_changes", lambda *_, **__: None)
     monkeypatch.setattr(study, "write_verdict", lambda *_: None)
     monkeypatch.setattr(pd, "read_csv", lambda _: None)
     monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
@@ -342,3 +348,20 @@ def test_a_fresh_search_has_no_settings_to_begin_with(
         (config,) = compose("config", words)
         assert study.run(config) == 0
     assert begun == [{"a cell": "a setting"}, {}]
+
+
+def test_a_plan_is_searched_again_without_a_choice_that_it_makes() -> None:
+    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    cell = Cell(replace(task(16, 32), shape=shape))
+    concerned = {
+        "zeropp": {"compile", "one_rank"},
+        "deepspeed_best": {"compile", "zero2"},
+        "megatron_core": set[str](),
+    }
+    for name, expected in concerned.items():
+        (record,) = CellPart(cell, name, 0.01).records("")
+        line = line_of(record)
+        best_s = float(str(line["step_s"]))
+        times = ChangedPlan(cell, str(line["setting"]), 0.01).step_s()
+        assert {change for change, step_s in times.items() if step_s != best_s} == expected
+        assert all(times[change] > best_s for change in expected)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log
-from zeropp.emulate.private_names import group_of
+from zeropp.emulate.private_names import group_of, is_known
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.engine.private_names import TorchDispatchMode
 
@@ -37,7 +37,10 @@ _NOTHING = {
 _EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided")}
 _EMPTY |= {f"aten::{name}" for name in ("new_empty", "new_empty_strided")}
 _NONE: Mapping[str, Any] = {}
-_READ_BY_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero")}
+_READ_BY_HOST = {
+    f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
+}
+_BARRIER = "c10d::barrier"
 
 
 def extent(tensor: Tensor) -> Extent:
@@ -63,6 +66,11 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []
+
+
+def _is_on_host(reads: Tensors) -> bool:
+    """Whether an operator computes with integers that the host knows: no work for the device."""
+    return bool(reads) and all(is_known(read) and not read.is_floating_point() for read in reads)
 
 
 class VirtualDevice:
@@ -124,9 +132,11 @@ class VirtualDevice:
             if self.races:
                 self.races.host_follows(stream, event)
 
-    def read_by_host(self, what: str) -> None:
-        """The host reads a number, which may lie on the CPU, so that this orders nothing."""
+    def read_by_host(self, what: str, reads: Tensors = ()) -> None:
+        """The host reads numbers of these tensors, which may lie on the CPU, so that this orders
+        nothing."""
         if self.sees:
+            self.touch(self.current, what, reads, ())
             self.log.sync(self.current, what)
 
     def kernel(
@@ -171,8 +181,20 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self.asynchronous = False  # whether collectives run on a stream of their group
-        self.stream = ""  # of the last such
+        self._issued: list[str] | None = None  # inside ``asynchronously``
+
+    @contextmanager
+    def asynchronously(self, is_so: bool = True) -> Iterator[list[str]]:
+        """Inside this context collectives run on a stream of their group; yields a list that gets
+        the names of these streams."""
+        before, issued = self._issued, list[str]()
+        self._issued = issued if is_so else before
+        try:
+            yield issued
+        finally:
+            self._issued = before
+            if before is not None and is_so:
+                before.extend(issued)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -187,10 +209,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("c10d::"):
             self._collective(name, args)
         elif name not in _NOTHING and not name.startswith(("prim::", "profiler::")):
-            arguments = [
-                (argument, args[place] if place < len(args) else kwargs.get(argument.name))
-                for place, argument in enumerate(func._schema.arguments)
-            ]
+            known = func._schema.arguments
+            by_name = {argument.name: argument for argument in known}
+            arguments = [*zip(known, args, strict=False)]
+            arguments += [(by_name[key], value) for key, value in kwargs.items()]
             self._operator(name, arguments, result)
         return result
 
@@ -210,11 +232,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs
         for tensor in new:
             device.allocate(tensor.untyped_storage(), name)
-        if name in _EMPTY:
+        if name in _EMPTY or _is_on_host(reads):
             return
         given = {argument.name: value for argument, value in arguments}
         device.kernel(name, reads, [*writes, *new], given)
-        if name in _READ_BY_HOST:
+        if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
             device.read_by_host(f"a number that {name} gives the host")
 
     def _collective(self, name: str, args: Sequence[Any]) -> None:
@@ -224,11 +246,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         device, stream = self._device, self._device.current
         group, ranks = next(known for argument in args if (known := group_of(argument)) is not None)
-        if self.asynchronous:
-            self.stream = f"nccl {group}"
-            device.follow(self.stream, device.record(stream))
-            stream = self.stream
+        if self._issued is not None:
+            device.follow(f"nccl {group}", device.record(stream))
+            stream = f"nccl {group}"
+            self._issued.append(stream)
         read, written = (tensors_in(args[place]) for place in COLLECTIVES[name])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
         device.log.collective(stream, (group, ranks), len(ranks), name, moved)
+        if name == _BARRIER:
+            device.wait_on_host(stream, "barrier")
+
+
+def _has_mask(indices: Tensors) -> bool:
+    """Whether rows are picked by a mask, whose count the host has to know."""
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)

@@ -20,7 +20,12 @@ from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
-from zeropp.emulate.private_names import CONVERSION, SHAPES_BY_TRIAL, without_modes
+from zeropp.emulate.private_names import (
+    CONVERSION,
+    MOST_KNOWN_NUMBERS,
+    SHAPES_BY_TRIAL,
+    without_modes,
+)
 from zeropp.engine import deferred, walk
 from zeropp.operators import Attention, Product
 
@@ -86,18 +91,28 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
 
 
 @contextmanager
-def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
-    """Inside this context, what differs on a GPU runs as there, and what would need the values of
-    fake tensors runs without them."""
-    global _device
+def without_values() -> Iterator[None]:
+    """Inside this context, what would need the values of fake tensors runs without them."""
     with ExitStack() as undo:
         for owner, name, stand_in in (
             (DeviceMesh, "__init__", _untraced(DeviceMesh.__init__)),
             (walk, "walk", _untraced(walk.walk)),
             (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
+            (*CONVERSION, _convert),
+            (*MOST_KNOWN_NUMBERS, 256),
+        ):
+            undo.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+@contextmanager
+def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
+    """Inside this context, what differs on a GPU runs as there."""
+    global _device
+    with ExitStack() as undo:
+        for owner, name, stand_in in (
             (functional, "rms_norm", _rms_norm),
             (deferred, "add_wide_product", _add_wide_product),
-            (*CONVERSION, _convert),
             (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
             (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
         ):
@@ -107,6 +122,11 @@ def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
             yield
         finally:
             _device = before
+
+
+def is_emulated() -> bool:
+    """Whether what runs is inside ``as_on_cuda``: the CPU stands for a GPU with streams."""
+    return _device is not None
 
 
 @contextmanager
@@ -182,16 +202,20 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Convert the parameters of modules to new ones, as torch cannot change fake ones in place;
-    parameters that modules share stay shared."""
+    """Convert the parameters of modules in place, as on a GPU, where torch's own way refuses fake
+    ones. What moves to another device is made anew; parameters that modules share stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
         for name, buffer in [*part.named_buffers(recurse=False)]:
             setattr(part, name, function(buffer))
         for name, old in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
             with torch.no_grad():
-                values = function(old)
-            if values is not old and old not in made:
+                values = old if old in made else function(old)
+            if values is old:
+                pass
+            elif old.device == values.device:
+                old.data = values
+            else:
                 made[old] = nn.Parameter(values, old.requires_grad)
                 vars(made[old]).update(vars(old))
             setattr(part, name, made.get(old, old))

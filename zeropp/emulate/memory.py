@@ -29,6 +29,8 @@ from zeropp.emulate.private_names import (
     NUMBER_OF,
     REDUCE_SCATTER,
     autograd_run,
+    is_fake,
+    is_known,
     unsharded_gradient,
 )
 from zeropp.engine import flat
@@ -64,9 +66,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
-    def __init__(self, *, fake: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = fake
         self.kind: Kind | None = None
         # By the identity of the storage's Python object, of which torch keeps one while it lives.
         self._live: dict[int, tuple[_Allocation, Any]] = {}
@@ -109,13 +110,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with local tensors
-        if self._fake and func is NUMBER_OF:
-            # Fake tensors have no values. Torch's pipeline stages read a 1: shapes are known.
-            return 0.0 if args[0].is_floating_point() else 1
+        if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
+            return _taken_for_granted(args[0])
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in self._live:
+            if id(storage) not in self._live and tensor.device.type != "meta":
                 self._add(storage, self.kind)
         if func is FSDP_COPY_IN:
             self.label(args[1], "unsharded")
@@ -146,6 +146,14 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._run = run
             self._pass += 1
         return self._pass
+
+
+def _taken_for_granted(number: Tensor) -> float:
+    """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
+    pipeline stages ask whether their neighbour knows the shapes; flags are short."""
+    if number.is_floating_point():
+        return 0.0
+    return int(number.dtype in (torch.int32, torch.int64))
 
 
 def _local_part(tensor: Tensor) -> Tensor:

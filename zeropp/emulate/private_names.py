@@ -12,31 +12,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "COALESCING",
     "CONVERSION",
     "FSDP_COPY_IN",
     "FSDP_GATHERED",
     "FSDP_GRADIENTS",
     "FSDP_REDUCED_COPY",
+    "MOST_KNOWN_NUMBERS",
     "NUMBER_OF",
     "REDUCE_SCATTER",
     "SHAPES_BY_TRIAL",
     "FakeTensorMode",
     "autograd_run",
     "group_of",
+    "is_fake",
+    "is_known",
+    "set_numbers",
     "unsharded_gradient",
     "without_modes",
 ]
 
+COALESCING = "_coalescing_manager"  # of torch.distributed: one kernel of several collectives
 NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: output, input
 FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
 FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
+
+# Of how many numbers at most a fake tensor keeps the values that the host has given it.
+MOST_KNOWN_NUMBERS = (fake_tensor, "CONSTANT_NUMEL_LIMIT")
 
 # Methods, as (class, name): what ``Module.to`` calls; DTensor's trial of an operator's output
 # shapes; FSDP2's allocation of gathered parameters, and of the gradients that it accumulates before
@@ -64,6 +74,21 @@ def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
     except RuntimeError:  # how to reduce, for example
         return None
     return f"{group.group_desc} {group.group_name}", tuple(dist.get_process_group_ranks(group))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def set_numbers(fake: Tensor, numbers: Tensor) -> None:
+    """Let a fake tensor have known values, which what is computed from them alone has, too."""
+    fake.constant = numbers  # type: ignore[attr-defined]
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake one whose values are known."""
+    return getattr(tensor, "constant", None) is not None
 
 
 def unsharded_gradient(parameter: Any) -> Tensor | None:

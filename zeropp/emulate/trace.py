@@ -2,8 +2,7 @@
 memory and, for its time, its log.
 
 A rank builds its trainer and runs whole steps in a ``fake_world``, with fake tensors: every
-allocation is made, but none takes memory. A contender that cannot run with fake tensors gets real
-ones.
+allocation is made, but none takes memory.
 """
 
 from __future__ import annotations
@@ -12,26 +11,38 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.kernels import as_on_cuda, describe, without_values
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.stand_ins import emulated
+from zeropp.emulate.timing import called
 from zeropp.emulate.world import fake_world
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
-Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
+
+class Program(Protocol):
+    """A contender, whose code is to be traced."""
+
+    def build(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> Trainer:
+        """Make this rank's trainer."""
+
+    def fill_integers(self, plan: Plan, message: Tensor) -> None:
+        """Fill a received message of integers as a peer would have."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +61,16 @@ def trace_ranks(
     ranks: Sequence[int],
     *,
     optimizer: OptimizerConfig,
-    build: Build,
-    fill_integers: Callable[[Plan, Tensor], None] | None = None,
+    program: Program,
     steps: int = 1,
+    here: bool = False,
 ) -> Iterator[Trace]:
     """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
     With more than one of ``steps`` they have logs, in which places say where a step begins.
 
-    ``build`` makes the contender's trainer, as on a real rank. If ``fill_integers`` is given, which
-    fills messages as peers would, tensors are real ones on the CPU. Each rank has a process of its
-    own, because what torch caches of one rank's meshes would be wrong for another.
+    With ``here`` kernels are those of the device that is here, with what they are called with, and
+    not those of a GPU with what they compute. Each rank has a process of its own, because what
+    torch caches of one rank's meshes would be wrong for another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -69,9 +80,9 @@ def trace_ranks(
             _trace_rank,
             plan,
             optimizer=optimizer,
-            build=build,
-            fill_integers=fill_integers,
+            program=program,
             steps=steps,
+            here=here,
             threads=max(1, (os.cpu_count() or 1) // workers),
         )
         yield from pool.map(trace, ranks)
@@ -82,26 +93,26 @@ def _trace_rank(
     rank: int,
     *,
     optimizer: OptimizerConfig,
-    build: Build,
-    fill_integers: Callable[[Plan, Tensor], None] | None,
+    program: Program,
     steps: int,
+    here: bool,
     threads: int,
 ) -> Trace:
     begin = time.perf_counter()
     torch.set_num_threads(threads)  # other ranks have the other cores
-    fake = fill_integers is None
-    fill = None if fill_integers is None else partial(fill_integers, plan)
-    device = VirtualDevice(describe=describe if steps > 1 else None)
+    kernel = called if here else describe
+    device = VirtualDevice(describe=kernel if steps > 1 else None)
     with (
-        fake_world(rank, plan.layout.world, fill),
-        FakeTensorMode() if fake else nullcontext(),
-        Allocations(fake=fake) as allocations,
+        fake_world(rank, plan.layout.world, partial(program.fill_integers, plan)),
+        FakeTensorMode(),
+        Allocations() as allocations,
         observed(allocations),
         emulated(device),
-        as_on_cuda(device),
+        without_values(),
+        nullcontext() if here else as_on_cuda(device),
     ):
         allocations.kind = "parameters"
-        trainer = build(plan, optimizer, torch.device("cpu"), 0)
+        trainer = program.build(plan, optimizer, torch.device("cpu"), 0)
         gc.collect()  # whole parameters that were cut into shards hang in reference cycles
         allocations.kind = None
         size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)

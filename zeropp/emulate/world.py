@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from zeropp.emulate.private_names import is_fake, set_numbers, without_modes
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.interpreter import Evaluator, Passed
 
@@ -27,9 +28,9 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     the place of every part, and a reduction returns this rank's part. What peers would say is what
     this rank says, and what would pass between stages is what the walk over the layers has found.
 
-    ``fill_integers`` fills a received message of integers with what peers would have sent; messages
-    of floating-point numbers are random, because products of zeros are faster on a GPU. With None,
-    messages are not filled (fake tensors have no values).
+    ``fill_integers`` fills a received message of integers with what peers would have sent. Messages
+    of floating-point numbers are random, because products of zeros are faster on a GPU, unless they
+    are fake tensors, which have no values.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
@@ -58,13 +59,23 @@ def _filled(original: Any, fill_integers: Fill) -> Any:
     @wraps(original)
     def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
-            if tensor.is_floating_point():
+            if not tensor.is_floating_point():
+                _fill(tensor, fill_integers)
+            elif not is_fake(tensor):
                 tensor.normal_()
-            else:
-                fill_integers(tensor)
         return original(tensor, *arguments, **keywords)
 
     return receive
+
+
+def _fill(message: Tensor, fill_integers: Fill) -> None:
+    if not is_fake(message):
+        fill_integers(message)
+        return
+    with without_modes():
+        numbers = torch.zeros(message.shape, dtype=message.dtype)
+        fill_integers(numbers)
+    set_numbers(message, numbers)
 
 
 def _same_everywhere(objects: list[Any], local: Any, group: object = None) -> None:

@@ -39,6 +39,11 @@ def _mlp_saved_bytes(work: Work) -> float:
     return work.shape.ffn * (others + _input_bytes(work))
 
 
+def _inputs_split(work: Work) -> int:
+    """The number of ranks that share the kept inputs of a block's column-parallel products."""
+    return 1 if work.program.keeps_gathered_inputs else sequence_split(work)
+
+
 def block_saved(work: Work) -> float:
     """Bytes that a block's backward needs from its forward.
 
@@ -50,7 +55,7 @@ def block_saved(work: Work) -> float:
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
-    products = 2 * h * _input_bytes(work) / (1 if program.keeps_gathered_inputs else split)
+    products = 2 * h * _input_bytes(work) / _inputs_split(work)
     inner = (2 * h + 2 * kv) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
     if program.flash:
         inner += FP32 * shape.heads
@@ -74,6 +79,11 @@ def block_kept(work: Work) -> float:
         return block_saved(work)
     if work.program.selective == "half":
         return (boundary_bytes(work) + block_saved(work)) / 2
+    if work.program.selective == "mlp":
+        return block_saved(work) - work.tokens * (
+            work.shape.hidden * _input_bytes(work) / _inputs_split(work)
+            + _mlp_saved_bytes(work) / work.tp
+        )
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads

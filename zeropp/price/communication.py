@@ -99,7 +99,7 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         work.program.overlap_tensor and work.sequence_parallel
     ):  # the first slice is exposed, the others slow products
         collective *= 1 / work.tp + cluster.device.overlap_slowdown
-    again = 2 * collective if work.recompute == "full" else 0.0
+    again = {"none": 0, "selective": int(work.program.selective == "mlp"), "full": 2}
     if work.program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += collective
     logits = _logits_s(cluster, among, work)
@@ -107,7 +107,7 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         collective=collective,
         forward=2 * collective,
         backward=2 * collective + more,
-        again=again,
+        again=again[work.recompute] * collective,
         logits=logits,
     )
 

@@ -122,6 +122,7 @@ class KernelSeconds:
     elementwise: float
     elementwise_backward: float
     accumulation: float  # weight gradients that are added to their sums
+    mlp: float = 0.0  # of all forward ones, those of the MLP and of the norm before it
 
 
 def _block_kernels(work: Work) -> KernelSeconds:
@@ -133,8 +134,9 @@ def _block_kernels(work: Work) -> KernelSeconds:
     def product(m: int, k: int, n: int) -> float:
         return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
 
+    products = [product(tokens, k, n) for k, n in linears(work)]
     return KernelSeconds(
-        products=sum(product(tokens, k, n) for k, n in linears(work)),
+        products=sum(products),
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
         weights=sum(product(k, tokens, n) for k, n in linears(work)),
         attention=attention_s(work),
@@ -144,6 +146,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
             device, block_traffic_backward(work) + cast_backward, kernels=18
         ),
         accumulation=stream_s(device, work.accumulated * parameters, kernels=4),
+        mlp=sum(products[2:]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
 
@@ -166,6 +169,7 @@ def passes_of(
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
+        parts["mlp"] = max(kernels.mlp + forward_tp / 2, host_s / 2)
         again["selective"] = parts[program.selective]
     weight = kernels.weights + kernels.accumulation
     input_ = kernels.transposed + kernels.attention_backward
@@ -264,9 +268,21 @@ def block_traffic(work: Work) -> float:
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
-    passes = 2 if shape.gates == 1 else 5  # GELU: in, out; SiLU in, out, product in, in, out
-    inside = (6 * shape.hidden + passes * shape.ffn) / work.tp
+    inside = (6 * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
+
+
+def mlp_traffic(work: Work) -> float:
+    """Of these bytes, those of the norm before the MLP and of the MLP's non-linearity."""
+    norm = 2 * work.shape.hidden / (work.tp if work.sequence_parallel else 1)
+    moved = norm + _activation_passes(work) * work.shape.ffn / work.tp
+    return work.tokens * element_bytes(work.precision) * work.program.traffic_factor * moved
+
+
+def _activation_passes(work: Work) -> int:
+    """How often a tensor [tokens, ffn] is read or written: GELU's in and out; SiLU's in and out,
+    the product's two inputs and its output."""
+    return 2 if work.shape.gates == 1 else 5
 
 
 def block_traffic_backward(work: Work) -> float:

@@ -25,8 +25,9 @@ from zeropp.plan import SizedPlan
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
 # 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of
 # attention (``zeropp/engine/chunk.py``). "half": every second product or every second block
-# (``selective_ac_option`` of torchtitan, ``selective_checkpointing`` of fms-fsdp).
-Selective = Literal["scores", "elementwise", "half"]
+# (``selective_ac_option`` of torchtitan, ``selective_checkpointing`` of fms-fsdp). "mlp": the MLP
+# and the norm before it (``recompute_modules`` of Megatron-Core).
+Selective = Literal["scores", "elementwise", "half", "mlp"]
 # How ranks get the parameters that the others have updated under ZeRO-1. "gather": one all-gather.
 # "broadcasts": a broadcast per rank, one after the other. "slices": an all-gather into a buffer,
 # from which one kernel per rank and tensor copies that rank's slice of the tensor.

@@ -16,9 +16,8 @@ from typing import Any
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
 from benchmarks.specification import SpecError
-from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import COMPARED, Compared
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import preset, validated
 from benchmarks.studies.claim_33.given_settings import GIVEN
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, search

@@ -12,6 +12,7 @@ from benchmarks.report.evidence import published_errors
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS
 from benchmarks.studies.claim_33.cells import CELL
+from benchmarks.studies.claim_33.changes import CHANGES, OPPONENTS
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
     BOUND,
@@ -34,6 +35,7 @@ from benchmarks.studies.claim_33.uncertainty import (
     judged,
     program_errors,
     published_pairs,
+    step_times,
 )
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
@@ -54,14 +56,17 @@ _REPRODUCED = [
 
 
 def page_tables(
-    plans: pd.DataFrame, repriced: pd.DataFrame, configured: Collection[Key]
+    plans: pd.DataFrame,
+    repriced: pd.DataFrame,
+    changed: pd.DataFrame,
+    configured: Collection[Key],
 ) -> dict[str, str]:
     """Markdown by name: a number (``num_own``), sentences (``short``, ``kempnerforge``,
     ``answer``, ``sums``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
     (``headline``, ``assumptions``, ``cells``, ``best``, ``limit``, ``behind``, ``reproduced``,
-    ``memory``, ``network``, ``equal``, ``paper``). ``plans`` are the rows, ``repriced`` those of
-    ``assumptions.csv``, and ``configured`` the keys of all cells that the study's configuration
-    asks for.
+    ``memory``, ``network``, ``equal``, ``paper``, ``changes``). ``plans`` are the rows,
+    ``repriced`` those of ``assumptions.csv``, ``changed`` those of ``changes.csv``, and
+    ``configured`` the keys of all cells that the study's configuration asks for.
     """
     verdicts, uncertainty = judged(plans, repriced)
     own = verdicts[verdicts.bandwidth == 1.0]
@@ -79,6 +84,7 @@ def page_tables(
         "pipelines": _pipelines(ours),
         "exposed": _exposed(ours),
         "assumptions": _assumptions(uncertainty),
+        "changes": _changes(best, changed),
         "bound": bound_note(plans),
         "missing": _missing(plans, configured),
         "cells": _cells(best),
@@ -212,17 +218,33 @@ def _exposed(ours: pd.DataFrame) -> str:
 
 def _assumptions(uncertainty: Uncertainty) -> str:
     """The median over three rows at both ends of the range of every assumption."""
-    names = ("deepspeed_3d", "deepspeed_best", "megatron_core")
-    moved = {name: uncertainty.moved_medians(name) for name in names}
-    groups = list(moved[names[0]])
+    moved = {name: uncertainty.moved_medians(name) for name in OPPONENTS}
+    groups = list(moved[OPPONENTS[0]])
     rows = []
     for number, assumption in enumerate(ASSUMPTIONS):
-        ends = [moved[name][group][number] for name in names for group in groups]
+        ends = [moved[name][group][number] for name in OPPONENTS for group in groups]
         moves = f"× {assumption.low:g} to {assumption.high:g}"
         words = [assumption.label, assumption.why, moves]
         rows.append([*words, *(f"{low:.2f} to {high:.2f}" for low, high in ends)])
-    heads = [f"{BASELINES[name]}, {group}" for name in names for group in groups]
+    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
     return markdown_table(["constant", "from", "range", *heads], rows)
+
+
+def _changes(best: pd.DataFrame, changed: pd.DataFrame) -> str:
+    """The median over the opponents, as compared and without each choice of programs."""
+    cells, groups = best.set_index(CELL).index, by_batch(best)
+    zeropp, *others = (step_times(changed, name, cells) for name in ("zeropp", *OPPONENTS))
+
+    def medians(column: str) -> list[str]:
+        ratios = [pd.Series((other[column] / zeropp[column]).to_numpy()) for other in others]
+        return [
+            f"{ratio[of.to_numpy()].median():.2f}" for ratio in ratios for of in groups.values()
+        ]
+
+    rows = [["every choice, as compared", *medians("step_s")]]
+    rows += [[change.label, *medians(change.name)] for change in CHANGES]
+    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
+    return markdown_table(["programs have", *heads], rows)
 
 
 def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:

@@ -1,8 +1,9 @@
 """Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the pictures.
 
 ``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
-it, and ``assumptions.csv`` what its best plans would take with other constants; every table, figure
-and sentence of the verdict is derived from these two and from the errors of published runs.
+it, ``assumptions.csv`` what its best plans would take with other constants, and ``changes.csv``
+what programs would take without one of their choices. Every table, figure and sentence of the
+verdict is derived from these three and from the errors of published runs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.studies.claim_33.cells import (
     verdict_spec,
     winner_of,
 )
+from benchmarks.studies.claim_33.changes import CHANGES_TABLE, price_changes
 from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.pictures import draw
 from benchmarks.studies.claim_33.summary import summary
@@ -85,7 +87,7 @@ def _runnable() -> list[Compared]:
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, assumptions.csv, verdict.csv, verdict.md and the pictures into
+    """Write plans.csv, assumptions.csv, changes.csv, verdict.csv, verdict.md and the pictures into
     ``report_dir``. With a launcher other than ``simulate``, run the best plans on
     ``verdict.clusters`` instead.
 
@@ -110,6 +112,7 @@ def run(config: dict[str, Any]) -> int:
     simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
     plans = pd.read_csv(out / TABLE)
     price_assumptions(plans, cells, out / REPRICED, anew=anew)
+    price_changes(plans, cells, out / CHANGES_TABLE, tolerance=spec.tolerance, anew=anew)
     write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
 
@@ -133,7 +136,14 @@ def write_verdict(
     console.print(text, markup=False)
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
-    names = [TABLE, REPRICED, "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    names = [
+        TABLE,
+        REPRICED,
+        CHANGES_TABLE,
+        "verdict.csv",
+        "verdict.md",
+        *(path.name for path in paths),
+    ]
     names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))
 

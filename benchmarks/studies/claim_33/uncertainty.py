@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -189,7 +190,9 @@ class Uncertainty:
         """Per assumption the factors of a row's ratios, by cell, at both ends of its range."""
         if self._repriced.empty:
             return []
-        zeropp, other = self._step_s("zeropp"), self._step_s(name)
+        zeropp, other = (
+            step_times(self._repriced, row, self._best.index) for row in ("zeropp", name)
+        )
         ratios = other / zeropp
         simulated = self.simulated(name)
         return [
@@ -197,11 +200,11 @@ class Uncertainty:
             for low, high in (assumption.columns for assumption in ASSUMPTIONS)
         ]
 
-    def _step_s(self, name: str) -> pd.DataFrame:
-        """Seconds per step under every assumption, by cell, of the fastest plan that a row has."""
-        own = self._repriced["contender"].isin(plans_of(name))
-        rows = self._repriced[own].drop(columns="contender")
-        return rows.groupby(CELL).min().reindex(self._best.index)
+
+def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataFrame:
+    """Seconds per step, by cell and column of a table, of the fastest plan that a row has."""
+    own = table[table["contender"].isin(plans_of(name))]
+    return own.drop(columns="contender").groupby(CELL).min().reindex(cells)
 
 
 def judged(plans: pd.DataFrame, repriced: pd.DataFrame) -> tuple[pd.DataFrame, Uncertainty]:

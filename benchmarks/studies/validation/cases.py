@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from baselines.fsdp.contender import accumulation
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
-from benchmarks.specification.compose import preset
+from benchmarks.specification.reading import preset
 from benchmarks.studies.validation.plausible import check_plausible
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from benchmarks.studies.validation.stated import cluster_of, preset_of
