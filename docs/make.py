@@ -272,12 +272,15 @@ def _orders(kind: str) -> str:
     lines = []
     for way, of in rows.groupby("way", sort=False):
         cells = of.set_index("cluster")
-        times = [f"{cells.loc[c, 'step_s']:.2f} ({cells.loc[c, 'reduce_s']:.2f})" for c in clusters]
+        times = [
+            "{step_s:.2f} ({reduce_s:.2f}, {transfer_s:.2f})".format(**cells.loc[cluster])
+            for cluster in clusters
+        ]
         first = cells.iloc[0]
         lines.append(
             [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
         )
-    heads = [f"s on {cluster} (of these waits for reductions)" for cluster in clusters]
+    heads = [f"s on {cluster} (waits for reductions, messages)" for cluster in clusters]
     peak = f"peak GiB ({rows['limit_gib'].min():.0f} fit)"
     return markdown_table(["", *heads, peak, "gathers of a stage"], lines)
 
