@@ -30,6 +30,7 @@ from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
 from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -195,6 +196,48 @@ def _plan_ranks(column: str) -> str:
     return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
+def _fitted(name: str) -> str:
+    """What three measured runs say of the others of their cluster."""
+    lines = [
+        [
+            row.cluster,
+            row.runs,
+            f"{row.before_median} %, {row.before_p90} %",
+            f"{row.median} %, {row.p90} %",
+            f"{float(row.held):.0%}",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).itertuples()
+    ]
+    heads = ["cluster of", "runs", "with the preset", "fitted to three runs", "within the 90 %"]
+    return markdown_table(heads, lines)
+
+
+def _causes(name: str) -> str:
+    """How often the cause of a gap is named rightly."""
+    lines = [
+        [
+            row.cause,
+            str(row.pairs),
+            f"{row.right:.0%}",
+            f"{row.sure_right:.0%} of {row.sure}" if row.sure else "none",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv").itertuples()
+    ]
+    heads = ["the pairs differ in", "pairs", "named first", "right where it has more than 50 %"]
+    return markdown_table(heads, lines)
+
+
+def _tuner_on_cpu(name: str) -> str:
+    """Plans on CPUs, measured and priced, the fastest measured first."""
+    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str)
+    lines = [
+        [row.plan, row.measured_s, row.priced_s, row.place_by_price, f"{row.behind} %"]
+        for row in frame.itertuples()
+    ]
+    heads = ["plan", "measured s", "priced s", "place by price", "behind the fastest"]
+    return markdown_table(heads, lines)
+
+
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -308,8 +351,12 @@ TABLES: dict[str, Callable[[str], str]] = {
     "whole_blocks": _whole_blocks,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
+    "fitted": _fitted,
+    "causes": _causes,
+    "tuner_on_cpu": _tuner_on_cpu,
     "overhead": _overhead,
     "replays": _replays,
+    "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
 }
 

@@ -24,9 +24,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.emulate.kernels import as_one_kernel, is_emulated
+from zeropp.emulate.private_names import COALESCING
 from zeropp.schedule.program import Op
 
 
@@ -138,11 +140,13 @@ def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
     streams: dict[str, Any] = {}
-    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    get_state: Callable[[], Tensor] = torch.get_rng_state
+    set_state: Callable[[Tensor], None] = torch.set_rng_state
     if is_emulated():  # torch.cuda has streams there, and a generator's state has no values
         state = torch.tensor([0])
         get_state, set_state = lambda: state, _nothing
         clip_grads.l2_norm_impl = _l2_norm
+        _take_collectives()
     else:
         nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
         streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
@@ -164,9 +168,23 @@ def run_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
 
 
-def _l2_norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
-    """``local_multi_tensor_l2_norm``, which makes one tensor of tensors that the host reads;
-    fake ones can only be read one by one."""
+def _take_collectives() -> None:
+    """Give Megatron-Core the collectives that torch has now, in the place of those that it took
+    when it was imported."""
+    now = {
+        "dist_all_gather_func": dist.all_gather_into_tensor,
+        "dist_reduce_scatter_func": dist.reduce_scatter_tensor,
+        COALESCING: getattr(dist, COALESCING),
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core"):
+            vars(module).update({key: now[key] for key in now.keys() & vars(module).keys()})
+
+
+def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors and so reads each on the
+    host; fake ones can only be read one by one."""
+    del size, flag
     norms = [float(torch.norm(tensor)) for tensor in lists[0]]
     return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
 

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from baselines.zeropp.contender import ZEROPP
+from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.studies.closed_circle import NARROW, parts_of, plan_of
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
-from zeropp.emulate.trace import trace_ranks
+from zeropp.emulate.timing import seconds_of
+from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.engine.flat import ALIGNMENT
 from zeropp.price import price_plan
 from zeropp.price.flops import piece_parameters
@@ -85,6 +88,28 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
-    traces = trace_ranks(plan, ranks, optimizer=ADAMW, program=CONTENDERS[name])
+    traces = [*trace_ranks(plan, ranks, optimizer=ADAMW, program=CONTENDERS[name], steps=2)]
     for index, trace in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index
+        assert_updates(trace)
+    replayed = replayed_plan(plan, CLUSTER, traces)
+    assert 0 < max(replayed.busy_s.values()) < replayed.step_s
+
+
+def assert_updates(trace: Trace) -> None:
+    """The second step was whole: its optimizer ran, and what it updated was gathered."""
+    places = [index for index, issued in enumerate(trace.log) if issued.kind == "place"]
+    step = trace.log[places[1] : places[2]]
+    assert any(issued.kernel and "fused_adamw" in issued.kernel.name for issued in step)
+    assert any("allgather" in issued.what for issued in step)
+
+
+def test_every_kernel_of_a_log_can_be_timed_here() -> None:
+    """The logs of a study that times them all; those of a narrow model here."""
+    plan = plan_of({"name": "fsdp", "shard": 2}, NARROW)
+    program = CONTENDERS["fsdp"]
+    (trace,) = trace_ranks(plan, [0], optimizer=ADAMW, program=program, steps=2, here=True)
+    kernels, transfers = parts_of([{0: trace.log}])
+    assert {"aten::mm", "fsdp::chunk_cat", "aten::_fused_adamw_"} <= {k.name for k in kernels}
+    assert {what for what, _ in transfers} >= {"c10d::_allgather_base_"}
+    assert all(seconds_of(kernel) > 0 for kernel in kernels)

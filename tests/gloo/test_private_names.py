@@ -75,6 +75,19 @@ CONTRACTS = [
     Contract("torch.utils._python_dispatch:TorchDispatchMode", f"{_TRACE}: seeing allocations"),
     Contract("torch.utils._python_dispatch:_disable_current_modes", f"{_TRACE}: device meshes"),
     Contract("torch:ops.aten._local_scalar_dense.default", f"{_TRACE}: numbers of fake tensors"),
+    Contract(
+        "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", f"{_TRACE}: numbers stages send"
+    ),
+    Contract(
+        "torch._subclasses.fake_tensor:FakeTensor.__new__",
+        f"{_TRACE}: numbers stages send",
+        ("constant",),
+    ),
+    Contract(
+        "torch.distributed.distributed_c10d:_coalescing_manager",
+        f"{_TRACE}: Megatron-Core's collectives",
+        ("async_ops",),
+    ),
     Contract("torch:ops.c10d._reduce_scatter_base_.default", f"{_TRACE}: reduced gradients"),
     Contract("torch:ops.fsdp.all_gather_copy_in.default", f"{_TRACE}: FSDP2's gathers"),
     Contract("torch:ops.fsdp.chunk_cat.default", f"{_TRACE}: FSDP2's reductions"),
@@ -149,6 +162,8 @@ CONTRACTS = [
     Contract(f"{_PIPE}.engine:PipelineEngine._send_tensor_meta", f"{_DS}, traced: messages"),
     Contract("deepspeed.runtime.utils:partition_uniform", f"{_DS}, traced: messages under TP"),
     Contract("deepspeed.runtime.utils:PartitionedTensor.to_meta", f"{_DS}, traced: messages"),
+    Contract("deepspeed.runtime.utils:PartitionedTensor#orig_size", f"{_DS}, traced: messages"),
+    Contract("deepspeed.accelerator:set_accelerator", f"{_DS}, traced: streams"),
     Contract(f"{_PIPE}.module:PipelineModule._partition_layers", f"{_DS}: cuts", ("method",)),
     Contract(
         f"{_PIPE}.module:PipelineModule._set_bounds", f"{_DS}: where stages are cut", ("start",)
@@ -210,6 +225,9 @@ CONTRACTS = [
     ),
     Contract(
         f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state", f"{_MC} on CPUs: random states"
+    ),
+    Contract(
+        f"{_CORE}.optimizer.clip_grads:l2_norm_impl", f"{_MC}, traced: the norm of fake gradients"
     ),
     Contract(f"{_CORE}.jit:jit_fuser", f"{_MC} on CPUs: fused functions that are not compiled"),
     Contract(

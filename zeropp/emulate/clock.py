@@ -66,21 +66,26 @@ def replay(
     *,
     kernel_prices: Callable[[Kernel], float],
     launch_s: float,
+    network_prices: Callable[[Issued, RankPart], float] | None = None,
     title: str = "",
 ) -> Replay:
     """Replay the logs of the ranks of one pipeline of a job of ``world`` ranks, at the prices of
-    ``kernel_prices`` and a time of the host per launch. Raises ValueError with what each rank waits
-    for if they do not end."""
+    ``kernel_prices`` and a time of the host per launch; messages and collectives are priced by
+    ``network_prices``, if given, otherwise by the links of the cluster. Raises ValueError with what
+    each rank waits for if they do not end."""
     links = _Links(logs, cluster, world)
+    seconds = network_prices or links.seconds
     slow_nodes = stragglers(cluster, world)
     prices = _Cached(kernel_prices)
-    alone = _Machine(logs, links, prices, launch_s, dict.fromkeys(logs, slow_nodes)).run()
+    alone = _Machine(
+        logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)
+    ).run()
     slowdown = cluster.device.overlap_slowdown
     factors = {
         rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives())
         for rank, ran in alone.items()
     }
-    ranks = _Machine(logs, links, prices, launch_s, factors).run()
+    ranks = _Machine(logs, links.holders, seconds, prices, launch_s, factors).run()
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
@@ -237,12 +242,14 @@ class _Machine:
     def __init__(
         self,
         logs: Logs,
-        links: _Links,
+        holders: Mapping[Hashable, set[int]],
+        seconds: Callable[[Issued, RankPart], float],
         prices: Mapping[Kernel, float],
         launch_s: float,
         factors: Mapping[int, float],
     ) -> None:
-        self._logs, self._links, self._prices = logs, links, prices
+        self._logs, self._holders = logs, holders
+        self._seconds, self._prices = seconds, prices
         self._launch_s, self._factors = launch_s, factors
         self._ranks = {rank: _Rank() for rank in logs}
         self._ends: dict[Hashable, _End] = {}
@@ -276,15 +283,15 @@ class _Machine:
         """One of those who take part has come; whether it was the last one that is here."""
         arrived = self._arrived[part.key]
         arrived.append(time)
-        return len(arrived) == len(self._links.holders[part.key])
+        return len(arrived) == len(self._holders[part.key])
 
     def _communicate(self) -> None:
         ready, _, issued, part = heapq.heappop(self._complete)
         key: Any = part.key
-        (name, _), holders = key, self._links.holders[key]
+        (name, _), holders = key, self._holders[key]
         links = [name[1:]] if len(name) == 3 else [(rank, name[1]) for rank in holders]
         begin = max([ready, *(self._free[link] for link in links)])
-        end = begin + self._links.seconds(issued, part)
+        end = begin + self._seconds(issued, part)
         self._free |= dict.fromkeys(links, end)
         self._ended(part.key, end, lane_of(issued), begin)
 

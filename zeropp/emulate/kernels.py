@@ -91,19 +91,28 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
 
 
 @contextmanager
-def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
-    """Inside this context, what differs on a GPU runs as there, and what would need the values of
-    fake tensors runs without them."""
-    global _device
+def without_values() -> Iterator[None]:
+    """Inside this context, what would need the values of fake tensors runs without them."""
     with ExitStack() as undo:
         for owner, name, stand_in in (
             (DeviceMesh, "__init__", _untraced(DeviceMesh.__init__)),
             (walk, "walk", _untraced(walk.walk)),
             (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
-            (functional, "rms_norm", _rms_norm),
-            (deferred, "add_wide_product", _add_wide_product),
             (*CONVERSION, _convert),
             (*MOST_KNOWN_NUMBERS, 256),
+        ):
+            undo.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+@contextmanager
+def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
+    """Inside this context, what differs on a GPU runs as there."""
+    global _device
+    with ExitStack() as undo:
+        for owner, name, stand_in in (
+            (functional, "rms_norm", _rms_norm),
+            (deferred, "add_wide_product", _add_wide_product),
             (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
             (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
         ):

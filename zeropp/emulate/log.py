@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zeropp.operators import Attention, Product
 
@@ -33,6 +33,7 @@ class Kernel(NamedTuple):
     product: Product | Attention | None = None
     element: int = 4
     is_backward: bool = False  # of attention
+    call: tuple[tuple[str, Any], ...] = ()  # its arguments, where it is to be timed here
 
 
 class Issued(NamedTuple):

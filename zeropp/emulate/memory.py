@@ -115,7 +115,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
-            if id(storage) not in self._live:
+            if id(storage) not in self._live and tensor.device.type != "meta":
                 self._add(storage, self.kind)
         if func is FSDP_COPY_IN:
             self.label(args[1], "unsharded")

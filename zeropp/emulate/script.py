@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.kernels import as_on_cuda, describe, without_values
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode, without_modes
@@ -99,6 +99,7 @@ def _trace_rank(path: str, arguments: Sequence[str], world: int, rank: int) -> S
         Allocations() as allocations,
         observed(allocations),
         emulated(device),
+        without_values(),
         as_on_cuda(device),
         _as_launched(path, arguments),
         _CudaIsHere(),

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.kernels import as_on_cuda, describe, without_values
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.stand_ins import emulated
+from zeropp.emulate.timing import called
 from zeropp.emulate.world import fake_world
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
@@ -61,12 +63,14 @@ def trace_ranks(
     optimizer: OptimizerConfig,
     program: Program,
     steps: int = 1,
+    here: bool = False,
 ) -> Iterator[Trace]:
     """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
     With more than one of ``steps`` they have logs, in which places say where a step begins.
 
-    Each rank has a process of its own, because what torch caches of one rank's meshes would be
-    wrong for another.
+    With ``here`` kernels are those of the device that is here, with what they are called with, and
+    not those of a GPU with what they compute. Each rank has a process of its own, because what
+    torch caches of one rank's meshes would be wrong for another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -78,6 +82,7 @@ def trace_ranks(
             optimizer=optimizer,
             program=program,
             steps=steps,
+            here=here,
             threads=max(1, (os.cpu_count() or 1) // workers),
         )
         yield from pool.map(trace, ranks)
@@ -90,18 +95,21 @@ def _trace_rank(
     optimizer: OptimizerConfig,
     program: Program,
     steps: int,
+    here: bool,
     threads: int,
 ) -> Trace:
     begin = time.perf_counter()
     torch.set_num_threads(threads)  # other ranks have the other cores
-    device = VirtualDevice(describe=describe if steps > 1 else None)
+    kernel = called if here else describe
+    device = VirtualDevice(describe=kernel if steps > 1 else None)
     with (
         fake_world(rank, plan.layout.world, partial(program.fill_integers, plan)),
         FakeTensorMode(),
         Allocations() as allocations,
         observed(allocations),
         emulated(device),
-        as_on_cuda(device),
+        without_values(),
+        nullcontext() if here else as_on_cuda(device),
     ):
         allocations.kind = "parameters"
         trainer = program.build(plan, optimizer, torch.device("cpu"), 0)

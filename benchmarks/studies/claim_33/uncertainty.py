@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -200,7 +201,7 @@ class Uncertainty:
         ]
 
 
-def step_times(table: pd.DataFrame, name: str, cells: pd.MultiIndex) -> pd.DataFrame:
+def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataFrame:
     """Seconds per step, by cell and column of a table, of the fastest plan that a row has."""
     own = table[table["contender"].isin(plans_of(name))]
     return own.drop(columns="contender").groupby(CELL).min().reindex(cells)

@@ -1,0 +1,272 @@
+"""Writes results/reference/closed_circle.csv: replayed steps against measured ones on this machine.
+
+Two ranks, one core each, over gloo. Each contender's step is timed for real. Its code is also
+traced with fake tensors; every distinct kernel of the logs is timed once, alone, with real tensors,
+and so is every message and collective; the logs are then replayed with those times. So nothing is
+priced: what is tested is whether the sum of the parts, in the order of the logs, is the step.
+
+Python between kernels is measured, too: the step of the same layers so narrow that kernels take no
+time, over the number of its kernels.
+
+    python -m benchmarks.studies.closed_circle [results/reference/closed_circle.csv]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.records.environment import git_state
+from benchmarks.records.simulated import commit_of
+from benchmarks.specification.command import CommandParser, command
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.presets import preset
+from benchmarks.specification.reading import validated
+from benchmarks.studies.renew import REFERENCE
+from zeropp.choose.task import Candidate, Task
+from zeropp.cluster import Cluster
+from zeropp.emulate.clock import replay
+from zeropp.emulate.log import Issued, Kernel, Logs, RankPart
+from zeropp.emulate.timing import seconds_of
+from zeropp.emulate.trace import trace_ranks
+from zeropp.plan import Plan
+from zeropp.shape import ModelShape
+from zeropp.training import OptimizerConfig
+
+OUT = REFERENCE / "closed_circle.csv"
+CASES: tuple[Mapping[str, Any], ...] = (
+    {"name": "zeropp", "pp": 2, "chunks": 2, "unit": 2},
+    {"name": "zeropp", "pp": 1, "shard": 2},
+    {"name": "torch_pp", "pp": 2, "schedule": "1f1b"},
+    {"name": "torch_pp", "pp": 2, "schedule": "interleaved_1f1b", "chunks": 2},
+    {"name": "fsdp", "shard": 2},
+    {"name": "deepspeed_3d", "pp": 2},
+    {"name": "deepspeed_3d", "pp": 1, "replicate": 2, "replicate_zero": 1},
+)
+SHAPE = ModelShape(
+    name="closed_circle", family="gpt", layers=4, hidden=256, heads=4, kv_heads=4,
+    ffn=1024, vocab=2048, seq=128,
+)  # fmt: skip
+NARROW = replace(SHAPE, name="narrow", hidden=4, ffn=4, vocab=8, seq=2)
+BATCH, WARMUP, STEPS = 8, 2, 9
+ADAMW = OptimizerConfig(kind="adamw", clip_norm=0.0)
+Transfer = tuple[str, int]  # the name of a collective, or "message", and its bytes
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one rank has measured: seconds of steps by plan, of kernels and of transfers."""
+
+    steps: list[list[float]]
+    kernels: list[float]
+    transfers: list[float]
+
+
+def plan_of(case: Mapping[str, Any], shape: ModelShape) -> Plan:
+    """The plan of a contender on two ranks, with microbatches of one sequence."""
+    contender = CONTENDERS[case["name"]]
+    cluster = preset("cluster", "cpu_gloo", Cluster)
+    task = Task(shape=shape, cluster=cluster, num_gpus=2, global_batch=BATCH, precision="fp32")
+    knobs = validated(contender.knobs, dict(case), "case")
+    return contender.plan(task, Candidate(knobs, 1))
+
+
+def transfer_of(issued: Issued, part: RankPart) -> Transfer:
+    """What is measured of a message or a collective."""
+    name: Any = part.key
+    return "message" if len(name[0]) == 3 else issued.what, part.moved
+
+
+def last_step(log: Sequence[Issued]) -> list[Issued]:
+    """What a rank issues in the step that a replay is of."""
+    places = [index for index, issued in enumerate(log) if issued.kind == "place"]
+    return list(log[places[-2] : places[-1]])
+
+
+def parts_of(logs: Sequence[Logs]) -> tuple[list[Kernel], list[Transfer]]:
+    """The distinct kernels and transfers of the last steps of logs."""
+    kernels: dict[Kernel, None] = {}
+    transfers: dict[Transfer, None] = {}
+    for log in (log for by_rank in logs for log in by_rank.values()):
+        for issued in last_step(log):
+            if issued.kernel is not None:
+                kernels[issued.kernel] = None
+            for part in issued.parts if issued.kind == "communication" else ():
+                transfers[transfer_of(issued, part)] = None
+    return list(kernels), list(transfers)
+
+
+def measure(
+    rank: int,
+    plans: Sequence[Plan],
+    kernels: Sequence[Kernel],
+    transfers: Sequence[Transfer],
+    store: str,
+) -> Times:
+    """Measure everything on one of two ranks, both of which do the same at the same time."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    steps = [_steps(plan) for plan in plans]
+    transfer_s = [_transfer_s(*transfer) for transfer in transfers]
+    kernel_s = []
+    for kernel in kernels:
+        dist.barrier()
+        kernel_s.append(seconds_of(kernel))
+    dist.destroy_process_group()
+    return Times(steps, kernel_s, transfer_s)
+
+
+def _steps(plan: Plan) -> list[float]:
+    trainer = CONTENDERS[plan.contender].build(plan, ADAMW, torch.device("cpu"), 0)
+    rows = plan.num_microbatches * plan.microbatch_size
+    batch = torch.randint(plan.shape.vocab, (rows, plan.shape.seq))
+    samples = [_together(lambda: trainer.step(batch, batch)) for _ in range(WARMUP + STEPS)]
+    return samples[WARMUP:]
+
+
+def _together(run: Callable[[], object]) -> float:
+    """Seconds from when both ranks begin to when both have ended."""
+    dist.barrier()
+    begin = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def _transfer_s(what: str, size: int) -> float:
+    whole = torch.zeros(max(2, size // 4 // 2 * 2))
+    part = whole[: len(whole) // 2].clone()
+    runs: dict[str, Callable[[], object]] = {
+        "message": lambda: _there_and_back(whole),
+        "c10d::allreduce_": lambda: dist.all_reduce(whole),
+        "c10d::broadcast_": lambda: dist.broadcast(whole, 0),
+        "c10d::_allgather_base_": lambda: dist.all_gather_into_tensor(whole, part),
+        "c10d::_reduce_scatter_base_": lambda: dist.reduce_scatter_tensor(part, whole),
+    }
+    ways = 2 if what == "message" else 1
+    samples = []
+    for _ in range(WARMUP + STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        runs[what]()
+        samples.append((time.perf_counter() - begin) / ways)
+    return median(samples[WARMUP:])
+
+
+def _there_and_back(tensor: Tensor) -> None:
+    peer = 1 - dist.get_rank()
+    first, second = (dist.send, dist.recv) if peer else (dist.recv, dist.send)
+    first(tensor, peer)
+    second(tensor, peer)
+
+
+def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Trace and measure all plans, and replay them."""
+    logs = [_logs(plan) for plan in plans]
+    kernels, transfers = parts_of([*logs, *map(_logs, narrow)])
+    with tempfile.TemporaryDirectory() as folder:
+        given = [(rank, [*plans, *narrow], kernels, transfers, f"{folder}/s") for rank in (0, 1)]
+        with multiprocessing.get_context("spawn").Pool(2) as pool:
+            times = pool.starmap(measure, given, chunksize=1)
+    seconds = {k: fmean(t.kernels[i] for t in times) for i, k in enumerate(kernels)}
+    sent = {key: fmean(t.transfers[i] for t in times) for i, key in enumerate(transfers)}
+    steps = [
+        median(max(pair) for pair in zip(*(t.steps[index] for t in times), strict=True))
+        for index in range(len(plans) + len(narrow))
+    ]
+    rows = []
+    for index, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
+        small = _logs(narrow[index])
+        between_s = _between(small, seconds, sent, steps[len(plans) + index])
+        replayed_s = _replayed(logs[index], seconds, sent, between_s)
+        rows.append(
+            {
+                "contender": plan.contender,
+                "plan": " ".join(f"{k}={v}" for k, v in case.items() if k != "name"),
+                "provenance": "replayed",
+                "measured_step_s": steps[index],
+                "replayed_step_s": replayed_s,
+                "ratio": replayed_s / steps[index],
+                "kernels_s": max(_sum(log, seconds) for log in logs[index].values()),
+                "between_us": between_s * 1e6,
+                "commit": commit_of(*git_state()),
+            }
+        )
+    return rows
+
+
+def _logs(plan: Plan) -> dict[int, Sequence[Issued]]:
+    program = CONTENDERS[plan.contender]
+    traces = trace_ranks(plan, (0, 1), optimizer=ADAMW, program=program, steps=2, here=True)
+    return {trace.rank: trace.log for trace in traces}
+
+
+def _sum(log: Sequence[Issued], seconds: Mapping[Kernel, float]) -> float:
+    return sum(seconds[issued.kernel] for issued in last_step(log) if issued.kernel)
+
+
+def _between(
+    logs: Logs,
+    seconds: Mapping[Kernel, float],
+    sent: Mapping[Transfer, float],
+    step_s: float,
+) -> float:
+    """Seconds of Python per kernel, with which the replay of a narrow model takes as long as its
+    step: the replay is linear in them, nearly."""
+    low, high = (_replayed(logs, seconds, sent, between) for between in (0.0, 50e-6))
+    return max(0.0, 50e-6 * (step_s - low) / (high - low))
+
+
+def _replayed(
+    logs: Logs,
+    seconds: Mapping[Kernel, float],
+    sent: Mapping[Transfer, float],
+    between_s: float,
+) -> float:
+    """The step that the logs give, where the host runs every kernel itself."""
+    return replay(
+        logs,
+        preset("cluster", "cpu_gloo", Cluster),
+        2,
+        kernel_prices=lambda kernel: seconds.get(kernel, 0.0) + between_s,
+        network_prices=lambda issued, part: sent.get(transfer_of(issued, part), 0.0),
+        launch_s=0.0,
+    ).step_s
+
+
+@command
+def main() -> int:
+    """Command line; see ``--help``."""
+    parser = CommandParser(
+        description="Replay each contender's step on two ranks of this machine from the measured "
+        "times of its kernels and messages, hold it against the real step, and write a CSV.",
+        epilog="example: python -m benchmarks.studies.closed_circle /tmp/closed_circle.csv",
+    )
+    parser.add_argument(
+        "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
+    )
+    options = parser.parse_args()
+    plans, narrow = ([plan_of(case, shape) for case in CASES] for shape in (SHAPE, NARROW))
+    table = pd.DataFrame(rows_of(plans, narrow))
+    table.to_csv(options.out, index=False)
+    print(table.to_string())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
