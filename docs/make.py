@@ -227,17 +227,6 @@ def _causes(name: str) -> str:
     return markdown_table(heads, lines)
 
 
-def _tuner_on_cpu(name: str) -> str:
-    """Plans on CPUs, measured and priced, the fastest measured first."""
-    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str)
-    lines = [
-        [row.plan, row.measured_s, row.priced_s, row.place_by_price, f"{row.behind} %"]
-        for row in frame.itertuples()
-    ]
-    heads = ["plan", "measured s", "priced s", "place by price", "behind the fastest"]
-    return markdown_table(heads, lines)
-
-
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -368,7 +357,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_ranks": _plan_ranks,
     "fitted": _fitted,
     "causes": _causes,
-    "tuner_on_cpu": _tuner_on_cpu,
     "overhead": _overhead,
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),
