@@ -288,7 +288,7 @@ def _replays(name: str) -> str:
 
 def _orders(kind: str) -> str:
     """ZeroPP's order in its engine and in torch's runtime beside torch's own: ``measured`` runs on
-    CPUs, or steps ``replayed`` on two clusters."""
+    CPUs, steps ``replayed`` on two clusters, or how much longer one of these takes than another."""
     if kind == "measured":
         frame, skipped = load_frame([_REFERENCE / "torch_orders"])
         assert not skipped, skipped
@@ -299,16 +299,47 @@ def _orders(kind: str) -> str:
         return markdown_table(["runs in", "plan", "tokens/s/rank"], lines)
     rows = pd.read_csv(_REFERENCE / "torch_orders.csv")
     clusters = list(dict.fromkeys(rows["cluster"]))
+    if kind != "replayed":
+        return _longer(rows.pivot(index="way", columns="cluster", values="step_s"), kind)
     lines = []
     for way, of in rows.groupby("way", sort=False):
         cells = of.set_index("cluster")
-        times = [f"{cells.loc[c, 'step_s']:.2f} ({cells.loc[c, 'reduce_s']:.2f})" for c in clusters]
+        times = [
+            "{step_s:.2f} ({reduce_s:.2f}, {transfer_s:.2f})".format(**cells.loc[cluster])
+            for cluster in clusters
+        ]
         first = cells.iloc[0]
         lines.append(
             [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
         )
-    heads = [f"s on {cluster} (of these waits for reductions)" for cluster in clusters]
-    return markdown_table(["", *heads, "peak GiB", "gathers of a stage"], lines)
+    heads = [f"s on {cluster} (waits for reductions, messages)" for cluster in clusters]
+    peak = f"peak GiB ({rows['limit_gib'].min():.0f} fit)"
+    return markdown_table(["", *heads, peak, "gathers of a stage"], lines)
+
+
+def _longer(steps: pd.DataFrame, kind: str) -> str:
+    """How much longer a step is in torch's runtime than in the engine, in the same order
+    (``engine``), and how much longer in torch's fastest order than in that one (``order``)."""
+    same = steps.loc["ZeroPP's order, torch's runtime, unit=4"]
+    own = steps[~steps.index.str.startswith("ZeroPP")].min()
+    longer = {"engine": same / steps.loc["ZeroPP's order, its engine, unit=4"], "order": own / same}
+    words = (f"{ratio - 1:.1%} ({cluster.upper()})" for cluster, ratio in longer[kind].items())
+    return " and ".join(words)
+
+
+def _closed_circle(name: str) -> str:
+    """Steps on two ranks: measured, and replayed from the measured times of their parts."""
+    rows = pd.read_csv(_REFERENCE / f"{name}.csv").sort_values("measured_step_s")
+    lines = []
+    for row in rows.to_dict("records"):
+        seconds = (f"{row[key] * 1e3:.0f}" for key in ("measured_step_s", "replayed_step_s"))
+        parts = f"{row['kernels_s'] * 1e3:.0f}", f"{row['between_us']:.0f}"
+        label = contender_label(row["contender"])
+        lines.append([label, row["plan"], *seconds, f"{row['ratio']:.3f}", *parts])
+    error = f"{(rows['ratio'] - 1).abs().median():.1%}"
+    lines.append(["median error", "", "", "", error, "", ""])
+    heads = ["plan", "measured ms", "replayed ms", "ratio", "kernels ms", "Python µs per kernel"]
+    return markdown_table(["", *heads], lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {
@@ -330,6 +361,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
+    "closed_circle": _closed_circle,
 }
 
 

@@ -60,14 +60,13 @@ def _explain() -> int:
     from rich.console import Console
 
     from benchmarks.explain.answer import answer
-    from benchmarks.explain.measured_screen import show_measured, show_training
     from benchmarks.explain.question import ask
     from benchmarks.explain.screen import show, written_as
 
     files = [word for word in given.words if "=" not in word]
     asked = files, [word for word in given.words if "=" in word], words[split + 1 :]
     question, comparison = ask(*asked), None
-    if given.measured:
+    if given.measured:  # only then numpy, which takes as long to import as all the rest
         from benchmarks.explain.measured import compare, on_fitted
 
         comparison = compare(question, given.measured, *asked)
@@ -75,9 +74,13 @@ def _explain() -> int:
     answered = answer(question)
     console = Console(width=None if sys.stdout.isatty() else 120)
     if comparison is not None:
+        from benchmarks.explain.measured_screen import show_measured
+
         show_measured(comparison, console)
     show(answered, console, verbose=given.verbose)
     if given.tokens is not None:
+        from benchmarks.explain.measured_screen import show_training
+
         show_training(given.tokens, answered, comparison, console)
     if given.dialect:
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))

@@ -82,7 +82,7 @@ def settled(
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
         return Candidate(question.knobs, size)
     asked = question.knobs, size
-    if asked != (question.contender.knobs(), "auto"):  # not the search for the best plan again
+    if own is None or asked != (question.contender.knobs(), "auto"):
         own = _search(question.own_task, question.contender, *asked, budget_s=search_s)
     winner = own.winner
     if winner is None:
