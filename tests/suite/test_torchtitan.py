@@ -37,6 +37,7 @@ def test_its_configuration_is_read_and_takes_the_answer() -> None:
     again = asked_with(words)  # torchtitan's ConfigManager makes its job configuration of them
     assert (again.knobs, again.own_task) == (asked.knobs, asked.own_task)
     assert again.reading.traits == asked.reading.traits
+    assert asked.reading.named == asked_with([]).reading.named == []  # nothing is unknown
 
 
 def test_it_trains_in_zeropps_order(tmp_path: Path) -> None:
