@@ -140,18 +140,6 @@ def test_fsdp2_adds_no_gradient_of_the_first_microbatch_to_a_sum() -> None:
     assert moved(1, program="zeropp") == moved(4, program="zeropp") == 6
 
 
-def test_the_host_takes_longer_per_launch_where_blocks_are_not_compiled() -> None:
-    """By the program's factor, and by DTensor's where tensors are split besides."""
-    program = "torch_pp+eager_launches=2+eager_tensor_launches=3"
-
-    def launches(compiled: bool, **layout: int) -> float:
-        mine = replace(plan(**layout), program=program, compile=compiled)
-        return work_of(mine, A100).launch_s / (A100.device.launch_us * 1e-6)
-
-    assert launches(True) == launches(True, tp=4) == pytest.approx(1)
-    assert [launches(False), launches(False, tp=4)] == pytest.approx([2, 6])
-
-
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
     known = plan(pp=2, tp=2)
     assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)
