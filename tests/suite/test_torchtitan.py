@@ -42,8 +42,9 @@ def test_its_configuration_is_read_and_takes_the_answer() -> None:
 
 def test_it_trains_in_zeropps_order(tmp_path: Path) -> None:
     schedules = importlib.import_module("torch.distributed.pipelining.schedules")
-    if "arg_mbs" not in signature(schedules.PipelineScheduleMulti.step).parameters:
-        pytest.skip("torchtitan 0.3 needs torch 2.14")
+    takes_microbatches = "arg_mbs" in signature(schedules.PipelineScheduleMulti.step).parameters
+    if not takes_microbatches or hasattr(schedules, "WAIT_REDUCE_GRAD"):
+        pytest.skip("torchtitan 0.3 needs torch 2.14, and the file is not for 2.15")
     command = ["bash", "scripts/examples/torchtitan/run.sh", str(tmp_path)]
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": "."}
     run = subprocess.run(
