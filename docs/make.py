@@ -323,7 +323,7 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
     same = steps.loc["ZeroPP's order, torch's runtime, unit=4"]
     own = steps[~steps.index.str.startswith("ZeroPP")].min()
     longer = {"engine": same / steps.loc["ZeroPP's order, its engine, unit=4"], "order": own / same}
-    words = (f"{ratio - 1:.1%} ({cluster.upper()})" for cluster, ratio in longer[kind].items())
+    words = (f"{ratio - 1:.1%} ({str(cluster).upper()})" for cluster, ratio in longer[kind].items())
     return " and ".join(words)
 
 

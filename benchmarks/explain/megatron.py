@@ -231,8 +231,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     method, count = keys.take("--recompute-method"), keys.number("--recompute-num-layers")
     if method == "uniform" and count not in (None, 1):
         reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
-    modules = keys.take("--recompute-modules", "core_attn")
-    modules = {modules} if isinstance(modules, str) else set(modules)
+    modules = set(re.findall(r"\w+", str(keys.take("--recompute-modules", "core_attn"))))
     if kind == "selective" and "mlp" not in modules:
         kind = "none"
         reading.derived.append(

@@ -73,6 +73,9 @@ _HARMLESS = (
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),
     *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
+    # Left where there is no pipeline.
+    *(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")),
+    "parallelism.pipeline_parallel_layers_per_stage",
 )
 
 

@@ -39,7 +39,7 @@ from zeropp.cluster import Cluster
 from zeropp.plan import Plan
 from zeropp.schedule.build import build
 from zeropp.schedule.program import COMPUTE, Op
-from zeropp.schedule.torch_runtime import lower_for_torch
+from zeropp.schedule.torch_runtime import lower_for_torch, with_messages
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -91,10 +91,11 @@ def keeping_all_stages(plan: Plan) -> Plan:
     own = programs(plan)
     kept = []
     for program in own.programs:
-        bare = tuple(action for action in program if action.op not in (Op.UNSHARD, Op.RESHARD))
+        bare = tuple(action for action in program if action.op in COMPUTE | {Op.REDUCE_GRAD})
         compute = tuple(action for action in bare if action.op in COMPUTE)
         kept.append(with_torch_gathers(bare, compute, active_stages=STAGES))
-    return plan.ordered(replace(own, name=f"{own.name}_kept", programs=tuple(kept)))
+    passed_on = with_messages(kept, own.stage_rank)
+    return plan.ordered(replace(own, name=f"{own.name}_kept", programs=passed_on))
 
 
 def rows_of(name: str, plan: Plan) -> Iterator[dict[str, object]]:

@@ -41,7 +41,7 @@ def lower_for_torch(schedule: Schedule, *, prefetch: int = 1) -> Schedule:
         gathered = add_gathers(compute, schedule.unit, prefetch, needs)
         reduced = add_reductions(gathered, schedule.unit, schedule.num_microbatches)
         programs.append(_gathered_again(reduced))
-    return replace(schedule, programs=_with_messages(programs, schedule.stage_rank))
+    return replace(schedule, programs=with_messages(programs, schedule.stage_rank))
 
 
 def _gathered_again(program: RankProgram) -> RankProgram:
@@ -62,7 +62,7 @@ _MESSAGES = {  # how far away the stage is that gets what is made, and the messa
 }
 
 
-def _with_messages(
+def with_messages(
     programs: Sequence[RankProgram], stage_rank: Sequence[int]
 ) -> tuple[RankProgram, ...]:
     """The programs with sends and receives. All ranks compute side by side, one action each, and

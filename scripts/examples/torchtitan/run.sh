@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains torchtitan's debug model on four ranks of this machine, in ZeroPP's order and in
-# torchtitan's own; losses and gradient norms are the same. Needs torchtitan 0.3 and torch 2.14.
+# torchtitan's own; losses and gradient norms are the same. Needs torchtitan 0.3 and torch 2.14 (not 2.15).
 #
 #     bash scripts/examples/torchtitan/run.sh [FOLDER for what is written]
 set -euo pipefail
