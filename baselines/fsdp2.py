@@ -6,7 +6,6 @@ the global gradient norm.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -105,8 +104,8 @@ def finish_step(
 
     ``loss`` is this rank's part: summed over all ranks it is the mean over the global batch.
     ``copy`` is a parameter that the norm leaves out, because it repeats another one (the head's
-    copy of tied embeddings). Gradients are scaled in place where the norm exceeds ``clip_norm``; 0
-    means no clipping. The norm that is returned is the one before clipping.
+    copy of tied embeddings). Gradients are scaled in place as ``clip_norm`` asks; 0 means no
+    clipping. The norm that is returned is the one before clipping. The host waits for nothing.
     """
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -114,10 +113,11 @@ def finish_step(
     counted = [gradient for parameter, gradient in held if parameter is not copy]
     totals[1] = square_norm(((local(g), _copies(g, layout)) for g in counted), device)
     dist.all_reduce(totals)
-    mean_loss, square = totals.tolist()
-    result = StepResult(mean_loss, math.sqrt(square))
-    if (factor := clip_factor(result.grad_norm, clip_norm)) != 1.0:
-        scale_all([local(gradient) for _, gradient in held], factor)
+    result = StepResult(totals[0], totals[1].sqrt())
+    if clip_norm:
+        scale_all(
+            [local(gradient) for _, gradient in held], clip_factor(result.grad_norm, clip_norm)
+        )
     return result
 
 

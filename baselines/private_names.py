@@ -17,6 +17,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 __all__ = ["DefaultAllGather", "DefaultReduceScatter", "scale_all", "with_real_tensors"]
 
 
-def scale_all(tensors: list[Tensor], factor: float) -> None:
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place, many per kernel; torch has no public call for this."""
-    torch._foreach_mul_(tensors, factor)
+    torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))

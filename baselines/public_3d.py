@@ -313,9 +313,8 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
         kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
         tried: Iterable[tuple[int, Recompute, int | Auto]]
         tried = chunk_choices(point, offer.schedules[schedule], kinds)
-        if not offer.selects_blocks:
-            tried = _in_all_blocks(tried, point.task.shape.layers)
-        for chunks, recompute, blocks in tried:
+        whole = tried if offer.selects_blocks else _in_all_blocks(tried, point.task.shape.layers)
+        for chunks, recompute, blocks in whole:
             yield at_degrees(
                 asked,
                 degrees,

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.replay my_train.py --ranks 16 --cluster h100``: the step time of a plain
+"""``zeropp replay my_train.py --ranks 16 --cluster h100``: the step time of a plain
 training script on a cluster, without a GPU."""
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WORDS = {
 def main() -> int:
     """Command line; see ``--help``."""
     parser = CommandParser(
-        prog="python -m benchmarks.replay",
+        prog="zeropp replay",
         usage="%(prog)s [options] script [-- the script's own arguments]",
         description="Run a training script (FSDP2, torch.distributed.pipelining, DDP or your own) "
         "with fake tensors, as every rank of one pipeline, and say how long its second step would "
         "take on a cluster. No GPU is needed.",
-        epilog="example: python -m benchmarks.replay my_train.py --ranks 16 --cluster h100 "
+        epilog="example: zeropp replay my_train.py --ranks 16 --cluster h100 "
         "--timeline step.json -- --batch 8",
     )
     parser.add_argument("script", type=Path, help="the script, as torchrun would start it")

@@ -30,8 +30,10 @@ def _run() -> int:
         return int(importlib.import_module("benchmarks.studies.claim_33").run(configs[0]))
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import run_points, spec_of
+    from benchmarks.specification.progress import track
 
-    points = [plan_point(spec_of(config)) for config in configs]
+    specs = track(map(spec_of, configs), len(configs), "points planned")
+    points = [plan_point(spec) for spec in specs]
     if len(points) == 1 and points[0].plan is None:
         raise SpecError(points[0].reason)
     return run_points(points, configs)

@@ -1,6 +1,6 @@
 """Shows a schedule: prints its grid, and with out=DIR writes PNG, SVG and a Perfetto trace.
 
-    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
+    zeropp show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
 With `--as torch` it prints the schedule as the CSV that torch's pipeline runtime reads
 (`compute_comms`) instead, and says on the error stream what it holds.
@@ -17,9 +17,9 @@ import difflib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -53,7 +53,7 @@ _WORDS = {
     "U": "update",
 }
 _LETTERS = {Op.REDUCE_TIED: "T", Op.UPDATE: "U"}  # for others, their own abbreviations
-_COSTS = {field.name for field in fields(StageCost)}
+_COSTS = {field.name for field in fields(StageCost) if field.type == "float"}
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
 _PIXELS_PER_INCH = 200
@@ -92,7 +92,7 @@ def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
         field.name: str if isinstance(field.default, str) else int for field in fields(Request)
     }
     values: dict[str, str | int] = {}
-    costs: dict[str, float] = {}
+    costs: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in kinds and key not in _COSTS:
@@ -139,7 +139,8 @@ def _check(request: Request, cost: StageCost) -> None:
         if not getattr(cost, name) > 0:
             raise ValueError(f"{name}={getattr(cost, name):g}: must be more than 0")
     longest = _MOST * min(getattr(cost, name) for name in _COMPUTE)
-    for name, duration in asdict(cost).items():
+    for name in _COSTS:
+        duration = getattr(cost, name)
         if not 0 <= duration <= longest:
             raise ValueError(
                 f"{name}={duration:g}: must be from 0 to {longest:g} ({_MOST:g} times the shortest "
@@ -296,7 +297,7 @@ def main() -> int:
         return 0
     try:
         if not words or words[0] != "schedule":
-            raise ValueError("what to show? benchmarks.show schedule [key=value ...] (see --help)")
+            raise ValueError("what to show? zeropp show schedule [key=value ...] (see --help)")
         words, for_torch = split_form(words[1:])
         if for_torch:
             show_for_torch(*parse(words), sys.stdout, Console(stderr=True))

@@ -21,10 +21,10 @@ def main() -> int:
 
 def _status() -> int:
     parser = CommandParser(
-        prog="python -m benchmarks.status",
+        prog="zeropp status",
         description="List every point of every sweep with its state. Attempts whose job ended "
         "without writing a record get one first, with the reason that Slurm gives.",
-        epilog="example: python -m benchmarks.status results/runs --json",
+        epilog="example: zeropp status results/runs --json",
     )
     default = Path("results/runs")
     parser.add_argument(

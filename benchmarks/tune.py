@@ -1,6 +1,6 @@
 """Finds the best feasible plan of every contender on a cluster, by the simulator.
 
-    python -m benchmarks.tune model=gpt_14_6b cluster=a800 num_gpus=64 global_batch=512
+    zeropp tune model=gpt_14_6b cluster=a800 num_gpus=64 global_batch=512
 
 The exit status is 0, or 2 with one line on bad input or if nothing fits. Every number is simulated,
 and for PP x ZeRO-3 with gathers per unit (ZeroPP) there is no published measurement to compare it

@@ -52,10 +52,10 @@ def _validate(arguments: Sequence[str] | None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="python -m benchmarks.validate",
+        prog="zeropp validate",
         description="Compare the simulator with published measurements: errors per source, and "
         "refused rows with the reason. docs/published_rows.md has the columns of a table.",
-        epilog="example: python -m benchmarks.validate -v results/published/vtrain_a100.csv",
+        epilog="example: zeropp validate -v results/published/vtrain_a100.csv",
     )
     parser.add_argument("files", nargs="*", type=Path, help="CSV files (all of results/published)")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print every row")

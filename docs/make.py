@@ -30,6 +30,7 @@ from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
 from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -195,6 +196,37 @@ def _plan_ranks(column: str) -> str:
     return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
+def _fitted(name: str) -> str:
+    """What three measured runs say of the others of their cluster."""
+    lines = [
+        [
+            row.cluster,
+            row.runs,
+            f"{row.before_median} %, {row.before_p90} %",
+            f"{row.median} %, {row.p90} %",
+            f"{float(row.held):.0%}",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).itertuples()
+    ]
+    heads = ["cluster of", "runs", "with the preset", "fitted to three runs", "within the 90 %"]
+    return markdown_table(heads, lines)
+
+
+def _causes(name: str) -> str:
+    """How often the cause of a gap is named rightly."""
+    lines = [
+        [
+            row.cause,
+            str(row.pairs),
+            f"{row.right:.0%}",
+            f"{row.sure_right:.0%} of {row.sure}" if row.sure else "none",
+        ]
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv").itertuples()
+    ]
+    heads = ["the pairs differ in", "pairs", "named first", "right where it has more than 50 %"]
+    return markdown_table(heads, lines)
+
+
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -254,6 +286,47 @@ def _replays(name: str) -> str:
     return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
 
 
+def _orders(kind: str) -> str:
+    """ZeroPP's order in its engine and in torch's runtime beside torch's own: ``measured`` runs on
+    CPUs, steps ``replayed`` on two clusters, or how much longer one of these takes than another."""
+    if kind == "measured":
+        frame, skipped = load_frame([_REFERENCE / "torch_orders"])
+        assert not skipped, skipped
+        lines = [
+            [contender_label(row["contender"]), row["layout"], _rate(row)]
+            for _, row in latest_ok(frame).sort_values("tokens_per_s_per_gpu").iterrows()
+        ]
+        return markdown_table(["runs in", "plan", "tokens/s/rank"], lines)
+    rows = pd.read_csv(_REFERENCE / "torch_orders.csv")
+    clusters = list(dict.fromkeys(rows["cluster"]))
+    if kind != "replayed":
+        return _longer(rows.pivot(index="way", columns="cluster", values="step_s"), kind)
+    lines = []
+    for way, of in rows.groupby("way", sort=False):
+        cells = of.set_index("cluster")
+        times = [
+            "{step_s:.2f} ({reduce_s:.2f}, {transfer_s:.2f})".format(**cells.loc[cluster])
+            for cluster in clusters
+        ]
+        first = cells.iloc[0]
+        lines.append(
+            [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
+        )
+    heads = [f"s on {cluster} (waits for reductions, messages)" for cluster in clusters]
+    peak = f"peak GiB ({rows['limit_gib'].min():.0f} fit)"
+    return markdown_table(["", *heads, peak, "gathers of a stage"], lines)
+
+
+def _longer(steps: pd.DataFrame, kind: str) -> str:
+    """How much longer a step is in torch's runtime than in the engine, in the same order
+    (``engine``), and how much longer in torch's fastest order than in that one (``order``)."""
+    same = steps.loc["ZeroPP's order, torch's runtime, unit=4"]
+    own = steps[~steps.index.str.startswith("ZeroPP")].min()
+    longer = {"engine": same / steps.loc["ZeroPP's order, its engine, unit=4"], "order": own / same}
+    words = (f"{ratio - 1:.1%} ({cluster.upper()})" for cluster, ratio in longer[kind].items())
+    return " and ".join(words)
+
+
 def _closed_circle(name: str) -> str:
     """Steps on two ranks: measured, and replayed from the measured times of their parts."""
     rows = pd.read_csv(_REFERENCE / f"{name}.csv").sort_values("measured_step_s")
@@ -282,8 +355,12 @@ TABLES: dict[str, Callable[[str], str]] = {
     "whole_blocks": _whole_blocks,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
+    "fitted": _fitted,
+    "causes": _causes,
     "overhead": _overhead,
     "replays": _replays,
+    "simulators": lambda name: simulator_tables()[name](),
+    "orders": _orders,
     "closed_circle": _closed_circle,
 }
 

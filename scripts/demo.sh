@@ -11,7 +11,7 @@ status=0
 
 Go on from here, in this folder:
   source .venv/bin/activate
-  python -m benchmarks.run model=gpt_mini num_gpus=4 contender=torch_pp contender.pp=2
-  python -m benchmarks.report        # all that was run: tables, figures, results/reports/latest
+  zeropp run model=gpt_mini num_gpus=4 contender=torch_pp contender.pp=2
+  zeropp report        # all that was run: tables, figures, results/reports/latest
 END
 exit "$status"

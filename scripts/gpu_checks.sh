@@ -22,10 +22,13 @@ run() { # a point that fails stops nothing: what follows may tell why
         runs_dir="$out/runs" report_dir="$out/report" || failed=1
 }
 
-run -m model=gpt_tiny num_gpus=1 precision=fp32,bf16 contender=zeropp contender.chunks=2
+# Several microbatches per step, whose gradients are summed in fp32 (auto might choose one).
+tiny=(-m model=gpt_tiny precision=fp32,bf16 microbatch_size=2)
+run "${tiny[@]}" num_gpus=1 contender=zeropp contender.chunks=2
 if [ "$gpus" -gt 1 ]; then
-    run -m model=gpt_tiny num_gpus="$gpus" global_batch=64 precision=fp32,bf16 \
-        contender=zeropp,torch_pp,fsdp,deepspeed_3d,megatron_core_local
+    many=("${tiny[@]}" num_gpus="$gpus" sequences_per_gpu=8)
+    run "${many[@]}" contender=zeropp contender.pp=2 contender.chunks=2
+    run "${many[@]}" contender=torch_pp,fsdp,deepspeed_3d,megatron_core_local
 fi
 
 job=(model="$model" num_gpus=64 global_batch=128 precision=bf16

@@ -3,8 +3,8 @@ peers: while a kernel spins on one stream, a kernel on another must end.
 
     python scripts/stream_queues.py
 
-Streams are made as the engine makes them, in a job with two neighbours: compute, three lanes, and
-one per group of messages, which NCCL takes from torch's pool of streams with high priority.
+Lanes are made by the engine. The streams of messages are made as NCCL makes those of the engine's
+groups, of which a rank with two neighbours has four: from torch's pool with high priority.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import sys
 
-import zeropp  # noqa: F401 - sets what CUDA reads when it is initialised
+import torch
 
-import torch  # isort: skip
+from zeropp.engine.lanes import make_lane  # zeropp sets what CUDA reads when it is initialised
 
-LANES = {"gathers": -1, "reductions": -1, "replicas": 0}  # and their priorities
+LANES = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
 MESSAGES = ("to the next", "from the next", "to the one before", "from the one before")
 SPIN_CYCLES = 200_000_000  # about 0.1 s
 
@@ -24,7 +24,7 @@ SPIN_CYCLES = 200_000_000  # about 0.1 s
 def main() -> int:
     torch.cuda.init()
     streams = {"compute": torch.cuda.current_stream()}
-    streams |= {name: torch.cuda.Stream(priority=priority) for name, priority in LANES.items()}
+    streams |= {name: _stream_of_lane(name) for name in LANES}
     streams |= {name: torch.cuda.Stream(priority=-1) for name in MESSAGES}
     place = torch.zeros(1, device="cuda")
     for stream in streams.values():  # loads the kernels
@@ -39,6 +39,14 @@ def main() -> int:
     ]
     print(f"{len(streams)} streams; pairs that share a hardware queue: {shared or 'none'}")
     return bool(shared)
+
+
+def _stream_of_lane(name: str) -> torch.cuda.Stream:
+    """The stream on which a lane of the engine runs its work."""
+    found = []
+    lane = make_lane(torch.device("cuda"), name)
+    lane.run(lambda: found.append(torch.cuda.current_stream()))
+    return found[0]
 
 
 def _waits(spinning: torch.cuda.Stream, other: torch.cuda.Stream, place: torch.Tensor) -> bool:

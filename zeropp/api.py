@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine import preflight, walk
+from zeropp.engine.collectives import connect_lazily
 from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import together
 from zeropp.engine.interpreter import Loss, LossFunction
@@ -54,6 +55,7 @@ def _with_keywords(
         ) -> ParallelModel:
             if not dist.is_initialized():
                 raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+            connect_lazily(dist.get_world_size())
             _use(keywords.get("device"))
             if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
                 from zeropp.engine.preflight_cuda import check_own_gpu

@@ -21,19 +21,23 @@ class RowsOfSteps(Sampler[list[int]]):
 
     The rows of a step are a function of ``seed`` and of the step's number alone, so that every
     topology has the same ones, and a model that was loaded from a checkpoint goes on with those
-    that it has not seen. Goes from the model's ``steps_done`` to the end of that epoch; the rows
-    that are left over then, fewer than a batch, are others in every epoch that is shuffled.
+    that it has not seen. Goes from the model's ``steps_done`` to the end of that epoch, or, unless
+    it is to ``resume``, over the first one; the rows that are left over then, fewer than a batch,
+    are others in every epoch that is shuffled.
     """
 
-    def __init__(self, model: ParallelModel, count: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, model: ParallelModel, count: int, *, shuffle: bool, seed: int, resume: bool
+    ) -> None:
         self._model, self._count, self._shuffle, self._seed = model, count, shuffle, seed
+        self._resume = resume
 
     def __len__(self) -> int:
         """The steps of a whole epoch."""
         return self._count // self._model.plan.global_batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = divmod(self._model.steps_done, len(self))
+        epoch, done = divmod(self._model.steps_done if self._resume else 0, len(self))
         order = torch.arange(self._count)
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -43,7 +47,7 @@ class RowsOfSteps(Sampler[list[int]]):
 
 
 def make_loader(
-    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, **options: Any
+    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
 ) -> DataLoader[Any]:
     """See ``ParallelModel.loader``."""
 
@@ -57,8 +61,9 @@ def make_loader(
             raise InfeasibleError(
                 f"dataset: has {count} rows, fewer than global_batch={model.plan.global_batch}"
             )
-        return {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
+        told = {"shuffle": shuffle, "seed": seed, "resume": resume}
+        return {"dataset": f"{count} rows", **{name: str(value) for name, value in told.items()}}
 
     preflight.compare(described)
-    rows = RowsOfSteps(model, len(dataset), shuffle=shuffle, seed=seed)
+    rows = RowsOfSteps(model, len(dataset), shuffle=shuffle, seed=seed, resume=resume)
     return together(lambda: DataLoader(dataset, batch_sampler=rows, **options))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import Microbatches, Outputs
-from zeropp.engine.optimizer import StepTensors
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import Value, split_rows
 from zeropp.plan import Plan
+from zeropp.training import StepResult
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -47,7 +47,7 @@ class ParallelModel:
         self.rows = slice(first, first + rows)
         self._keywords = keywords
 
-    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepTensors:
+    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
 
         ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,
@@ -114,15 +114,23 @@ class ParallelModel:
         return self.engine.evaluate(replace(parts, targets=()), outputs)[1]
 
     def loader(
-        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, **options: Any
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        resume: bool = True,
+        **options: Any,
     ) -> DataLoader[Any]:
         """This rank's rows of a data set with a length, step by step, from ``steps_done`` to the
         end of that epoch; a new loop begins the next one. Which rows a step has depends on ``seed``
-        and its number alone: not on the topology, nor on where a run was interrupted. ``options``
-        are those of ``torch.utils.data.DataLoader``. Raises InfeasibleError where ranks differ."""
+        and its number alone: not on the topology, nor on where a run was interrupted. With
+        ``resume=False`` every loop goes over the first epoch from its first row, as over rows that
+        are not trained on. ``options`` are those of ``torch.utils.data.DataLoader``. Raises
+        InfeasibleError where ranks differ."""
         from zeropp.loader import make_loader
 
-        return make_loader(self, dataset, shuffle=shuffle, seed=seed, **options)
+        return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **options)
 
     @property
     def steps_done(self) -> int:
@@ -140,7 +148,8 @@ class ParallelModel:
         """Clip the gradients of all ranks by their global norm, which is returned, as FSDP's method
         of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where a norm
         changes from step to step or is another one than ``clip_norm`` of ``parallelize`` means.
-        Raises RuntimeError anywhere else: all other times are before or after an update."""
+        Raises RuntimeError anywhere else: all other times are before or after an update; and
+        ValueError if ``norm_type`` is not more than 0."""
         return self.engine.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -75,7 +75,7 @@ class Settings(StepKnobs):
     """Rows per step, over all ranks."""
     microbatch_size: Annotated[int | Auto, AT_LEAST_0] = 0
     """Rows per microbatch: larger ones keep a device busier and take more memory. 0: as many as the
-    sample has."""
+    sample has, since what fits is known only where a cluster is named (``auto``)."""
     pp: Annotated[int | Auto, AT_LEAST_1] = 1
     shard: Annotated[int | Auto, AT_LEAST_1] = 1
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1

@@ -37,11 +37,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step, equal on all ranks: the mean loss over the global batch in nats per
-    token, and the global L2 norm of the gradient before clipping."""
+    """The result of one step, on the device, equal on all ranks: the loss of the global batch (a
+    contender's is the mean in nats per token), and the global L2 norm of the gradient before
+    clipping. Reading them, as with ``float``, waits for the device."""
 
-    loss: float
-    grad_norm: float
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class Trainer(Protocol):

@@ -28,7 +28,7 @@ class OrdinaryTrainer(DeepSpeedTrainer):
         # What DeepSpeed calls an mpu: the groups of the topology, which says who is replicated.
         return {"model": module, "mpu": PipelineParallelGrid(self._topology)}
 
-    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self._device)
         for inputs, targets in batches:
             with self._action(Op.FORWARD):
@@ -42,4 +42,4 @@ class OrdinaryTrainer(DeepSpeedTrainer):
             with self._action(Op.UPDATE) if last else nullcontext():
                 self._engine.step()
         dist.all_reduce(total)
-        return float(total) / (len(batches) * self._plan.layout.world)
+        return total / (len(batches) * self._plan.layout.world)

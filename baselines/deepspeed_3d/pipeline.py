@@ -122,8 +122,9 @@ class PipelineTrainer(DeepSpeedTrainer):
         )
         return {"model": module}
 
-    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> float:
-        return float(self._engine.train_batch(iter(batches)))
+    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        loss: Tensor = self._engine.train_batch(iter(batches))
+        return loss
 
     def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
         """Wrap DeepSpeed's handler of an instruction, so that instructions which are actions of a

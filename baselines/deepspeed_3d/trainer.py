@@ -5,7 +5,6 @@ two engines."""
 from __future__ import annotations
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -77,7 +76,7 @@ class DeepSpeedTrainer(ABC):
             config=_config(plan, sum(parameter.numel() for parameter in module.parameters())),
             **arguments,
         )
-        self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
+        self._grad_norm, self._clip_norm = torch.zeros(()), optimizer.clip_norm
         self._counters: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self._begin = 0.0
@@ -88,7 +87,7 @@ class DeepSpeedTrainer(ABC):
         """The model, and what else ``deepspeed.initialize`` needs for this engine."""
 
     @abstractmethod
-    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+    def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Run a step over these microbatches; the mean loss over all ranks."""
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
@@ -157,8 +156,9 @@ class DeepSpeedTrainer(ABC):
         would depend on the topology."""
         total = self._local_square_norm()
         dist.all_reduce(total)
-        self._grad_norm = math.sqrt(float(total))
-        if (factor := clip_factor(self._grad_norm, self._clip_norm)) != 1.0:
+        self._grad_norm = total.sqrt()
+        if self._clip_norm:
+            factor = clip_factor(self._grad_norm, self._clip_norm)
             for _, gradient, _ in self._gradients():
                 gradient.mul_(factor)
 

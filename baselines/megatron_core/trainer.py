@@ -140,7 +140,7 @@ class MegatronTrainer:
         for loss in losses:  # on the last stage only, the same on its tensor-parallel ranks
             total += loss["loss"] / (len(losses) * plan.layout.dp * plan.layout.tp)
         dist.all_reduce(total)
-        return StepResult(float(total), float(norm))
+        return StepResult(total, torch.as_tensor(norm))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""

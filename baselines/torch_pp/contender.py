@@ -198,9 +198,11 @@ def check(plan: Plan) -> None:
     validate(replace(plan.schedule, programs=tuple(programs)))
 
 
-def with_torch_gathers(program: RankProgram, compute: RankProgram) -> RankProgram:
+def with_torch_gathers(
+    program: RankProgram, compute: RankProgram, active_stages: int = _ACTIVE_STAGES
+) -> RankProgram:
     """Add gathers and releases to a program by torch's rule (``_add_unshard_reshard``): a rank
-    keeps the next ``_ACTIVE_STAGES`` stages gathered that have something to compute.
+    keeps the next ``active_stages`` stages gathered that have something to compute.
 
     ``compute`` are the program's compute actions. Before each of them, the stages that are not
     among the next to compute are released, and those that are among them are gathered. At the end
@@ -208,7 +210,7 @@ def with_torch_gathers(program: RankProgram, compute: RankProgram) -> RankProgra
     """
     out: list[Action] = []
     active: list[int] = []
-    upcoming = _next_stages(compute)
+    upcoming = _next_stages(compute, active_stages)
     for action in program:
         if action.op in COMPUTE:
             needed = next(upcoming)
@@ -220,16 +222,16 @@ def with_torch_gathers(program: RankProgram, compute: RankProgram) -> RankProgra
     return (*out, *(Action(stage, Op.RESHARD) for stage in active))
 
 
-def _next_stages(compute: RankProgram) -> Iterator[list[int]]:
-    """For each compute action, the next stages that have something to compute, beginning with its
-    own. The search runs from the end of the program backwards."""
+def _next_stages(compute: RankProgram, active_stages: int) -> Iterator[list[int]]:
+    """For each compute action, the next ``active_stages`` stages that have something to compute,
+    beginning with its own. The search runs from the end of the program backwards."""
     nearest: list[int] = []
     upcoming = []
     for stage, _, _ in reversed(compute):
         if nearest[:1] != [stage]:
             nearest = [stage, *(other for other in nearest if other != stage)]
         upcoming.append(nearest)
-    return (stages[:_ACTIVE_STAGES] for stages in reversed(upcoming))
+    return (stages[:active_stages] for stages in reversed(upcoming))
 
 
 def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:

@@ -50,8 +50,7 @@ class ZeroppTrainer:
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
-        result = self._model.train_step(inputs, targets)
-        return StepResult(float(result.loss), float(result.grad_norm))
+        return self._model.train_step(inputs, targets)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""

@@ -1,21 +1,27 @@
 """Answers for a configuration of another trainer: will it fit, why is
 it slow, and what would be better. Every number is simulated.
 
-    python -m benchmarks.explain llama3_70b.toml num_gpus=64 cluster=h100
-    python -m benchmarks.explain train_gpt3_175b.sh num_gpus=1536 cluster=h100 --as overrides
-    python -m benchmarks.explain config.json model.seq=8192 cluster=h100 num_gpus=64 \\
+    zeropp explain llama3_70b.toml num_gpus=64 cluster=h100
+    zeropp explain train_gpt3_175b.sh num_gpus=1536 cluster=h100 --as overrides
+    zeropp explain config.json model.seq=8192 cluster=h100 num_gpus=64 \\
         global_batch=512 contender=megatron_core contender.tp=4
-    python -m benchmarks.explain num_gpus=64 cluster=a100 model.vocab=51200 -- \\
+    zeropp explain num_gpus=64 cluster=a100 model.vocab=51200 -- \\
         --num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048 \\
         --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --bf16
+    python -m benchmarks.explain llama3_8b.toml num_gpus=16 cluster=h100 --measured train.log \\
+        --measured "5120tokens/s/GPU num_gpus=64" --tokens 1e12
 
 A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests,
 of NeMo or of nanotron, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
 MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations.
 
-Words are key=value: num_gpus, cluster, global_batch, microbatch_size,
-precision, contender, model.KEY, contender.KNOB; they replace what the file says. What has no price
-is named. The exit status is 0 if the plan fits, 1 if it does not, 2 on bad input.
+Words are key=value: num_gpus, cluster, global_batch, microbatch_size, precision, contender,
+model.KEY, contender.KNOB; they replace what the file says. What has no price is named.
+
+--measured takes a trainer's log, or a number such as 843ms or 10456tokens/s/GPU, and behind it the
+words in which that run differs. The cluster's constants are fitted to up to three of them.
+
+The exit status is 0 if the plan fits, 1 if it does not, 2 on bad input.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ def _explain() -> int:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = CommandParser(
-        prog="python -m benchmarks.explain",
+        prog="zeropp explain",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,6 +52,10 @@ def _explain() -> int:
     parser.add_argument(
         "--as", dest="dialect", choices=_DIALECTS, help="write the plan's arguments"
     )
+    parser.add_argument(
+        "--measured", action="append", default=[], metavar="TIME", help="a log, or 843ms"
+    )
+    parser.add_argument("--tokens", type=float, metavar="N", help="how long N tokens would take")
     given = parser.parse_args(words[:split])
     from rich.console import Console
 
@@ -54,10 +64,24 @@ def _explain() -> int:
     from benchmarks.explain.screen import show, written_as
 
     files = [word for word in given.words if "=" not in word]
-    question = ask(files, [w for w in given.words if "=" in w], words[split + 1 :])
+    asked = files, [word for word in given.words if "=" in word], words[split + 1 :]
+    question, comparison = ask(*asked), None
+    if given.measured:  # only then numpy, which takes as long to import as all the rest
+        from benchmarks.explain.measured import compare, on_fitted
+
+        comparison = compare(question, given.measured, *asked)
+        question = on_fitted(question, comparison.fitted)
     answered = answer(question)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if comparison is not None:
+        from benchmarks.explain.measured_screen import show_measured
+
+        show_measured(comparison, console)
     show(answered, console, verbose=given.verbose)
+    if given.tokens is not None:
+        from benchmarks.explain.measured_screen import show_training
+
+        show_training(given.tokens, answered, comparison, console)
     if given.dialect:
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
     return 0 if answered.fits else 1

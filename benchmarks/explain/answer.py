@@ -54,35 +54,36 @@ class Answer:
 def answer(question: Question, search_s: float | None = None) -> Answer:
     """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
     CPU time after which a search over all knobs takes the best plan so far."""
-    task, contender = question.task, question.contender
+    task, contender = question.own_task, question.contender
     search_s = search_s or SEARCH_S
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
-    with workers(1, "fork") as pool:  # ZeroPP's search takes as long as the rest
-        waiting = [pool.submit(_search, task, o, budget_s=search_s) for o in others]
-        with progress_line() as bar:  # after the fork, because on a terminal it starts a thread
-            tell = partial(bar.update, bar.add_task("best plans", total=None))
-            own = _search(task, contender, budget_s=search_s)
-            tell(description="the plan itself")
-            candidate = _settled(question, own, search_s)
-            try:
-                plan = Evaluated(candidate, contender.simulated(task, candidate))
-            except InfeasibleError as error:
-                raise SpecError(str(error)) from None
-            changes = _changes(question, plan, search_s, tell)
-            tell(description="ZeroPP's best plan")
-            return Answer(question, plan, changes, [own, *(other.result() for other in waiting)])
+    with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
+        waiting = [pool.submit(_search, question.task, o, budget_s=search_s) for o in others]
+        tell = partial(bar.update, bar.add_task("best plans", total=None))
+        own = _search(task, contender, budget_s=search_s)
+        tell(description="the plan itself")
+        candidate = settled(question, search_s, own)
+        try:
+            plan = Evaluated(candidate, contender.simulated(task, candidate))
+        except InfeasibleError as error:
+            raise SpecError(str(error)) from None
+        changes = _changes(question, plan, search_s, tell)
+        tell(description="ZeroPP's best plan")
+        return Answer(question, plan, changes, [own, *(other.result() for other in waiting)])
 
 
-def _settled(question: Question, own: Outcome[Any], search_s: float) -> Candidate[Any]:
-    """The candidate that the file describes; what it leaves open is chosen by the tuner, which
-    found ``own`` where all is open."""
+def settled(
+    question: Question, search_s: float = SEARCH_S, own: Outcome[Any] | None = None
+) -> Candidate[Any]:
+    """The candidate that the file describes; what it leaves open is chosen by the tuner. ``own`` is
+    what it found where all is open, if it has searched that."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
         return Candidate(question.knobs, size)
     asked = question.knobs, size
-    if asked != (question.contender.knobs(), "auto"):  # not the search for the best plan again
-        own = _search(question.task, question.contender, *asked, budget_s=search_s)
+    if own is None or asked != (question.contender.knobs(), "auto"):
+        own = _search(question.own_task, question.contender, *asked, budget_s=search_s)
     winner = own.winner
     if winner is None:
         raise SpecError(
@@ -104,7 +105,7 @@ def _changes(
     for knob, asked, size in _opened(now.candidate):
         tell(description=f"changes of {knob}")
         winner = _search(
-            question.task, question.contender, asked, size, budget_s=search_s / 5
+            question.own_task, question.contender, asked, size, budget_s=search_s / 5
         ).winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue

@@ -20,7 +20,7 @@ from benchmarks.explain.arguments import (
     arguments_of_log,
     arguments_of_script,
 )
-from benchmarks.explain.reading import Keys, Reading, share_of_ranks
+from benchmarks.explain.reading import UNKNOWN, Keys, Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
@@ -29,6 +29,7 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp8-format": (None, "no price for 8-bit products; priced in bf16"),
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
+    "--cp-comm-type": ("p2p", "keys and values are priced as sent round a ring"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
     "--kv-channels": (None, "heads are priced as hidden / heads wide"),
     "--window-size": (None, "attention is priced over the whole sequence"),
@@ -128,17 +129,16 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     tp = keys.number("--tensor-model-parallel-size", 1) or 1
     pp = keys.number("--pipeline-model-parallel-size", 1) or 1
     cp = keys.number("--context-parallel-size", 1) or 1
-    if cp > 1:
-        raise SpecError(f"--context-parallel-size={cp}: no price for context parallelism (use 1)")
     if num_gpus is None:
         raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
     if not stated:
         reading.derived.append(f"num_gpus={num_gpus}, from the script's own launcher")
-    replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp})
+    replicate = cp * share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
+    reading.slice_sequences("--context-parallel-size", cp)
     size = keys.needed("--micro-batch-size")
     batch = keys.number("--global-batch-size")
     if batch is None:
-        batch, reading.batch_per_replica = size * replicate, size
+        batch, reading.batch_per_replica = size * replicate // cp, size
     layers = keys.needed("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
@@ -370,6 +370,55 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     return reading
 
 
+_BRIDGE = {  # keys of Megatron-Bridge whose flag has another name
+    "num_moe_experts": "--num-experts",
+    "gated_linear_unit": "--swiglu",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "fp8": "--fp8-format",
+}
+_BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
+    "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
+}
+
+
+def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
+    """What a ``run_config.yaml`` of Megatron-Bridge says, which ``cfg.to_yaml`` writes of a recipe.
+    Its keys are those of Megatron-Core's classes, nearly all of them with every default."""
+    model = tree["model"]
+    mixed = tree.get("mixed_precision") or {}
+    if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
+        mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
+    given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
+    given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
+    given["seq_length"] = model.get("seq_length") or tree.get("dataset", {}).get("seq_length")
+    values: Arguments = {
+        _BRIDGE.get(key, f"--{key.replace('_', '-')}"): _joined(value)
+        for key, value in given.items()
+        if key not in _BRIDGE_OFF and key[0] != "_" and not isinstance(value, dict)
+    }
+    values |= {flag: given.get(key) is False for key, flag in _BRIDGE_OFF.items()}
+    values["--group-query-attention"] = bool(model.get("num_query_groups"))
+    values = {flag: v for flag, v in values.items() if v is not None and v is not False}
+    reading = read_arguments(values, num_gpus, stated=True)
+    unknown = [line for line in reading.named if line.endswith(UNKNOWN)]
+    reading.named = [line for line in reading.named if line not in unknown]
+    reading.harmless += [line.partition(":")[0] for line in unknown]
+    if unknown:
+        reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
+    reading.dialect = "bridge"
+    return reading
+
+
+def _joined(value: Any) -> Any:
+    """A list as text; the stages of a pipeline as in Megatron's layout."""
+    if isinstance(value, list):
+        nested = any(isinstance(part, list) for part in value)
+        return ("|" if nested else " ").join("".join(map(str, part)) for part in value)
+    return value
+
+
 def _layout(plan: SizedPlan) -> str:
     """The stages as Megatron-Core's ``PipelineParallelLayerLayout`` reads them."""
     return f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L"
@@ -392,8 +441,8 @@ def written(plan: SizedPlan) -> str:
         "--num-attention-heads": shape.heads,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads if shape.kv_heads != shape.heads else False,
-        "--seq-length": shape.seq,
-        "--max-position-embeddings": shape.seq,
+        "--seq-length": shape.seq * program.slices,
+        "--max-position-embeddings": shape.seq * program.slices,
         "--position-embedding-type": "rope" if shape.family == "llama" else "learned_absolute",
         "--normalization": "RMSNorm" if shape.family == "llama" else "LayerNorm",
         "--disable-bias-linear": shape.family == "llama",
@@ -403,6 +452,7 @@ def written(plan: SizedPlan) -> str:
         "--hidden-dropout": shape.dropout,
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
+        "--context-parallel-size": program.slices > 1 and program.slices,
         "--num-virtual-stages-per-pipeline-rank": layout.chunks
         if layout.chunks > 1 and equal
         else False,
@@ -411,7 +461,7 @@ def written(plan: SizedPlan) -> str:
         "--use-distributed-optimizer": layout.replicate_zero == 1,
         "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
         "--micro-batch-size": plan.microbatch_size,
-        "--global-batch-size": plan.global_batch,
+        "--global-batch-size": plan.global_batch // program.slices,
         "--bf16": plan.precision == "bf16",
         "--overlap-grad-reduce": program.overlap_reduction,
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,

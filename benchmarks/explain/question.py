@@ -21,6 +21,7 @@ from benchmarks.specification.run_spec import TaskSpec, check_heads, check_price
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Knobs, Task
 from zeropp.cluster import Cluster
+from zeropp.layout import InfeasibleError
 from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 
@@ -30,10 +31,12 @@ KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "
 
 @dataclass(frozen=True)
 class Question:
-    """One configuration to price: ``microbatch_size`` and knobs may be ``auto``."""
+    """One configuration to price: ``microbatch_size`` and knobs may be ``auto``. With context
+    parallelism, ``own_task`` has the slices of sequences that the program's ranks train on."""
 
     reading: Reading
     task: Task
+    own_task: Task
     contender: Contender[Any]
     knobs: Knobs
     microbatch_size: Any
@@ -48,6 +51,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
     if arguments and not files:
         reading = megatron.read_words(list(arguments), num_gpus)
+    elif len(files) == 1 and _REGISTERED.fullmatch(files[0]) and not Path(files[0]).exists():
+        reading = torchtitan.read_registered(files[0], arguments, num_gpus)
     elif len(files) == 1 and not arguments:
         reading = _read(Path(files[0]), num_gpus)
     elif len(files) == 2 and not arguments:
@@ -55,7 +60,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     else:
         raise SpecError(
             "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
-            "Megatron-LM's arguments after -- (see --help)"
+            "Megatron-LM's arguments after --, where MODULE:FUNCTION of torchtitan has its own "
+            "(see --help)"
         )
     return _question(reading, given)
 
@@ -75,9 +81,7 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(path: Path, num_gpus: int | None) -> Reading:
-    """The reading of a file, by its ending and content, or of a function of torchtitan's."""
-    if _REGISTERED.fullmatch(path.name) and not path.exists():
-        return torchtitan.read_registered(str(path), num_gpus)
+    """The reading of a file, by its ending and content."""
     text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
@@ -88,8 +92,8 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
     if path.suffix == ".py":
         raise SpecError(
             f"{path}: a recipe in Python is not run here (of torchtitan, give "
-            "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, "
-            "Megatron-LM's arguments after --)"
+            "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, the run_config.yaml "
+            "that cfg.to_yaml writes)"
         )
     return megatron.read(text, num_gpus, path.parent)
 
@@ -119,14 +123,18 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
         return trainers.nanotron(tree, num_gpus)
     if "distributed_type" in tree:
         raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
-    if "base_model" in tree:
+    if named := {"base_model", "model_name_or_path"} & set(tree):
         raise SpecError(
-            f"{path}: axolotl's file names its model alone: give the model's config.json with the "
-            "file of DeepSpeed or Accelerate, or with contender=fsdp"
+            f"{path}: a file of axolotl or LLaMA-Factory names its model alone ({named.pop()}): "
+            "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
+            "contender=fsdp"
         )
+    if "model" in tree and "train" in tree:
+        return megatron.read_bridge(tree, num_gpus)
     if "model" not in tree or "trainer" not in tree:
         raise SpecError(
-            f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-LM's tests "
+            f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-Bridge (model, train), "
+            "of Megatron-LM's tests "
             "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
         )
     return megatron.read_nemo(text, num_gpus)
@@ -186,7 +194,19 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     check_priced(spec.cluster, spec.precision)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
-    return Question(reading, spec.task, contender, knobs, settings.get("microbatch_size", "auto"))
+    own_task = _in_slices(spec.task, reading.slices if own else 1)
+    size = settings.get("microbatch_size", "auto")
+    return Question(reading, spec.task, own_task, contender, knobs, size)
+
+
+def _in_slices(task: Task, slices: int) -> Task:
+    """The task in which every slice of a sequence counts as a sequence (``Program.slices``)."""
+    if task.shape.seq % slices:
+        raise SpecError(
+            f"model.seq={task.shape.seq}: must be a multiple of the context parallelism {slices}"
+        )
+    shape = replace(task.shape, seq=task.shape.seq // slices)
+    return replace(task, shape=shape, global_batch=task.global_batch * slices)
 
 
 def _follow(
@@ -211,7 +231,7 @@ def _follow(
     chosen[free] = share_of_ranks(settings["num_gpus"], fixed)
     if reading.batch_per_replica and "global_batch" not in given:
         replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
-        settings["global_batch"] = reading.batch_per_replica * replicas
+        settings["global_batch"] = reading.batch_per_replica * replicas // reading.slices
 
 
 def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,6 +246,12 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
 
     def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
         plan = contender.size(task, knobs, microbatch_size)
+        if reading.slices > 1 and getattr(plan.layout, reading.free) % reading.slices:
+            raise InfeasibleError(
+                f"contender.{reading.free}: must be a multiple of {reading.slices}, the ranks that "
+                "share a sequence",
+                "ranks that share a sequence do not divide",
+            )
         return replace(plan, program=_program(reading.program or plan.program, traits))
 
     return replace(contender, size=size)

@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.specification import SpecError
 
+UNKNOWN = "not known here, left out of the price"
+
 
 @dataclass(kw_only=True)
 class Reading:
@@ -31,6 +33,20 @@ class Reading:
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
+
+    @property
+    def slices(self) -> int:
+        """Ranks that share a sequence (context parallelism); they are among the ``free`` ranks."""
+        return int(self.traits.get("slices", 1))
+
+    def slice_sequences(self, key: str, slices: int) -> None:
+        """Note the context parallelism of a key."""
+        if slices > 1:
+            self.traits["slices"] = slices
+            self.derived.append(
+                f"{key}={slices}: so many data-parallel ranks share a sequence (cp), and keys and "
+                "values are priced as ring attention (arXiv 2310.01889); ZeroPP has none of this"
+            )
 
 
 class Keys:
@@ -78,7 +94,7 @@ class Keys:
             if (why and value == nothing) or (not why and key.startswith(beginnings)):
                 reading.harmless.append(setting)
             else:
-                reading.named.append(f"{setting}: {why or 'not known here, left out of the price'}")
+                reading.named.append(f"{setting}: {why or UNKNOWN}")
         self._left.clear()
 
 

@@ -14,10 +14,12 @@ from rich.table import Table
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
 from benchmarks.specification import SpecError
+from benchmarks.studies import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate
 from zeropp.plan import SizedPlan
+from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
@@ -29,6 +31,8 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     """The plan in a program's own words. Raises SpecError if that program has no word for it, as
     none but this suite has for ZeroPP's."""
     if dialect == "overrides":
+        if (slices := program_named(plan.program).slices) > 1:
+            raise SpecError(f"--as overrides: context parallelism {slices} runs in no contender")
         return " ".join(overrides(candidate))
     if plan.contender == "zeropp":
         raise SpecError(f"--as {dialect}: ZeroPP's plans have no counterpart there (use overrides)")
@@ -78,7 +82,7 @@ def _speed(answer: Answer) -> str:
 def _memory(answer: Answer) -> Table:
     """Bytes by kind of every pipeline rank at its peak, and what is left."""
     limit = answer.question.task.cluster.device.usable_bytes
-    table = _table("GiB of each pipeline rank at its peak")
+    table = table_of("GiB of each pipeline rank at its peak")
     table.padding, table.show_edge = 0, False  # whole headings in 80 columns
     ranks = list(enumerate(answer.asked.result.memory))
     if len(ranks) > _MOST_RANKS:
@@ -108,12 +112,13 @@ def _lost(result: SimResult) -> str:
     return f"Time: the model's kernels alone {share:.1f} %; lost to {', '.join(words)}."
 
 
-def _table(title: str) -> Table:
+def table_of(title: str) -> Table:
+    """A table as all of this command's."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
 
 
 def _table_of_plans(title: str, first: str) -> Table:
-    table = _table(title)
+    table = table_of(title)
     for heading in (first, "plan", "step s", "times as fast", "peak GiB"):
         table.add_column(heading, justify="left" if heading in (first, "plan") else "right")
     return table
@@ -125,7 +130,8 @@ def _print_changes(answer: Answer, console: Console) -> None:
         return
     table = _table_of_plans("Changes of one knob that gain most", "knob")
     for knob, change in islice(answer.changes.items(), 3):
-        table.add_row(knob, describe(change.plan), *_numbers(change, answer))
+        numbers = _numbers(change, answer, one_program=True)
+        table.add_row(knob, describe(change.plan), *numbers)
     console.print(table)
 
 
@@ -136,10 +142,17 @@ def _print_best(answer: Answer, console: Console) -> None:
         if (winner := outcome.winner) is None:
             table.add_row(label, "no plan fits", "-", "-", "-")
         else:
-            table.add_row(label, describe(winner.plan), *_numbers(winner, answer))
+            own = outcome.contender.name == answer.question.contender.name
+            numbers = _numbers(winner, answer, one_program=own)
+            table.add_row(label, describe(winner.plan), *numbers)
     console.print(table)
+    if answer.fits:
+        console.print(ratio_errors.NOTE, style="dim")
 
 
-def _numbers(plan: Evaluated[Any], answer: Answer) -> tuple[str, str, str]:
-    gain = f"{answer.asked.step_s / plan.step_s:.2f}" if answer.fits else "-"
+def _numbers(plan: Evaluated[Any], answer: Answer, *, one_program: bool) -> tuple[str, str, str]:
+    gain = "-"
+    if answer.fits:
+        ratio = answer.asked.step_s / plan.step_s
+        gain = ratio_errors.ratio_text(ratio, one_program=one_program)
     return f"{plan.step_s:.3f}", gain, f"{plan.peak_bytes / 2**30:.1f}"

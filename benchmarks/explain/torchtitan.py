@@ -1,5 +1,5 @@
-"""Reads and writes a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2), and reads
-the functions of 0.3's ``config_registry``.
+"""Reads a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2) or a function of 0.3's
+``config_registry``, and writes plans as words on 0.3's command line.
 
 Sizes of flavors are those of ``torchtitan/models/{llama3,qwen3}/__init__.py``; the width of an MLP
 follows ``FeedForward`` in ``models/llama3/model``. Data parallelism that is -1 takes the ranks that
@@ -12,6 +12,8 @@ import importlib
 import math
 import re
 import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
@@ -83,15 +85,15 @@ def read(text: str, num_gpus: int | None) -> Reading:
     return _read(values, text, num_gpus)
 
 
-def read_registered(name: str, num_gpus: int | None) -> Reading:
+def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -> Reading:
     """What a function such as ``llama3:llama3_8b`` (module, function) of torchtitan 0.3's
-    ``config_registry`` returns. Imports torchtitan; raises SpecError, in one line, without it."""
+    ``config_registry`` returns, with the words that its command line would have behind it. Imports
+    torchtitan; raises SpecError, in one line, without it."""
     module, _, function = name.partition(":")
     try:
-        path = module if "." in module else f"torchtitan.models.{module}"
-        registry = importlib.import_module(f"{path}.config_registry")
-        config = getattr(registry, function)()
-    except (ImportError, AttributeError) as error:
+        manager = importlib.import_module("torchtitan.config").ConfigManager()
+        config = manager.parse_args(["--module", module, "--config", function, *arguments])
+    except (ImportError, ValueError) as error:
         raise SpecError(
             f"{name}: torchtitan's configuration cannot be made here: {error} (give a module and "
             "a function of its config_registry, where torchtitan 0.3 is installed)"
@@ -99,7 +101,7 @@ def read_registered(name: str, num_gpus: int | None) -> Reading:
     spec = config.model_spec
     values: dict[str, Any] = {"model.name": spec.name, "model.flavor": spec.flavor}
     for section in ("training", "parallelism", "compile", "debug"):
-        values |= {f"{section}.{key}": v for key, v in vars(getattr(config, section)).items()}
+        values |= flat({section: asdict(getattr(config, section))})
     policy = config.activation_checkpoint
     kind = "none" if policy is None else type(policy).__qualname__.split(".")[-2]
     values["activation_checkpoint.mode"] = _POLICIES.get(kind, kind)
@@ -168,14 +170,13 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     cp = keys.number("parallelism.context_parallel_degree", 1) or 1
     replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
     shard = keys.number("parallelism.data_parallel_shard_degree", -1) or -1
-    if cp > 1:
-        raise SpecError(f"context_parallel_degree={cp}: no price for context parallelism (use 1)")
-    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "replicate": replicate})
+    reading.slice_sequences("context_parallel_degree", cp)
+    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
     shard = left if shard == -1 else shard
     if shard != left:
         raise SpecError(
             f"data_parallel_shard_degree={shard}: {num_gpus} GPUs leave {left} ranks for it "
-            f"(change num_gpus to {pp * tp * replicate * shard})"
+            f"(change num_gpus to {pp * tp * cp * replicate * shard})"
         )
     local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
     batch = keys.number("training.global_batch_size", -1)
@@ -197,7 +198,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
                 "priced as one pass"
             )
-    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
+    reading.knobs |= {"tp": tp, "pp": pp, "shard": cp * shard, "replicate": replicate}
     sequence = keys.take("parallelism.enable_sequence_parallel", True)
     reading.knobs |= {"chunks": chunks, "schedule": schedule}
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
@@ -208,7 +209,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
 
 def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
     """Virtual stages per rank, as ``distributed/pipeline_parallel.py`` counts them."""
-    least = 1 if schedule == "1f1b" else 2
+    least = _least_chunks(schedule)
     ends = [
         keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
         for end in ("first", "last")
@@ -226,6 +227,11 @@ def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
     return stages // pp
 
 
+def _least_chunks(schedule: str) -> int:
+    """The stages per rank that torchtitan makes where nothing is said."""
+    return 1 if schedule == "1f1b" else 2
+
+
 def _recompute(keys: Keys, reading: Reading) -> None:
     mode = keys.take("activation_checkpoint.mode", "selective")
     option = str(keys.take("activation_checkpoint.selective_ac_option", "2"))
@@ -237,40 +243,49 @@ def _recompute(keys: Keys, reading: Reading) -> None:
 
 
 def written(plan: SizedPlan) -> str:
-    """A plan as a TOML of torchtitan; raises SpecError if it has no key for it."""
+    """A plan as words on the command line of torchtitan 0.3; raises SpecError if it has none."""
     layout, stages = plan.layout, plan.layout.pp * plan.layout.chunks
     spelled = {name: spelling for spelling, name in _SCHEDULES.items()}
     if plan.schedule.name not in spelled and layout.pp > 1:
         raise SpecError(f"--as torchtitan: schedule={plan.schedule.name}: not in torch's pipelines")
     if layout.replicate_zero or layout.placement == "pp_inner":
         raise SpecError("--as torchtitan: ZeRO-1 and pipelines inside a node have no key there")
+    if plan.recompute != "none" and plan.recomputed_per_stage != plan.blocks:
+        raise SpecError(
+            "--as torchtitan: it recomputes all blocks or none (give contender.recompute_blocks="
+            f"{plan.shape.layers})"
+        )
     program = program_named(plan.program)
-    compiled = str(program.traffic_factor == 1.0).lower()
     local = plan.microbatch_size * (plan.num_microbatches if layout.pp > 1 else 1)
-    lines = [
-        "[training]",
-        f"local_batch_size = {local}",
-        f"global_batch_size = {plan.global_batch}",
-        f"seq_len = {plan.shape.seq}",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {layout.replicate}",
-        f"data_parallel_shard_degree = {layout.shard}",
-        f"tensor_parallel_degree = {layout.tp}",
-        f"enable_async_tensor_parallel = {str(program.overlap_tensor).lower()}",
-        f"pipeline_parallel_degree = {layout.pp}",
-    ]
+    keys: dict[str, object] = {
+        "training.local_batch_size": local,
+        "training.global_batch_size": plan.global_batch // program.slices,
+        "training.seq_len": plan.shape.seq * program.slices,
+        "parallelism.data_parallel_replicate_degree": layout.replicate,
+        "parallelism.data_parallel_shard_degree": layout.shard // program.slices,
+        "parallelism.context_parallel_degree": program.slices,
+        "parallelism.tensor_parallel_degree": layout.tp,
+        "parallelism.pipeline_parallel_degree": layout.pp,
+    }
     if layout.pp > 1:
+        keys |= {
+            "parallelism.pipeline_parallel_schedule": spelled[plan.schedule.name],
+            "parallelism.pipeline_parallel_microbatch_size": plan.microbatch_size,
+        }
+    if layout.pp > 1 and layout.chunks != _least_chunks(plan.schedule.name):
         per_stage = -(-(plan.shape.layers + 2) // stages)
         if -(-(plan.shape.layers + 2) // per_stage) != stages:
             raise SpecError(
                 f"--as torchtitan: chunks={layout.chunks}: {plan.shape.layers} layers cannot be "
                 f"cut into {stages} stages by pipeline_parallel_layers_per_stage"
             )
-        lines += [
-            f'pipeline_parallel_schedule = "{spelled[plan.schedule.name]}"',
-            f"pipeline_parallel_microbatch_size = {plan.microbatch_size}",
-            f"pipeline_parallel_layers_per_stage = {per_stage}",
-        ]
-    lines += ["[activation_checkpoint]", f'mode = "{plan.recompute}"']
-    lines += ['selective_ac_option = "op"'] * (plan.recompute == "selective")
-    return "\n".join([*lines, "[compile]", f"enable = {compiled}"])
+        keys["parallelism.pipeline_parallel_layers_per_stage"] = per_stage
+    flags = {
+        "training.disable_cuda_graphs": layout.pp > 1,  # which torchtitan asks of pipelines
+        "parallelism.no_enable_sequence_parallel": layout.tp > 1 and not layout.sequence_parallel,
+        "compile.enable": program.traffic_factor == 1.0,
+        "compile.enable_async_tensor_parallel": program.overlap_tensor,
+    }
+    words = [f"--{key} {value}" for key, value in keys.items()]
+    words += [f"--{flag}" for flag, given in flags.items() if given]
+    return " ".join([*words, f"activation-checkpoint:{plan.recompute}"])

@@ -69,23 +69,22 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         name: keys.number(f"parallelism.{name}", 1) or 1
         for name in ("tp", "pp", "dp", "context_parallel_size")
     }
-    if degree["context_parallel_size"] > 1:
-        raise SpecError(
-            f"parallelism.context_parallel_size={degree['context_parallel_size']}: no price for "
-            "context parallelism (use 1)"
-        )
+    slices = degree.pop("context_parallel_size")
+    reading.slice_sequences("parallelism.context_parallel_size", slices)
     engine = str(keys.take("parallelism.pp_engine", "1f1b"))
     if degree["pp"] > 1 and engine != "1f1b":
         raise SpecError(f"parallelism.pp_engine={engine}: no price (use 1f1b)")
-    gpus = num_gpus or degree["tp"] * degree["pp"] * degree["dp"]
-    replicate = share_of_ranks(gpus, {name: degree[name] for name in ("tp", "pp")})
+    gpus = num_gpus or degree["tp"] * degree["pp"] * degree["dp"] * slices
+    replicate = slices * share_of_ranks(
+        gpus, {"tp": degree["tp"], "pp": degree["pp"], "cp": slices}
+    )
     size = keys.needed("tokens.micro_batch_size")
     local = size * (keys.number("tokens.batch_accumulation_per_replica", 1) or 1)
     reading.free, reading.batch_per_replica = "replicate", local
     reading.model = huggingface.llama(config, "llama")
     reading.model["seq"] = keys.needed("tokens.sequence_length")
     config.sort_rest(reading, huggingface.NEUTRAL, (*huggingface.HARMLESS, "is_llama_config"))
-    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate}
+    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate // slices}
     reading.settings |= {"microbatch_size": size}
     half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
     reading.settings["precision"] = "bf16" if half else "fp32"

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ def still_to_run(
     A point is settled by a success, and by a failure of its own (out of memory, an error), but not
     by an attempt that was interrupted from outside. ``rerun=failed`` also returns points without a
     success, ``rerun=all`` returns every point. A point that is to have several successes is
-    returned once for each that is missing, unless it has no plan. All of these are shuffled, so
+    returned once for each that is missing, unless it has no plan; as in tables, those with the
+    files of the latest one count (``benchmarks.report.repeats``). All of these are shuffled, so
     that a drift of the machine meets every point alike.
     """
     missing: list[Point] = []
@@ -95,7 +97,9 @@ def still_to_run(
             for record in records_of(point.spec, runs_dir)
             if rerun != "all" and (record.provenance, record.variant) == (provenance, variant)
         ]
-        successes = sum(record.status == "ok" for record in alike)
+        fine = [record for record in alike if record.status == "ok"]
+        latest = max(fine, key=attrgetter("started_at"), default=None)
+        successes = sum(record.code_digest == latest.code_digest for record in fine if latest)
         failures = [r for r in alike if r.status != "ok" and not r.interrupted]
         if failures and not successes and rerun == "missing":
             failed.append(failures[-1])

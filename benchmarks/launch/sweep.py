@@ -77,9 +77,8 @@ def announce(
     left = {
         p.spec.spec_id: under_way[p.spec.spec_id] for p in points if p.spec.spec_id in under_way
     }
-    for point in distinct.values():
-        if point.note:
-            bars.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
+    for note in dict.fromkeys(point.note for point in distinct.values() if point.note):
+        bars.CONSOLE.print(note, soft_wrap=True, markup=False, highlight=False)
     line = f"{len(distinct)} of {len(points)} points to run with launcher={launcher}"
     if len(todo) > len(distinct):
         line += f", {len(todo)} runs in all"
@@ -100,7 +99,7 @@ def announce(
     for spec_id, why in islice(left.items(), _MOST_LEFT):
         say(f"  left alone  {spec_id}: {why}")
     if len(left) > _MOST_LEFT:
-        say(f"  left alone  {len(left) - _MOST_LEFT} more (python -m benchmarks.status names them)")
+        say(f"  left alone  {len(left) - _MOST_LEFT} more (zeropp status names them)")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.report [RUNS...] --out DIR``: makes tables, figures and a page of records.
+"""``zeropp report [RUNS...] --out DIR``: makes tables, figures and a page of records.
 
 ``--table paper`` writes one table only; ``--compare A B`` reports what changed between two sets of
 runs.
@@ -62,7 +62,7 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         made = write_report(runs, out, options=options)
     if not made.files:
         where = ", ".join(map(str, runs))
-        raise SpecError(f"{where}: no records (run benchmarks.run first, or name another folder)")
+        raise SpecError(f"{where}: no records (zeropp run makes them, or name another folder)")
     return 0
 
 
@@ -90,11 +90,11 @@ def _knobs(words: str) -> dict[str, str]:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="python -m benchmarks.report",
+        prog="zeropp report",
         description="Make tables, figures and a page of records, one table, or a comparison of "
         "two sets of runs.",
-        epilog="examples: python -m benchmarks.report results/reference/demo --out /tmp/report; "
-        "python -m benchmarks.report results/reference/claim_33 --table paper --base best_3d",
+        epilog="examples: zeropp report results/reference/demo --out /tmp/report; "
+        "zeropp report results/reference/claim_33 --table paper --base best_3d",
     )
     add = parser.add_argument
     add("runs", nargs="*", type=Path, help="records or folders (default: results/runs)")

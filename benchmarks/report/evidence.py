@@ -1,7 +1,7 @@
 """How far one kind of evidence is from another, and the simulator from published measurements.
 
 Kinds of evidence are compared where the records have several of them for one configuration. The
-published measurements are the committed rows of ``python -m benchmarks.validate``: each has a
+published measurements are the committed rows of ``zeropp validate``: each has a
 number that a paper or vendor printed and the simulator's number for the same configuration. Every
 report with simulated records shows them, because they say how wrong those may be.
 """

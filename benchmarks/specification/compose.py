@@ -54,7 +54,10 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
                 print(OmegaConf.to_yaml(hydra.compose(config_name, overrides)), end="")
                 return []
             points = _points(config_name, parsed, asked.multirun)
-            return [_plain(hydra.compose(config_name, list(point))) for point in points]
+            from benchmarks.specification.progress import track  # what follows --help only
+
+            each = track(points, len(points), "configurations read")
+            return [_plain(hydra.compose(config_name, list(point))) for point in each]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SpecError(_one_line(error, overrides)) from None
 

@@ -27,7 +27,7 @@ _LOG_EVERY_S = 10.0
 
 def progress_line() -> Progress:
     """A progress bar with counts, time and the current work, in one line of the terminal; in a log
-    it prints a line after 2 s and then every 10 s."""
+    it prints a line after 2 s and then every 10 s, until the last item is done."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return _Logged(
         BarColumn(bar_width=8),
@@ -63,10 +63,10 @@ class _Logged(Progress):
 
     def _tell(self, task_id: TaskID) -> None:
         now = time.monotonic()
-        if not self.disable or now < self._next:
+        task = next(task for task in self.tasks if task.id == task_id)
+        if not self.disable or now < self._next or task.completed == task.total:
             return
         self._next = now + _LOG_EVERY_S
-        task = next(task for task in self.tasks if task.id == task_id)
         of = "" if task.total is None else f" of {task.total:.0f}"
         line = f"  {now - self._started:.0f} s: {task.completed:.0f}{of}, {task.description}"
         self.console.print(line, markup=False, soft_wrap=True)

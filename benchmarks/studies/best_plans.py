@@ -1,5 +1,5 @@
 """The best plan of every contender on a cluster: the search, its table, and the commands that run
-what it found (``python -m benchmarks.tune``)."""
+what it found (``zeropp tune``)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from benchmarks.studies.ratio_errors import NOTE, ratio_text
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
@@ -132,20 +133,23 @@ def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
             name = f"* {name}" if plan is best else name
             first = [name] if narrow else [name, describe(plan.plan)]
             over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
-            cells = [Text(text) for text in (*first, *_numbers(plan, over))]
+            numbers = _numbers(plan, over, one_program=outcome is base)
+            cells = [Text(text) for text in (*first, *numbers)]
             table.add_row(*cells, style="bold" if plan is best else "")
     words = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
-    note = f"Speed-up over {base.contender.label}. " if base and len(outcomes) > 1 else ""
+    note = f"Speed-up over {base.contender.label}. {NOTE} " if base and len(outcomes) > 1 else ""
     table.caption = Text(note + (f"Plans: {'; '.join(words)}." if narrow else ""))
     return table
 
 
-def _numbers(plan: Evaluated[Any], base_step_s: float | None) -> Iterator[str]:
+def _numbers(
+    plan: Evaluated[Any], base_step_s: float | None, *, one_program: bool
+) -> Iterator[str]:
     result = plan.result
     yield f"{result.step_s:.3f}"
     yield f"{result.tokens_per_s_per_gpu:,.0f}"
     if base_step_s is not None:
-        yield f"{base_step_s / result.step_s:.2f}"
+        yield ratio_text(base_step_s / result.step_s, one_program=one_program)
     yield f"{100 * result.limit_share:.1f} %"
     yield f"{result.peak_bytes / 2**30:.1f}"
 
@@ -187,11 +191,11 @@ def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
         winner, name = outcome.winner, outcome.contender.name
         if winner is None or name not in CONTENDERS:  # others are priced only
             continue
-        command = " ".join(["python -m benchmarks.run", *words, *overrides(winner.candidate)])
+        command = " ".join(["zeropp run", *words, *overrides(winner.candidate)])
         if spec.out is not None:
             path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
             write_atomically(path, _experiment(spec, cell, winner.candidate))
-            command = f"python -m benchmarks.run --config-dir {spec.out} experiment={path.stem}"
+            command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
         print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
 
 

@@ -282,7 +282,10 @@ def observe(
         result = trainer.step(*local_batch(batches, layout, step, device))
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
-        scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
+        scalars = [
+            abs(float(result.loss) - loss) / loss,
+            abs(float(result.grad_norm) - norm) / norm,
+        ]
         pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
         sizes = expected.update_norms[step].tolist()
         rows.append([*scalars])
@@ -428,10 +431,13 @@ def losses_of_one_process(
     batches: BatchSource,
     device: torch.device,
     known: Path,
+    *,
+    until: float,
 ) -> list[float]:
-    """The losses that every step of a run should have, warm-up included; none where the model or
+    """The losses that the steps of a run should have, warm-up included; none where the model or
     the run is too long for one process, or where a contender draws masks of its own. Rank 0 trains
-    one process for it, or reads what such a process has left in the folder ``known``. All ranks
+    one process for it, or reads what such a process has left in the folder ``known``. The last
+    steps are left out for which there is no time ``until`` then (``time.monotonic``). All ranks
     must call it."""
     steps = spec.measure.warmup_steps + spec.measure.steps
     drawn = spec.model.dropout and not contender.reproduces_dropout
@@ -439,17 +445,18 @@ def losses_of_one_process(
         return []
     if parameter_count(spec.model) > MAX_PARAMETERS:
         return []
-    losses = torch.zeros(steps, dtype=torch.float64, device=device)
+    losses = torch.zeros(1 + steps, dtype=torch.float64, device=device)  # after their number
     if dist.get_rank() == 0:
 
         def train() -> list[float]:
             alone = OneProcess(spec, batches, device, types_of(spec))
-            return alone.train(spec.optimizer, steps, updates=False).losses
+            return alone.train(spec.optimizer, steps, updates=False, until=until).losses
 
         values = remembered(known, spec, device, f"losses {spec.optimizer} {steps}", train)
-        losses += losses.new_tensor(values)
+        losses[: 1 + len(values)] = losses.new_tensor([len(values), *values])
     dist.broadcast(losses, 0)
-    return losses.tolist()
+    number, *values = losses.tolist()
+    return values[: int(number)]
 
 
 def gated_spec(

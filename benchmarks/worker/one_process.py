@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
+import pickle
+import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,12 +117,21 @@ class OneProcess:
         weights = nn.utils.get_total_norm(list(self._masters.parameters()))
         return loss, float(norm), float(weights)
 
-    def train(self, config: OptimizerConfig, steps: int, *, updates: bool = True) -> Trajectory:
+    def train(
+        self,
+        config: OptimizerConfig,
+        steps: int,
+        *,
+        updates: bool = True,
+        until: float = math.inf,
+    ) -> Trajectory:
         """Train for some steps, from the current parameters on; ``updates``: whether the trajectory
-        has them."""
+        has them. No step but the first begins after the moment ``until`` (``time.monotonic``)."""
         optimizer = build_optimizer(self._masters.parameters(), config)
         trajectory = Trajectory([], [], [])
         for step in range(steps):
+            if step and time.monotonic() > until:
+                break
             named = dict(self._masters.named_parameters()) if updates else {}
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
             trajectory.losses.append(self._accumulate(step))
@@ -209,10 +221,13 @@ def remembered(
     trained += [spec.precision, types_of(spec)]
     question = f"{LOADED.digest} {torch.__version__} {device} {trained} {what}"
     file = folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.pt"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        torch.save(make(), fresh)
-        fresh.replace(file)
-    kept: T = torch.load(file)
-    return kept
+    # A file that somebody cut short, or that is not there, is made anew.
+    with suppress(OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+        kept: T = torch.load(file)
+        return kept
+    made = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as fresh:
+        torch.save(made, fresh)
+    Path(fresh.name).replace(file)
+    return made

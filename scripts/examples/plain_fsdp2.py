@@ -1,7 +1,7 @@
 """A plain FSDP2 training script, which knows nothing of this project.
 
 torchrun --nproc-per-node 8 scripts/examples/plain_fsdp2.py
-python -m benchmarks.replay scripts/examples/plain_fsdp2.py --ranks 8 --cluster h100
+zeropp replay scripts/examples/plain_fsdp2.py --ranks 8 --cluster h100
 """
 
 from __future__ import annotations

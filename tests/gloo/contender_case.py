@@ -80,8 +80,8 @@ def train(builder: str, plan: Plan, optimizer: OptimizerConfig, steps: int) -> O
         trainer.record_spans(step == steps - 1)
         inputs, targets = batch(plan.shape, plan.global_batch, step)
         result = trainer.step(inputs[first : first + rows], targets[first : first + rows])
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
     parameters = dict(trainer.full_parameters())
     return Outcome(losses, norms, parameters, trainer.counters(), trainer.spans())
 

@@ -87,6 +87,20 @@ def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_pat
     assert second != first[:2]
 
 
+def evaluated_on() -> list[list[int]]:
+    """Which rows this rank evaluates on, twice, after a step of training."""
+    with made({"replicate": 2}) as model:
+        next(train_on(model, 1))
+        loader = model.loader(Numbers(), shuffle=False, resume=False)
+        return [numbers_of(inputs) for _ in range(2) for inputs, _ in loader]
+
+
+def test_rows_to_evaluate_on_begin_at_the_first_one(world: World) -> None:
+    first, second = world.run(evaluated_on, size=2)
+    whole = [row for parts in zip(first, second, strict=True) for part in parts for row in part]
+    assert whole == 2 * list(range(PER_EPOCH * ROWS))
+
+
 def refusals() -> list[str]:
     """What is said of data sets that cannot be loaded from."""
     texts = []

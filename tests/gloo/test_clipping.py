@@ -113,6 +113,8 @@ def by_hook(norm_type: float) -> tuple[list[float], list[float], str]:
 
         def clip(*_: object) -> None:
             norms.append(model.clip_grad_norm_(LIMIT, norm_type))
+            with pytest.raises(ValueError, match=r"^clip_grad_norm_: norm_type=0.0: must be more"):
+                model.clip_grad_norm_(LIMIT, 0)
 
         model.optimizer.register_step_pre_hook(clip)
         parts = ([part[model.rows] for part in data(number)] for number in range(STEPS))

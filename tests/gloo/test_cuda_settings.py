@@ -21,9 +21,11 @@ import zeropp
 from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
 from zeropp.engine import preflight_cuda
+from zeropp.engine.collectives import connect_lazily
 from zeropp.layout import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[2]
+LAZY = "TORCH_GLOO_LAZY_INIT"
 GOOD = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
@@ -126,6 +128,17 @@ def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
     for asked in ("cuda", "cpu"):  # also where only some ranks train on a GPU
         found = world.run(shared, ["GPU-a", "GPU-a" if asked == "cpu" else "GPU-b"], asked, size=2)
         assert set(found) == {"layers=[]: there is nothing to train"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"), [(255, None, None), (256, None, "1"), (512, "0", "0")]
+)
+def test_many_ranks_connect_in_gloo_when_they_first_talk(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, before: str | None, after: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if before is None else {LAZY: before})
+    connect_lazily(ranks)
+    assert os.environ.get(LAZY) == after
 
 
 @pytest.mark.parametrize(("contender", "connections"), [("zeropp", "32"), ("megatron_core", "1")])

@@ -120,7 +120,7 @@ def digests(trainer: Trainer, plan: Plan) -> list[float]:
         first = rows * plan.layout.dp_index(torch.distributed.get_rank())
         mine = (part[first : first + rows] for part in batch(plan.shape, plan.global_batch, step))
         result = trainer.step(*mine)
-        numbers += [result.loss, result.grad_norm]
+        numbers += [float(result.loss), float(result.grad_norm)]
     parameters = {name: value.numpy().tobytes() for name, value in trainer.full_parameters()}
     assert parameters
     return [*numbers, crc32(repr(sorted(parameters.items())).encode())]

@@ -1,4 +1,4 @@
-"""Eleven configurations of the engine that differ in what its streams do."""
+"""Twelve configurations of the engine that differ in what its streams do."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ CASES = {
             {"pp": 1, "shard": 2, "chunks": 2, "recompute": "full", "precision": "bf16"},
             dropout=0.1,
         ),
+        Case("weights are passed on", 4, {**_BASE, "chunks": 1}, passes_weights=True),
         Case("reduced once per step", 2, {"pp": 2, "chunks": 2, "reduce_every": "step"}),
         Case(
             "whole parameters",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
@@ -30,10 +31,26 @@ class Case:
     tied: bool = False
     dropout: float = 0.0
     whole: bool = False  # matrices are updated whole, by Muon
+    passes_weights: bool = False  # layers give the next one a view of a weight, too
     then: tuple[str, ...] = ()  # names of functions below
 
     def __str__(self) -> str:
         return self.name
+
+
+class PassesWeights(nn.Module):
+    """A layer that multiplies what it gives by the weight that the layer before gives beside its
+    output, and gives a view of its own weight, unless it is the last."""
+
+    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+        super().__init__()
+        self.layer, self.is_last = layer, is_last
+        self.scale = nn.Parameter(torch.ones(1, 2))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        y: Tensor = self.layer(x)
+        y = y if scale is None else y * scale.mean()
+        return y if self.is_last else (y, self.scale.view(2))
 
 
 @dataclass
@@ -61,7 +78,7 @@ def watch_case(case: Case, fault: str | None = None) -> tuple[Report, list[float
     """What ``watch`` reports of two steps of a model that has done one before, with a fault or a
     control of ``faults.py`` by its name; and the losses of these and of one more step."""
     make = nullcontext if fault is None else (FAULTS | CONTROLS)[fault][0]
-    model, batches = _built(case)
+    model, batches = built(case)
     losses: list[float] = []
 
     def step() -> None:
@@ -77,19 +94,21 @@ def watch_case(case: Case, fault: str | None = None) -> tuple[Report, list[float
     return report, losses
 
 
-def _built(case: Case) -> tuple[zeropp.ParallelModel, torch.Tensor]:
+def built(case: Case) -> tuple[zeropp.ParallelModel, torch.Tensor]:
     """The model of a case, and global batches."""
     shape = ModelShape(
         name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
         vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
     )  # fmt: skip
-    built: list[Any] = list(build_model(shape, 3))
+    layers: list[Any] = list(build_model(shape, 3))
+    if case.passes_weights:
+        layers = [PassesWeights(layer, layer is layers[-1]) for layer in layers]
     options = dict(case.options)
     if case.dropout:
         options["dropout_seed"] = 3
     if case.tied:
-        options["tied"] = ((0, "tokens.weight"), (len(built) - 1, "output.weight"))
-        built[-1].output.weight.data.copy_(built[0].tokens.weight.data)
+        options["tied"] = ((0, "tokens.weight"), (len(layers) - 1, "output.weight"))
+        layers[-1].output.weight.data.copy_(layers[0].tokens.weight.data)
     generator = torch.Generator().manual_seed(5)
     batches = torch.randint(WORDS, (6, case.batch, SEQUENCE + 1), generator=generator)
     optimizer: Any = zeropp.OptimizerConfig("adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
@@ -97,14 +116,14 @@ def _built(case: Case) -> tuple[zeropp.ParallelModel, torch.Tensor]:
         optimizer = _muon_and_adamw
         options |= {"group_of": lambda _, parameter: str(parameter.dim()), "clip_norm": 0.05}
     model = zeropp.parallelize(
-        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
+        layers, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
         optimizer=optimizer, **options,
     )  # fmt: skip
     return model, batches
 
 
 def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:
-    model, batches = _built(case)
+    model, batches = built(case)
     numbers: list[Any] = []
 
     def step(index: int) -> None:

@@ -3,18 +3,21 @@ fault that is put into it is found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.gloo.world import World
 from tests.streams.cases import CASES
-from tests.streams.emulation import Case, Found, run_case, watch_case
+from tests.streams.emulation import Case, Found, built, run_case, watch_case
 from tests.streams.faults import CONTROLS, FAULTS
 from tests.unit.device_orders import logs_of
+from zeropp.emulate import watch
 from zeropp.emulate.log import Issued
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule.program import Schedule, loop_placement, parse_action
@@ -48,6 +51,27 @@ def host_waits(log: list[Issued]) -> int:
     return sum(one.kind == "sync" for one in step)
 
 
+def split_at_first_step(log: list[Issued]) -> tuple[list[Issued], list[Issued]]:
+    """What is communicated before the first step, and in the first two."""
+    places = {one.what: index for index, one in enumerate(log) if one.kind == "place"}
+    begin, end = places["the first step"], places["the end of the second step"]
+    return log[:begin], log[begin:end]
+
+
+def connections(log: list[Issued]) -> set[Hashable]:
+    """The groups of collectives, and the pairs in groups of messages, that NCCL connects."""
+    return {part.key[0] for one in log for part in one.parts if one.kind == "communication"}  # type: ignore[index]
+
+
+def streams_of_communicators(log: list[Issued]) -> dict[Hashable, set[str | None]]:
+    """The streams on which each group communicates."""
+    found: dict[Hashable, set[str | None]] = defaultdict(set)
+    for one in log:
+        for part in one.parts if one.kind == "communication" else ():
+            found[part.key[0][0]].add(one.stream)  # type: ignore[index]
+    return found
+
+
 def device_waits(log: list[Issued]) -> int:
     """How often the host waits for its whole device, in everything that is done."""
     return sum(one.kind == "sync" and one.stream is None for one in log)
@@ -77,9 +101,14 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     logs = {rank: one.log for rank, one in enumerate(found)}
     assert mismatches(logs) == []
     assert stuck(logs) == {}
-    assert stuck(logs, resident=3, seed=1) == {}
+    assert stuck(logs, resident=3) == {}
+    assert stuck(logs, resident=5, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
     assert [device_waits(one.log) for one in found] == [0] * case.ranks
+    for log in logs.values():
+        before, steps = split_at_first_step(log)
+        assert connections(steps) <= connections(before)  # else hosts wait for each other in a step
+        assert {len(streams) for streams in streams_of_communicators(steps).values()} <= {1}
     pp, chunks = case.options["pp"], case.options.get("chunks", 1)
     # Muon is not fused; in a pipeline the host reads checksums of inputs and targets at once on a
     # CPU, but on CUDA a step later.
@@ -126,6 +155,33 @@ def test_watching_a_model_that_exists_changes_nothing(
         assert losses[:2] == one.numbers[::2]
         assert len(losses) == 4  # a step before, two that are watched, and one afterwards
         assert seen == {waits}
+
+
+def waits_while_spans_are_recorded(case: Case) -> tuple[str, set[str], int, int]:
+    """What the public check says, what the host waits for in a step as on CUDA, and how often; and
+    how many actions a step has."""
+    model, batches = built(case)
+    batch = batches[0][model.rows]
+    interpreter = model.engine.interpreter
+    model.train_step(batch[:, :-1], batch[:, 1:])
+    actions = sum(interpreter.counters.values())
+    model.engine.record_spans(True)
+    with mock.patch.object(interpreter, "_on_cuda", True):
+        report = watch(lambda: model.train_step(batch[:, :-1], batch[:, 1:]))
+    model.close()
+    waits = [what for what in report.host_waits[0] if "Stream" in what or "synchronize" in what]
+    return str(report), set(waits), len(waits), actions
+
+
+def test_recording_spans_waits_for_compute_alone(world: World) -> None:
+    """Around each action, and for no other stream: a receive may have to wait for what this host
+    has yet to send."""
+    case = CASES["reduced once per step"]
+    for text, waits, count, actions in world.run(
+        waits_while_spans_are_recorded, case, size=case.ranks
+    ):
+        assert (text, waits) == ("no race, no hang", {"Stream.synchronize of compute"})
+        assert count == 2 * actions
 
 
 @pytest.mark.parametrize("name", FAULTS)

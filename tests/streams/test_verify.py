@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.gloo.world import World
 from zeropp import emulate
+from zeropp.engine.collectives import reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
 
@@ -85,6 +86,14 @@ def neighbours(stream: torch.cuda.Stream) -> None:
     x[4:].mul_(2)
 
 
+def read_early(stream: torch.cuda.Stream) -> None:
+    x = torch.ones(4)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    x.tolist()
+
+
 def freed_early(stream: torch.cuda.Stream, *, recorded: bool = False) -> None:
     x = torch.ones(4)
     stream.wait_stream(torch.cuda.current_stream())
@@ -117,6 +126,7 @@ def synchronized(stream: torch.cuda.Stream) -> None:
         (waited, []),
         (unwaited, ["race"]),
         (neighbours, []),
+        (read_early, ["race"]),
         (freed_early, ["reuse"]),
         (freed_late, []),
         (synchronized, []),
@@ -198,10 +208,43 @@ def asynchronous(wait: bool) -> tuple[list[str], bool]:
     return [text.split(":")[1].strip() for text in report.faults], not report.hangs
 
 
+def imported_by_name() -> list[str]:
+    """A reduction of the engine, which has its function by name, is not waited for."""
+
+    def step() -> None:
+        x, y = torch.ones(4), torch.empty(2)
+        reduce_scatter_single(y, x, async_op=True)
+        y.add_(1)
+
+    return [text.split(":")[1].strip() for text in emulate.watch(step).faults]
+
+
+def test_functions_that_were_imported_by_name_are_seen(world: World) -> None:
+    assert world.run(imported_by_name, size=2) == [["race"] * 2] * 2
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_asynchronous_collectives_and_batches(world: World, wait: bool) -> None:
     found = world.run(asynchronous, wait, size=2)
     assert found == [([] if wait else ["race", "race"], True)] * 2
+
+
+def waiting() -> tuple[str, ...]:
+    def step() -> None:
+        x = torch.ones(4)
+        x[x > 0].add_(1)
+        torch.masked_select(x, x > 0)
+        x[torch.tensor([0, 1])].add_(1)
+        dist.barrier()
+
+    return emulate.watch(step).host_waits[0]
+
+
+def test_what_a_host_waits_for(world: World) -> None:
+    """Masks, whose count it has to know, and a barrier, as on NCCL; not a choice of rows."""
+    given = "a number that aten::{} gives the host".format
+    expected = (given("index"), given("masked_select"), "barrier")
+    assert world.run(waiting, size=2) == [expected] * 2
 
 
 def crossed() -> tuple[bool, str]:

@@ -27,9 +27,10 @@ class WordsRead(BaseException):
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words after ``python -m`` of every command in a page's code blocks."""
+    """The module and the words of every command in a page's code blocks."""
     for block in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^\s*zeropp (?=\w)", "python -m benchmarks.", line)
             if found := re.match(r"\s*python -m (benchmarks\..*)", line):
                 words = shlex.split(found[1], comments=True)
                 words = words[: words.index(">")] if ">" in words else words

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.replay`` on scripts that know nothing of this project, and
+"""``zeropp replay`` on scripts that know nothing of this project, and
 ``launcher=replay``."""
 
 from __future__ import annotations

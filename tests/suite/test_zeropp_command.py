@@ -106,7 +106,7 @@ def test_bash_completes(
     ask = f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({typed})"
     ask += "; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _zeropp 2>/dev/null; echo ${COMPREPLY[*]}"
     done = subprocess.run(
-        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.strip() == words
 

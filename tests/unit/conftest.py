@@ -11,12 +11,12 @@ import pytest
 from tests.unit.slurm_attempts import make_attempt, silence_slurm
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _without_torch() -> Iterator[None]:
-    """Fails after the last unit test if one of them has imported torch."""
-    before = "torch" in sys.modules  # tests of other folders may have been collected, too
+    """Fails after the last test of a module if one of them has imported torch."""
+    before = "torch" in sys.modules  # by tests of other folders, which may have run in between
     yield
-    assert before or "torch" not in sys.modules, "a unit test has imported torch"
+    assert before or "torch" not in sys.modules, "a test of this module has imported torch"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The order of device work of every rank, simulated with messages that meet: everything ends, also
-where few communication kernels fit on a device, and where one host waits for its whole device."""
+where not all communication kernels fit on a device, and where one host waits for its whole
+device."""
 
 from __future__ import annotations
 
@@ -26,12 +27,20 @@ from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.program import Schedule, StageCost, parse_action
 
-RESIDENT = 3  # communication kernels that fit on a device, with the fewest channels each
+# Communication kernels that fit on a device at a time: of those that could start, any does, or the
+# one that was issued first. A pipeline rank has at most six in a step: two lanes, four of messages.
+ANY_FIRST, IN_ORDER = 5, 3
 
 
 @cache
 def zeropp_schedule(
-    ranks: int, chunks: int, *, split_backward: bool = True, uneven: bool = False, **passes: Any
+    ranks: int,
+    chunks: int,
+    *,
+    unit: int | None = None,
+    split_backward: bool = True,
+    uneven: bool = False,
+    **passes: Any,
 ) -> Schedule:
     """A step of ZeroPP with two microbatches per rank; ``passes`` are for ``lower``."""
     costs = [
@@ -43,6 +52,7 @@ def zeropp_schedule(
         num_ranks=ranks,
         chunks=chunks,
         num_microbatches=2 * ranks,
+        unit=unit,
         split_backward=split_backward,
         costs=costs if uneven else None,
     )
@@ -78,8 +88,8 @@ def check(logs: Logs, waits_of: int) -> None:
     """Everything ends; a wait for the device in one of the first ``waits_of`` ranks does, too."""
     assert mismatches(logs) == []
     assert stuck(logs) == {}
-    assert stuck(logs, resident=RESIDENT) == {}
-    assert stuck(logs, resident=RESIDENT, seed=1) == {}
+    assert stuck(logs, resident=IN_ORDER) == {}
+    assert stuck(logs, resident=ANY_FIRST, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in range(waits_of)} == {
         rank: [] for rank in range(waits_of)
     }
@@ -95,6 +105,17 @@ def test_a_step_of_zeropp_ends(ranks: int, chunks: int) -> None:
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 3), (5, 1)])
 def test_a_step_of_two_shards_ends(ranks: int, chunks: int) -> None:
     check(logs_of(zeropp_schedule(ranks, chunks), shard=2), waits_of=ranks)
+
+
+# Of two shards of one stage one may start its gather first, the other a reduction.
+SMALL_UNITS = [(3, 4, 1), (4, 5, 3), (6, 4, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "unit"), SMALL_UNITS)
+def test_units_smaller_than_the_pipeline_end(ranks: int, chunks: int, unit: int) -> None:
+    logs = logs_of(zeropp_schedule(ranks, chunks, unit=unit), shard=2)
+    check(logs, waits_of=0)
+    assert [stuck(logs, resident=ANY_FIRST, seed=seed) for seed in range(4)] == [{}] * 4
 
 
 @pytest.mark.parametrize(
@@ -154,6 +175,11 @@ def test_early_receives_hang_a_wait_for_the_device(ranks: int, chunks: int) -> N
     logs = logs_of(replace(schedule, programs=with_early_receives(schedule.programs, 1)))
     assert stuck(logs) == {}
     assert any(hanging_waits(logs, rank) for rank in range(ranks))
+
+
+def test_small_units_hang_where_three_kernels_fit_and_any_starts_first() -> None:
+    logs = logs_of(zeropp_schedule(3, 4, unit=1), shard=2)
+    assert any(stuck(logs, resident=3, seed=seed) for seed in range(8))
 
 
 def test_messages_in_another_order_do_not_match() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,11 @@ from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.__main__ import main
 from benchmarks.explain.answer import answer
 from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
-from benchmarks.explain.question import ask
+from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
 from benchmarks.specification import SpecError
+from zeropp.choose.task import Candidate
+from zeropp.layout import InfeasibleError
 
 TOML = """
 # a preset for 16 H100 GPUs
@@ -110,11 +114,7 @@ def test_torchtitan() -> None:
         ("Interleaved1F1B", "MyOwn", "pipeline_parallel_schedule='MyOwn'"),
         ("preset for 16 H100", "preset", "give num_gpus=N"),
         ("[model]", "model]", "not a TOML file"),
-        (
-            "[parallelism]",
-            "[parallelism]\ncontext_parallel_degree = 2",
-            "context_parallel_degree=2",
-        ),
+        ("[parallelism]", "[parallelism]\ncontext_parallel_degree = 3", "give a multiple of 12"),
     ],
 )
 def test_torchtitan_is_refused_in_one_line(old: str, new: str, said: str) -> None:
@@ -212,8 +212,24 @@ def test_huggingface() -> None:
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
 
 
+def as_toml(words: str) -> str:
+    """torchtitan's words on a command line, as its TOML says the same."""
+    *flags, policy = words.split(" --")
+    last, _, policy = policy.partition(" activation-checkpoint:")
+    lines = [f"activation_checkpoint.mode = '{policy}'"]
+    for flag in [*flags, last]:
+        key, _, value = flag.removeprefix("--").partition(" ")
+        value = value if value.isdigit() else f"'{value}'" if value else "true"
+        lines.append(f"{key} = {value}")
+    return "\n".join(lines)
+
+
+SLICED_SCRIPT = SCRIPT.replace("--bf16", "--bf16 --context-parallel-size 2")
+
+
 @pytest.mark.parametrize(
-    ("dialect", "name", "text"), [("torchtitan", "a.toml", TOML), ("megatron", "a.sh", SCRIPT)]
+    ("dialect", "name", "text"),
+    [("torchtitan", "a.toml", TOML), ("megatron", "a.sh", SCRIPT)],
 )
 def test_an_answer_is_written_back_as_the_same_plan(
     dialect: str, name: str, text: str, tmp_path: Path
@@ -225,15 +241,19 @@ def test_an_answer_is_written_back_as_the_same_plan(
     assert found.asked.plan.layout.tp == found.asked.plan.layout.pp == 2
     assert all(change.step_s < found.asked.step_s for change in found.changes.values())
     assert [one.contender.name for one in found.best][-1] == "zeropp"
-    words = written_as(dialect, found.asked.plan, found.asked.candidate)
-    if dialect == "megatron":
-        again = ask([], ["cluster=h100", "num_gpus=16", "model.vocab=128512"], words.split())
-    else:
-        path.write_text('[model]\nname = "llama3"\nflavor = "8B"\n' + words)
-        again = ask([str(path)], ["cluster=h100", "num_gpus=16"], [])
-    second = again.contender.simulated(again.task, found.asked.candidate)
+    again = asked_again(dialect, written_as(dialect, found.asked.plan, found.asked.candidate), path)
+    second = again.contender.simulated(again.own_task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
     assert again.knobs == found.asked.candidate.knobs
+
+
+def asked_again(dialect: str, words: str, path: Path) -> Question:
+    """The question that an answer asks where it is given as a configuration."""
+    given = ["cluster=h100", "num_gpus=16"]
+    if dialect == "megatron":
+        return ask([], [*given, "model.vocab=128512"], words.split())
+    path.write_text('model.name = "llama3"\nmodel.flavor = "8B"\n' + as_toml(words))
+    return ask([str(path)], given, [])
 
 
 def test_the_command_answers_on_one_screen(
@@ -357,7 +377,10 @@ def test_trainers_around_a_model_of_hugging_face(
     [
         ("a.yaml", ACCELERATE, "give its config.json, too"),
         ("d.json", DEEPSPEED, "give its config.json, too"),
-        ("x.yaml", "base_model: m", "axolotl's file names its model alone"),
+        ("x.yaml", "base_model: m", "axolotl or LLaMA-Factory names its model alone"),
+        ("x.yaml", "model_name_or_path: m\nstage: pt", "names its model alone .model_name_or_path"),
+        ("x.yaml", "model: {_component_: torchtune.models}", "not a YAML file of NeMo"),
+        ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("r.py", "def recipe(): ...", "a recipe in Python is not run here"),
@@ -370,6 +393,72 @@ def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_pa
     with pytest.raises(SpecError, match=said) as refused:
         ask([str(path)], ["cluster=h100"], [])
     assert "\n" not in str(refused.value)
+
+
+BRIDGE = """
+_target_: megatron.bridge.training.config.ConfigContainer
+model: {_target_: megatron.bridge.models.llama.Llama3ModelProvider8B, num_layers: 32,
+  hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8,
+  kv_channels: 128, gated_linear_unit: true, normalization: RMSNorm, vocab_size: 128256,
+  position_embedding_type: rope, share_embeddings_and_output_weights: false, seq_length: 8192,
+  hidden_dropout: 0.0, attention_dropout: 0.0, tensor_model_parallel_size: 2, made_up: 3,
+  pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 4,
+  context_parallel_size: 2, sequence_parallel: true, recompute_granularity: null,
+  cross_entropy_loss_fusion: true, cross_entropy_fusion_impl: te, fp8: null,
+  activation_func: {_target_: torch.nn.functional.silu, _call_: false}}
+train: {global_batch_size: 512, micro_batch_size: 1, train_iters: 10}
+ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, grad_reduce_in_fp32: true}
+comm_overlap: {tp_comm_overlap: true}
+mixed_precision: bf16_mixed
+"""
+
+
+def test_megatron_bridge(tmp_path: Path) -> None:
+    """What ``cfg.to_yaml`` writes of a recipe."""
+    path = tmp_path / "run_config.yaml"
+    path.write_text(BRIDGE, encoding="utf-8")
+    asked = ask([str(path)], ["cluster=h100", "num_gpus=64"], [])
+    assert sizes(asked.reading.model) == SHAPE_8B
+    assert asked.reading.model["dropout"] == 0
+    wanted = {"tp": 2, "pp": 2, "replicate": 16, "chunks": 4, "replicate_zero": 1}
+    assert {key: getattr(asked.knobs, key) for key in wanted} == wanted
+    assert asked.task.precision == "bf16"
+    assert asked.reading.traits["fused_loss"]
+    assert asked.reading.traits["overlap_tensor"]
+    assert asked.reading.named == [
+        "1 keys are not known here, left out of the price (-v lists them)"
+    ]
+    assert "--made-up=3" in asked.reading.harmless
+    path.write_text(BRIDGE.replace("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"))
+    named = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.named
+    assert "no price for 8-bit products" in named[0]
+
+
+def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
+    """With context parallelism a rank holds half the activations, and waits for keys and values.
+    The program's task has slices, and that of ZeroPP, which has none, whole sequences."""
+    path = tmp_path / "a.sh"
+    memory, lost, tokens = [], [], []
+    for text in (SCRIPT, SLICED_SCRIPT):
+        path.write_text(text, encoding="utf-8")
+        asked = ask([str(path)], ["cluster=h100", "contender.recompute=none"], [])
+        assert (asked.task.shape.seq, asked.task.global_batch) == (4096, 64)
+        tokens.append(asked.own_task.shape.seq * asked.own_task.global_batch)
+        result = asked.contender.simulated(asked.own_task, Candidate(asked.knobs, 1))
+        memory.append(result.memory[0].activations)
+        lost.append(result.breakdown.by_kind()["tensor"] / result.step_s)
+    assert tokens[0] == tokens[1]
+    assert memory[1] == pytest.approx(memory[0] / 2, rel=0.05)
+    assert lost[1] > lost[0]
+    knobs = replace(asked.knobs, tp=8, pp=2, replicate=1)  # type: ignore[type-var]
+    with pytest.raises(InfeasibleError, match="replicate: must be a multiple of 2, the ranks"):
+        asked.contender.size(asked.own_task, knobs, 1)
+    again = asked_again(
+        "megatron", written_as("megatron", result.plan, Candidate(asked.knobs, 1)), path
+    )
+    assert (again.own_task.shape.seq, again.knobs) == (asked.own_task.shape.seq, asked.knobs)
+    with pytest.raises(SpecError, match="context parallelism 2 runs in no contender"):
+        written_as("overrides", result.plan, Candidate(asked.knobs, 1))
 
 
 def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
@@ -418,29 +507,39 @@ def test_uneven_stages_are_written_as_a_layout() -> None:
 
 
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the attributes of torchtitan 0.3's configuration."""
+    """A stand-in with the attributes of torchtitan 0.3's configuration, whose classes have slots
+    (tests/suite/test_torchtitan.py has the real one)."""
 
     class FullAC:
         class Config:
             """The policy, whose class alone says its kind."""
 
+    def section(**values: Any) -> Any:
+        return make_dataclass("Section", values, slots=True)(**values)
+
     config = SimpleNamespace(
         model_spec=SimpleNamespace(name="llama3", flavor="8B", model="Float8Linear.Config"),
-        training=SimpleNamespace(local_batch_size=1, seq_len=8192),
-        parallelism=SimpleNamespace(tensor_parallel_degree=2, made_up=1),
-        compile=SimpleNamespace(enable=True, enable_async_tensor_parallel=True),
-        debug=SimpleNamespace(),
+        training=section(local_batch_size=1, seq_len=8192),
+        parallelism=section(tensor_parallel_degree=2, made_up=1),
+        compile=section(enable=True, enable_async_tensor_parallel=True),
+        debug=section(),
         activation_checkpoint=FullAC.Config(),
     )
-    registry = SimpleNamespace(llama3_8b=lambda: config)
-    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3.config_registry", registry)
-    reading = torchtitan.read_registered("llama3:llama3_8b", 8)
+    given: list[str] = []
+
+    def parse_args(words: list[str]) -> SimpleNamespace:
+        given.extend(words)
+        return config
+
+    manager = SimpleNamespace(parse_args=parse_args)
+    stand_in = SimpleNamespace(ConfigManager=lambda: manager)
+    monkeypatch.setitem(sys.modules, "torchtitan.config", stand_in)
+    words = ["--training.seq_len", "8192"]
+    reading = ask(["llama3:llama3_8b"], ["cluster=h100", "num_gpus=8"], words).reading
+    assert given == ["--module", "llama3", "--config", "llama3_8b", *words]
     assert sizes(reading.model) == SHAPE_8B
-    assert (reading.knobs["tp"], reading.knobs["shard"], reading.knobs["recompute"]) == (
-        2,
-        4,
-        "full",
-    )
+    degrees = [reading.knobs[name] for name in ("tp", "shard", "recompute")]
+    assert degrees == [2, 4, "full"]
     assert reading.traits["overlap_tensor"]
     assert any("8-bit products" in line for line in reading.named)
     assert any("made_up=1" in line for line in reading.named)

@@ -130,6 +130,14 @@ def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
         record.write(place / "record.json")
     assert missing(3) == {2: 1, 4: 3}
     assert missing(1) == {4: 1}
+    # With other files a configuration begins again, as in its table's line.
+    place = tmp_path / points[0].spec.spec_id / "local-3"
+    record = make_record(
+        attempt="local-3", fields={"code_digest": "other files", "started_at": "2999-01-01"}
+    )
+    record.write(place / "record.json")
+    assert missing(3) == {2: 2, 4: 3}
+    assert missing(1) == {4: 1}
 
 
 def test_an_experiment_lists_points_of_several_contenders() -> None:

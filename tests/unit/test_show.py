@@ -15,8 +15,8 @@ from benchmarks.show import main, parse, show
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "benchmarks.show schedule"),
-        ("timetable", "benchmarks.show schedule"),
+        ("", "zeropp show schedule"),
+        ("timetable", "zeropp show schedule"),
         ("schedule forward=0", "forward=0: must be more than 0"),
         ("schedule forward=nan", "forward=nan: must be more than 0"),
         ("schedule backward_input=-1", "backward_input=-1: must be more than 0"),

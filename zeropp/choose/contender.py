@@ -20,6 +20,7 @@ from zeropp.cuda_settings import CUDA_SETTINGS
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
+from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.program import StageCost
 from zeropp.training import OptimizerConfig, Trainer
@@ -174,6 +175,8 @@ def describe(plan: SizedPlan) -> str:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
     words += [f"zero{layout.replicate_zero}"] * (layout.replicate_zero > 0)
     words += ["sp"] * layout.sequence_parallel
+    if (slices := program_named(plan.program).slices) > 1:
+        words.append(f"cp={slices}")
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":

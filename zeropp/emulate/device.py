@@ -37,7 +37,10 @@ _NOTHING = {
 _EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided")}
 _EMPTY |= {f"aten::{name}" for name in ("new_empty", "new_empty_strided")}
 _NONE: Mapping[str, Any] = {}
-_READ_BY_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero")}
+_READ_BY_HOST = {
+    f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
+}
+_BARRIER = "c10d::barrier"
 
 
 def extent(tensor: Tensor) -> Extent:
@@ -129,9 +132,11 @@ class VirtualDevice:
             if self.races:
                 self.races.host_follows(stream, event)
 
-    def read_by_host(self, what: str) -> None:
-        """The host reads a number, which may lie on the CPU, so that this orders nothing."""
+    def read_by_host(self, what: str, reads: Tensors = ()) -> None:
+        """The host reads numbers of these tensors, which may lie on the CPU, so that this orders
+        nothing."""
         if self.sees:
+            self.touch(self.current, what, reads, ())
             self.log.sync(self.current, what)
 
     def kernel(
@@ -231,7 +236,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         given = {argument.name: value for argument, value in arguments}
         device.kernel(name, reads, [*writes, *new], given)
-        if name in _READ_BY_HOST:
+        if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
             device.read_by_host(f"a number that {name} gives the host")
 
     def _collective(self, name: str, args: Sequence[Any]) -> None:
@@ -249,3 +254,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
         device.log.collective(stream, (group, ranks), len(ranks), name, moved)
+        if name == _BARRIER:
+            device.wait_on_host(stream, "barrier")
+
+
+def _has_mask(indices: Tensors) -> bool:
+    """Whether rows are picked by a mask, whose count the host has to know."""
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)

@@ -4,7 +4,8 @@ step on a CPU tells a ``VirtualDevice`` in which order it would give its work to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -72,7 +73,7 @@ class _Stream:
         return event
 
     def synchronize(self) -> None:
-        self._device.wait_on_host(self.name, "Stream.synchronize")
+        self._device.wait_on_host(self.name, f"Stream.synchronize of {self.name}")
 
     def query(self) -> bool:
         return True
@@ -142,7 +143,7 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         torch.UntypedStorage: {"resize_": resize},
         Tensor: {**of_tensors, "record_stream": record_stream},
         ErrorBarrier: {"exchange": exchange_on_cpu},
-        **dict.fromkeys((dist, distributed_c10d), functions),  # batches compare them by identity
+        **_wherever_imported(functions),
     }
     with ExitStack() as undo:
         for owner, by_name in stand_ins.items():
@@ -152,6 +153,18 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         undo.enter_context(streams_on_cpu())
         undo.enter_context(observer)
         yield device
+
+
+def _wherever_imported(functions: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The stand-ins for functions of ``torch.distributed`` in all modules that have them, by
+    whatever name: a program may have imported them before emulation began."""
+    originals = {id(getattr(distributed_c10d, name)): one for name, one in functions.items()}
+    found: dict[Any, dict[str, Any]] = {}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in originals:
+                found.setdefault(module, {})[name] = originals[id(value)]
+    return found
 
 
 def _streams(device: VirtualDevice) -> dict[str, Any]:
@@ -186,7 +199,7 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
 def _read(device: VirtualDevice, name: str, original: Any) -> Any:
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if not is_known(tensor):
-            device.read_by_host(f"Tensor.{name}")
+            device.read_by_host(f"Tensor.{name}", [tensor])
         return original(tensor, *arguments, **keywords)
 
     return read
@@ -202,8 +215,10 @@ def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any
             inner = original(*arguments, **keywords)
         if not issued:  # by a rank that does not take part, or with others later
             return inner
+        with device.unseen():  # gloo copies where it ends
+            inner.wait()  # if the program forgets to, its memory may be gone by then
         event = _Stream(device, issued[-1]).record_event()
-        return _VirtualWork(device, [inner], event, arguments)
+        return _VirtualWork(device, [], event, arguments)
 
     return call
 

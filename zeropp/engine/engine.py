@@ -28,7 +28,7 @@ from zeropp.engine.interpreter import (
     Passed,
 )
 from zeropp.engine.lanes import make_lanes
-from zeropp.engine.optimizer import ParameterUpdate, StepTensors, Updater
+from zeropp.engine.optimizer import ParameterUpdate, Updater
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import make_flats
 from zeropp.engine.values import TensorShape, Value, computing_in_fp32
@@ -38,6 +38,7 @@ from zeropp.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.settings import ParameterName, Settings
 from zeropp.timeline import Span
+from zeropp.training import StepResult
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
@@ -146,7 +147,7 @@ class Engine:
             self._make_runners(plan, settings, loss)
             self._undo = undo.pop_all()
 
-    def step(self, batch: Microbatches) -> StepTensors:
+    def step(self, batch: Microbatches) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own. A step whose
         gradients are not finite updates nothing, and ``skipped_steps`` counts it."""
         with self._usable_unless_it_fails():
@@ -247,11 +248,18 @@ class Engine:
         return self.updater.optimizer
 
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update."""
+        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update, and
+        ValueError for a norm that is not that of all ranks' parts together."""
         if not self.updater.is_updating:
             raise RuntimeError(
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
+            )
+        norm_type = float(norm_type)  # torch takes "inf", too
+        if not norm_type > 0:
+            raise ValueError(
+                f"clip_grad_norm_: norm_type={norm_type}: must be more than 0 (2.0, or math.inf "
+                "for the largest element)"
             )
         return self._update.clip_grad_norm(max_norm, norm_type)
 

@@ -22,7 +22,7 @@ from zeropp.engine.chunk import Chunk, persistent_buffers
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.given_rows import RowsError
-from zeropp.engine.optimizer import ParameterUpdate, StepTensors
+from zeropp.engine.optimizer import ParameterUpdate
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners
 from zeropp.layout import InfeasibleError, Layout
@@ -30,6 +30,7 @@ from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.timeline import Span
+from zeropp.training import StepResult
 
 # From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
 # a sum and a count.
@@ -174,7 +175,7 @@ class _Step:
     receiving: dict[tuple[Op, Key], _Message] = field(default_factory=dict, init=False)
     losses: list[Tensor] = field(default_factory=list, init=False)
     counts: list[Tensor] = field(default_factory=list, init=False)
-    result: StepTensors | None = field(default=None, init=False)
+    result: StepResult | None = field(default=None, init=False)
 
 
 class Interpreter:
@@ -233,7 +234,7 @@ class Interpreter:
 
     def run(
         self, batch: Microbatches, drawing: AbstractContextManager[None] | None = None
-    ) -> StepTensors:
+    ) -> StepResult:
         """Run the program over one step's microbatches; inside ``drawing`` forwards and backwards
         draw their random numbers."""
         step = _Step(batch)

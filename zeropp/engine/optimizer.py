@@ -22,7 +22,7 @@ from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.settings import MakeOptimizer
-from zeropp.training import OptimizerConfig
+from zeropp.training import OptimizerConfig, StepResult
 
 if TYPE_CHECKING:
     from zeropp.engine.tied import TiedWeights
@@ -48,12 +48,11 @@ def build_optimizer(
     )
 
 
-def clip_factor(norm: float, clip_norm: float) -> float:
-    """The factor by which clipping scales all gradients, given their global norm. As in torch's
-    ``clip_grad_norm_`` it is ``clip_norm / (norm + 1e-6)`` but at most 1, and NaN if the norm is
-    NaN. If ``clip_norm`` is 0, which means no clipping, it is 1."""
-    factor = clip_norm / (norm + 1e-6)
-    return 1.0 if not clip_norm or factor >= 1.0 else factor
+def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
+    """The factor by which clipping scales all gradients, given their global norm, on the device. As
+    in torch's ``clip_grad_norm_`` it is ``clip_norm / (norm + 1e-6)`` but at most 1, and NaN if the
+    norm is NaN."""
+    return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
@@ -182,15 +181,6 @@ class Updater:
 
 
 @dataclass(frozen=True)
-class StepTensors:
-    """The result of one step, on the device, equal on all ranks: the loss of the global batch, and
-    the global L2 norm of the gradient before clipping. Reading them waits for the device."""
-
-    loss: Tensor
-    grad_norm: Tensor
-
-
-@dataclass(frozen=True)
 class ParameterUpdate:
     """The update of a rank's parameters, which are in ``flats``, and what is done with all of them
     just before and after it. ``world``: the group of all ranks; None if there is one rank.
@@ -219,7 +209,7 @@ class ParameterUpdate:
         for flat in self.flats:
             flat.gather_whole()
 
-    def update(self, losses: list[Tensor], counts: list[Tensor]) -> StepTensors:
+    def update(self, losses: list[Tensor], counts: list[Tensor]) -> StepResult:
         """Clip the gradients by their global norm and update; add the losses of all ranks up, and
         the counts by which they are divided, if there is a ``divisor``. An update whose norm is not
         finite is skipped."""
@@ -233,13 +223,13 @@ class ParameterUpdate:
         sums[2] = square_norm(self._gradients(), self.lanes.device)
         if self.world is not None:
             dist.all_reduce(sums, group=self.world)
-        result = StepTensors(sums[0], sums[2].sqrt())
+        result = StepResult(sums[0], sums[2].sqrt())
         if self.divisor is not None:
             ratio = self.divisor / sums[1]  # infinite without a count, so that nothing is updated
-            result = StepTensors(result.loss * ratio, result.grad_norm * ratio)
+            result = StepResult(result.loss * ratio, result.grad_norm * ratio)
             self._scale(ratio)
         if self.updater.clip_norm:
-            self._clip(self.updater.clip_norm, result.grad_norm)
+            self._scale(clip_factor(result.grad_norm, self.updater.clip_norm))
         finite = torch.isfinite(result.grad_norm)
         self.updater.update(finite)
         self.skipped_steps.add_(~finite)
@@ -253,17 +243,13 @@ class ParameterUpdate:
             largest = dist.ReduceOp.MAX
             dist.all_reduce(total, largest if is_largest else dist.ReduceOp.SUM, group=self.world)
         norm = total if is_largest else total ** (1 / norm_type)
-        self._clip(max_norm, norm)
+        self._scale(clip_factor(norm, max_norm))
         return norm
 
     def gather_updated(self) -> None:
         """Start to gather what other ranks have updated."""
         for flat in self.flats:
             flat.gather_updated()
-
-    def _clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients as ``clip_factor`` says."""
-        self._scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _scale(self, factor: Tensor) -> None:
         for flat in self.flats:

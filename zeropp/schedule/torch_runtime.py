@@ -1,19 +1,24 @@
 """Lowering for torch's own pipeline runtime over FSDP2, in the form that torch calls
 ``compute_comms`` (``pipelining/schedules.py``: ``_PipelineScheduleRuntime``).
 
-That runtime differs from the engine in two ways. It asks for gathered parameters at
+That runtime differs from the engine in three ways. It asks for gathered parameters at
 ``BACKWARD_WEIGHT``, too, so a stage is released behind its weight gradients and not before them:
 more parameters stay gathered. And its ``REDUCE_GRAD`` releases the stage by itself without noting
 it. An input gradient that follows would then find parameters that are not in its graph, and leave
 them without a gradient. So every reduction is followed by a release, which tells the runtime, and
-by a new gather where the stage is not at its window's end.
+by a new gather where the stage is not at its window's end. And NCCL runs all messages of a rank
+on one stream, in the order of their start. Two ranks that both receive before they send
+would wait for ever, so all ranks start their messages in one common order (torch's own lowering
+does, too: ``_add_send_recv``).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
-from zeropp.schedule.passes import add_gathers, add_reductions, add_transfers
+from zeropp.schedule.passes import add_gathers, add_reductions
 from zeropp.schedule.program import (
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
@@ -36,7 +41,7 @@ def lower_for_torch(schedule: Schedule, *, prefetch: int = 1) -> Schedule:
         gathered = add_gathers(compute, schedule.unit, prefetch, needs)
         reduced = add_reductions(gathered, schedule.unit, schedule.num_microbatches)
         programs.append(_gathered_again(reduced))
-    return replace(schedule, programs=add_transfers(programs, schedule))
+    return replace(schedule, programs=_with_messages(programs, schedule.stage_rank))
 
 
 def _gathered_again(program: RankProgram) -> RankProgram:
@@ -48,3 +53,44 @@ def _gathered_again(program: RankProgram) -> RankProgram:
         if action.op is Op.REDUCE_GRAD and following != release:
             out += [release, Action(action.stage, Op.UNSHARD)]
     return tuple(out)
+
+
+_MESSAGES = {  # how far away the stage is that gets what is made, and the message's halves
+    Op.FORWARD: (1, Op.SEND_F, Op.RECV_F),
+    Op.BACKWARD_INPUT: (-1, Op.SEND_B, Op.RECV_B),
+    Op.FULL_BACKWARD: (-1, Op.SEND_B, Op.RECV_B),
+}
+
+
+def _with_messages(
+    programs: Sequence[RankProgram], stage_rank: Sequence[int]
+) -> tuple[RankProgram, ...]:
+    """The programs with sends and receives. All ranks compute side by side, one action each, and
+    then pass on what they have made: both halves of a message are added before the next message."""
+    waiting = [deque(program) for program in programs]
+    out: list[list[Action]] = [[] for _ in programs]
+    stages = range(len(stage_rank))
+    made: set[tuple[int, int, int | None]] = set()  # (stage, direction, microbatch)
+    while any(waiting):
+        ran: list[Action] = []
+        for actions, own in zip(waiting, out, strict=True):
+            while actions and not actions[0].op.is_compute:
+                own.append(actions.popleft())
+            if not actions:
+                continue
+            stage, op, microbatch = actions[0]
+            away = _MESSAGES[op][0] if op in _MESSAGES else 0
+            source = stage - away
+            if not away or source not in stages or (source, away, microbatch) in made:
+                ran.append(actions.popleft())
+                own.append(ran[-1])
+        for stage, op, microbatch in ran:
+            if op not in _MESSAGES:
+                continue
+            away, send, receive = _MESSAGES[op]
+            made.add((stage, away, microbatch))
+            peer = stage + away
+            if peer in stages and stage_rank[peer] != stage_rank[stage]:
+                out[stage_rank[stage]].append(Action(stage, send, microbatch))
+                out[stage_rank[peer]].append(Action(peer, receive, microbatch))
+    return tuple(map(tuple, out))

@@ -200,7 +200,7 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
     if any(array.job for array in submission.arrays):
         _submit_report(sweep.directory, submission)
         say(f"  scripts     {sweep.directory}")
-        say(f"  watch with  python -m benchmarks.status {sweep.runs_dir}")
+        say(f"  watch with  zeropp status {sweep.runs_dir}")
     return records
 
 

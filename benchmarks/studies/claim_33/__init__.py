@@ -1,4 +1,4 @@
-"""The verdict on the claim of 33 %: ``python -m benchmarks.run experiment=claim_33``.
+"""The verdict on the claim of 33 %: ``zeropp run experiment=claim_33``.
 
 In: the ``verdict`` mapping of the experiment. Out: plans.csv and everything derived from it. Read
 ``cells`` (which cells, and what is simulated in each), ``given_settings`` (plans that no search

@@ -170,7 +170,9 @@ def are_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> bool:
 Role = Literal["fitted", "adjusted", "held_out"]
 # The presets of GPUs; "stated" is a device whose numbers the row itself has.
 DEVICES = (
-    *sorted({p.stem for p in (CHECKOUT / "conf/cluster").glob("*.yaml")} - {"cpu_gloo"}),
+    *sorted(
+        {p.stem for p in (CHECKOUT / "conf/cluster").glob("*.yaml")} - {"cpu_gloo", "cpu_2cores"}
+    ),
     "stated",
 )
 Precise = Literal[

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from benchmarks.measured.fit import scaled_device
 from benchmarks.specification.reading import preset
 from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster, Device
@@ -58,15 +59,7 @@ def _drop_blanks(values: dict[str, float | None]) -> dict[str, Any]:
 
 def at_rate(device: Device, factor: float) -> Device:
     """The device with products that run ``factor`` times as fast."""
-    newer = device.newer
-    if newer is not None:
-        newer = replace(newer, matmul_bf16_tflops=newer.matmul_bf16_tflops * factor)
-    return replace(
-        device,
-        newer=newer,
-        matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
-        matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
-    )
+    return scaled_device(device, factor, "matmul_bf16_tflops", "matmul_fp32_tflops")
 
 
 def with_peak(device: Device, tflops: float) -> Device:

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.validate`` prints: rows, and errors per source."""
+"""What ``zeropp validate`` prints: rows, and errors per source."""
 
 from __future__ import annotations
 

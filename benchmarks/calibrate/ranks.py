@@ -1,0 +1,133 @@
+"""What a rank of a calibration does, and what rank 0 writes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import CHECKOUT
+from benchmarks.calibrate.constants import (
+    Constant,
+    calibrated,
+    constants_of,
+    preset_text,
+    wrong,
+)
+from benchmarks.calibrate.measure import Times, collectives, kernels, overlap, product_shapes
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.progress import progress_line
+from benchmarks.specification.reading import preset
+from zeropp.cluster import Cluster
+from zeropp.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The name of the preset to write, that of the machine's kind, and a model of conf/model."""
+
+    name: str
+    like: str
+    model: str
+
+
+def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
+    """Measure on one rank; rank 0 writes the preset. ``ranks``: 0 if torchrun says it."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (ranks or _local_world())))
+    backend = "nccl" if on_gpu else "gloo"
+    if ranks:
+        dist.init_process_group(backend, rendezvous, rank=local, world_size=ranks)
+    else:
+        dist.init_process_group(backend)
+    shape = preset("model", asked.model, ModelShape)
+    times = Times(host=platform.node())
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with progress_line() as bar:
+        line = bar.add_task("kernels", total=None, visible=dist.get_rank() == 0)
+        tell: Callable[[str], None] = lambda words: bar.update(line, description=words)  # noqa: E731
+        kernels(times, shape, device, dtype)
+        groups = _groups(ranks or _local_world())
+        collectives(times, groups, device, tell)
+        if groups:
+            tell("products beside collectives")
+            overlap(times, shape, next(iter(groups.values())), device, dtype)
+    every: list[Times] = [times] * dist.get_world_size()
+    dist.all_gather_object(every, times)
+    if dist.get_rank() == 0:
+        _write(every, asked, shape, half=on_gpu)
+    dist.destroy_process_group()
+
+
+def _local_world() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _groups(per_node: int) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank: its node, and the ranks of the same place on all nodes."""
+    world = dist.get_world_size()
+    members = {}
+    if per_node > 1:
+        first = range(0, world, per_node)
+        members["within a node"] = [list(range(rank, rank + per_node)) for rank in first]
+    if world > per_node:
+        members["across nodes"] = [list(range(i, world, per_node)) for i in range(per_node)]
+    found = {}
+    for name, ranks in members.items():
+        for group in [(of, dist.new_group(of)) for of in ranks]:  # every rank makes all groups
+            if dist.get_rank() in group[0] and group[1] is not None:
+                found[name] = group[1]
+    return found
+
+
+def _write(ranks: list[Times], asked: Asked, shape: ModelShape, *, half: bool) -> None:
+    like = preset("cluster", asked.like, Cluster)
+    constants = constants_of(ranks, like, half=half)
+    device = torch.cuda.get_device_name(0) if half else f"{os.cpu_count()} cores"
+    machine = f"{len(ranks)} ranks, {device}"
+    cluster = calibrated(like, asked.name, constants)
+    file = CHECKOUT / "conf" / "cluster" / f"{asked.name}.yaml"
+    page = CHECKOUT / "results" / "reports" / f"calibrate_{asked.name}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, preset_text(cluster, constants, machine))
+    write_atomically(page, _page(ranks, constants, like, machine, shape))
+    for line in wrong(ranks, constants, like):
+        print(f"looks wrong: {line}")
+    print(f"wrote {_relative(file)} and {_relative(page)}")
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(CHECKOUT)
+
+
+def _page(
+    ranks: list[Times], constants: list[Constant], like: Cluster, machine: str, shape: ModelShape
+) -> str:
+    """The constants beside the preset's, what looks wrong, and every time that was measured."""
+    lines = [f"# Measured: {machine}", "", f"| constant | measured | spread | {like.name} |",
+             "| --- | ---: | ---: | ---: |"]  # fmt: skip
+    lines += [f"| {c.place} | {c.value:.4g} | {c.spread:.0%} | {c.preset:.4g} |" for c in constants]
+    lines += ["", "## What looks wrong", ""]
+    lines += [f"- {line}" for line in wrong(ranks, constants, like)] or ["Nothing."]
+    first = ranks[0]
+    lines += ["", f"## Products of {shape.name} (rank 0)", "", "| m x k x n | us | TFLOP/s |",
+              "| --- | ---: | ---: |"]  # fmt: skip
+    for m, k, n in product_shapes(shape):
+        seconds = first.products[m, k, n].seconds
+        rate = 2e-12 * m * k * n / seconds
+        lines.append(f"| {m} x {k} x {n} | {seconds * 1e6:.1f} | {rate:.4g} |")
+    lines += ["", "## Collectives (rank 0)", "", "| kind | group | MiB | us | GB/s |",
+              "| --- | --- | ---: | ---: | ---: |"]  # fmt: skip
+    for (kind, group, count), of in first.collectives.items():
+        us, rate = of.seconds * 1e6, count / of.seconds / 1e9
+        lines.append(f"| {kind} | {group} | {count / 2**20:.4g} | {us:.0f} | {rate:.4g} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,130 @@
+"""Which cause explains best that a step takes another time than its price says.
+
+A cause has variants: a constant of the cluster at several places in its plausible range, or a trait
+or setting that the run may have had although its configuration says otherwise. The run is priced
+with each. If a variant were what happened, the measured time would differ from its price only by
+the simulator's own error, so each variant has a likelihood, a cause has the mean of its variants',
+and Bayes's rule with equal priors says how probable each cause is, beside the simulator's error
+alone. With several runs a variant must explain all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.measured.fit import CONSTANTS, RUN_ERROR, Constant, Priced, Run
+from zeropp.literals import Recompute
+
+NO_CAUSE = "the simulator's own error"
+_PLACES = 7  # in the range of a constant
+_UNCHANGED = 0.005  # a variant whose logarithm of time is closer to the price's explains nothing
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way in which a run may differ from its price."""
+
+    cause: str
+    words: str
+    step_s: Callable[[Priced], float]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A cause, its probability, and its likeliest variant with the seconds of each run's step."""
+
+    cause: str
+    probability: float
+    words: str
+    steps_s: tuple[float, ...]
+
+
+def explain(runs: Sequence[Run]) -> list[Explanation]:
+    """The causes and their probabilities, the likeliest first."""
+    steps = tuple(run.priced.step_s() for run in runs)
+    nothing = _likelihood(runs, steps)
+    found: dict[str, list[tuple[float, Variant, tuple[float, ...]]]] = {}
+    for variant in VARIANTS:
+        changed = tuple(variant.step_s(run.priced) for run in runs)
+        if any(abs(log(a / b)) > _UNCHANGED for a, b in zip(changed, steps, strict=True)):
+            entry = (_likelihood(runs, changed), variant, changed)
+            found.setdefault(variant.cause, []).append(entry)
+    weights = {NO_CAUSE: nothing}
+    weights |= {cause: sum(v[0] for v in of) / len(of) for cause, of in found.items()}
+    whole = sum(weights.values()) or 1.0
+    explanations = [Explanation(NO_CAUSE, nothing / whole, "", steps)]
+    for cause, of in found.items():
+        _, variant, changed = max(of, key=lambda v: v[0])
+        explanations.append(Explanation(cause, weights[cause] / whole, variant.words, changed))
+    return sorted(explanations, key=lambda e: -e.probability)
+
+
+def _likelihood(runs: Sequence[Run], steps_s: Sequence[float]) -> float:
+    missed = [log(run.measured_s / step_s) for run, step_s in zip(runs, steps_s, strict=True)]
+    return exp(-sum(error**2 for error in missed) / (2 * RUN_ERROR**2))
+
+
+def _constants() -> Iterator[Variant]:
+    for constant in CONSTANTS:
+        for factor in np.geomspace(constant.low, constant.high, _PLACES).tolist():
+            words = f"{constant.name} at {factor:.2f} of the preset's"
+            yield Variant(constant.cause, words, _at(constant, factor))
+
+
+def _at(constant: Constant, factor: float) -> Callable[[Priced], float]:
+    return lambda run: replace(run, cluster=constant.scaled(run.cluster, factor)).step_s()
+
+
+def _with_traits(**traits: Any) -> Callable[[Priced], float]:
+    return lambda run: replace(run, program=replace(run.program, **cast("Any", traits))).step_s()
+
+
+def _recomputing(recompute: Recompute) -> Callable[[Priced], float]:
+    def step_s(run: Priced) -> float:
+        plan = replace(run.plan, recompute=recompute, recomputed=())
+        return replace(run, plan=plan).step_s()
+
+    return step_s
+
+
+def _with_bits(bits: int) -> Callable[[Priced], float]:
+    switched = _with_traits(eight_bit=bits == 8)
+    return lambda run: run.step_s() if run.cluster.device.eight_bit_gain is None else switched(run)
+
+
+def _slowed(share: float) -> Callable[[Priced], float]:
+    return lambda run: run.step_s() * (1 + share)
+
+
+_OVERLAPS = {
+    "overlap_tensor": "of tensor-parallel collectives",
+    "overlap_reduction": "of gradient reductions",
+    "overlap_updated": "of the gathers after the update",
+}
+VARIANTS = (
+    *_constants(),
+    *(
+        Variant("overlap", f"overlap {of} is {'on' if on else 'off'}", _with_traits(**{name: on}))
+        for name, of in _OVERLAPS.items()
+        for on in (False, True)
+    ),
+    Variant("overlap", "transfers between stages block", _with_traits(blocking_transfers=True)),
+    *(
+        Variant("recomputation", f"recomputation is {kind}", _recomputing(kind))
+        for kind in ("none", "selective", "full")
+    ),
+    Variant("age of the software", "attention is not fused", _with_traits(flash=False)),
+    Variant("age of the software", "kernels of before 2025", _with_traits(kernels=0)),
+    Variant("age of the software", "kernels of 2025", _with_traits(kernels=2025)),
+    Variant("precision", "products of 16 bits", _with_bits(16)),
+    Variant("precision", "products of 8 bits", _with_bits(8)),
+    *(
+        Variant("data", f"{share:.0%} of a step's time lost between steps", _slowed(share))
+        for share in (0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+    ),
+)

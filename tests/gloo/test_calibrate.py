@@ -1,0 +1,80 @@
+"""Two gloo ranks measure themselves, and what they measure becomes a preset."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from benchmarks.calibrate.constants import calibrated, constants_of, preset_text, wrong
+from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap
+from benchmarks.specification.reading import preset, validated
+from tests.gloo.world import World
+from zeropp.cluster import Cluster
+from zeropp.shape import ModelShape
+
+GROUP = "within a node"
+
+
+def measured(shape: ModelShape) -> Times:
+    """The times of one rank of the group."""
+    device, group = torch.device("cpu"), dist.group.WORLD
+    assert group is not None
+    times = Times(host="here")
+    kernels(times, shape, device, torch.float32)
+    collectives(times, {GROUP: group}, device, lambda words: None)
+    overlap(times, shape, group, device, torch.float32)
+    return times
+
+
+def test_ranks_measure_a_preset(world: World) -> None:
+    shape = replace(preset("model", "llama_tiny", ModelShape), seq=32)
+    ranks = world.run(measured, shape, size=2)
+    like = preset("cluster", "cpu_gloo", Cluster)
+    constants = constants_of(ranks, like, half=False)
+    assert all(math.isfinite(constant.value) for constant in constants)
+    cluster = calibrated(like, "mine", constants)
+    assert cluster.device.peak_fp32_tflops == cluster.device.matmul_fp32_tflops
+    text = preset_text(cluster, constants, "two ranks")
+    assert validated(Cluster, yaml.safe_load(text)) == cluster
+    for constant in constants:
+        assert f"{constant.place.rpartition('.')[2]}:" in text
+    assert text.count("# spread") == len(constants)
+
+
+def synthetic(gather_us: float = 100.0, gb_s: float = 10.0, product: float = 1e-3) -> Times:
+    """Times of a rank of eight whose rates are known."""
+    times = Times(host="node", group_sizes={GROUP: 8})
+    steady = Timed(1e-5, 0.01)
+    times.tiny = times.launch = times.attention = times.stream = steady
+    times.attention_flops, times.stream_bytes = 1e9, 10**6
+    times.products = {(1024, 1024, 1024): Timed(product, 0.0)}
+    for count in (2**16, 2**22, 2**28):
+        seconds = gather_us * 1e-6 + 7 / 8 * count / (gb_s * 1e9)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "send"):
+            times.collectives[kind, GROUP, count] = Timed(seconds, 0.01)
+    return times
+
+
+def test_latency_and_rate_of_a_link() -> None:
+    like = preset("cluster", "h100", Cluster)
+    values = {c.place: c.value for c in constants_of([synthetic()] * 8, like, half=True)}
+    assert math.isclose(values["intra.latency_us"], 100 - 7 * like.intra.hop_us, rel_tol=1e-3)
+    assert math.isclose(values["intra.efficiency"], 10 / 450, rel_tol=1e-3)
+    assert math.isclose(values["device.matmul_bf16_tflops"], 2 * 1024**3 / 1e-3 / 1e12)
+    assert math.isclose(values["reduction_gain"], 2.0, rel_tol=1e-2)
+
+
+def test_what_looks_wrong_is_named() -> None:
+    like = preset("cluster", "h100", Cluster)
+    ranks = [synthetic() for _ in range(8)]
+    lines = wrong(ranks, constants_of(ranks, like, half=True), like)
+    assert not any("Rank" in line for line in lines)
+    assert any(line.startswith("intra.efficiency: 3% of what") for line in lines)
+    ranks[3], ranks[5] = synthetic(product=1.2e-3), synthetic(gb_s=5.0)
+    lines = wrong(ranks, constants_of(ranks, like, half=True), like)
+    assert any(line.startswith("Rank 3 on node: products take 20% longer") for line in lines)
+    assert any(line.startswith("Rank 5 on node: messages within a node") for line in lines)

@@ -1,0 +1,149 @@
+"""Lines of the engine that run on CUDA alone, with a ``torch.cuda`` that only notes its calls."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeropp import api
+from zeropp.emulate import emulated
+from zeropp.engine import collectives, errors, given_rows, preflight_cuda
+from zeropp.engine.chunk import StepSeeds, seed_piece
+from zeropp.engine.deferred import add_wide_product
+from zeropp.engine.engine import Engine
+from zeropp.engine.given_rows import GivenRows, RowsError
+from zeropp.engine.interpreter import Evaluator, Loss, Microbatches
+from zeropp.engine.lanes import make_lanes
+from zeropp.engine.optimizer import Updater
+from zeropp.engine.warm_up import warm_up
+from zeropp.layout import Layout
+from zeropp.parallel_model import ParallelModel
+
+GPU = torch.device("cuda", 1)
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+def stand_in(**attributes: Any) -> Any:
+    return cast("Any", SimpleNamespace(**attributes))
+
+
+def backends(config: str) -> Any:
+    return mock.patch.object(dist, "get_backend_config", return_value=config)
+
+
+def test_lanes_are_streams_of_the_device_whose_work_goes_before_computes() -> None:
+    with mock.patch.object(torch.cuda, "Stream") as made, ExitStack() as undo:
+        make_lanes(GPU, undo)
+    calls = [mock.call(GPU, priority=priority) for priority in (-1, -1, 0)]  # replicas have time
+    assert made.call_args_list == calls
+    assert made.return_value.synchronize.call_count == 3  # as they end
+
+
+def test_a_piece_seeds_the_current_device_as_the_cpu() -> None:
+    with (
+        torch.random.fork_rng([]),
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "manual_seed") as seeded,
+    ):
+        seed_piece(3, 1, 2, 4)
+        seeded.assert_called_once_with(torch.initial_seed())
+
+
+def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> None:
+    here = stand_in(_channels=stand_in(device=GPU), chunks={})
+    loss = Loss(lambda output, _: output, "mean")
+    with mock.patch.object(torch.random, "fork_rng") as forked:
+        with StepSeeds(3, 0, GPU).drawing(0):
+            pass
+        with Evaluator._evaluating(here):
+            pass
+        warm_up({}, Microbatches([], []), loss, GPU, 0, splits=False)
+    assert [call.args for call in forked.call_args_list] == [([GPU],)] * 3
+
+
+def test_short_factors_are_added_to_a_wide_sum_in_one_kernel() -> None:
+    total, short = stand_in(is_cuda=True, dtype=torch.float32), stand_in(dtype=torch.bfloat16)
+    with mock.patch.object(torch, "addmm") as product:
+        add_wide_product(total, short, short)
+    product.assert_called_once_with(total, short, short, out_dtype=torch.float32, out=total)
+
+
+def test_what_cuda_was_told_is_checked_before_anything_is_made() -> None:
+    engine = stand_in(_device=GPU, _layout=stand_in(pp=2))
+    with (
+        mock.patch.object(preflight_cuda, "check_cuda", side_effect=StopIteration) as checked,
+        pytest.raises(StopIteration),
+    ):
+        Engine._make_own(engine, [], stand_in(), stand_in(), ExitStack())
+    checked.assert_called_once_with(2)
+
+
+def test_messages_on_nccl_go_first_and_leave_compute_most_of_the_device() -> None:
+    layout = Layout(pp=2)
+    with (
+        backends(BOTH),
+        mock.patch.object(dist, "ProcessGroupNCCL", create=True) as nccl,
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(dist, "new_group") as made,
+        mock.patch.object(collectives.Channels, "_connect"),
+    ):
+        collectives.Channels([(0, 1), (1, 0)], layout, GPU)
+    options = nccl.Options.return_value
+    nccl.Options.assert_called_with(is_high_priority_stream=True)
+    assert options.config.max_ctas == 4
+    assert [call.kwargs["backend"] for call in made.call_args_list] == ["nccl"] * 2
+    assert {call.kwargs["pg_options"] for call in made.call_args_list} == {options}
+
+
+def test_small_collectives_run_on_the_cpu_where_it_has_a_backend() -> None:
+    for config, device in ((BOTH, "cpu"), ("cuda:nccl", "cuda")):
+        with backends(config):
+            assert errors._control_device() == torch.device(device)
+
+
+def test_a_learning_rate_on_the_device_is_not_read_to_compare_it() -> None:
+    rate, kind = stand_in(is_cuda=True), type("SGD", (), {})
+    optimizer = kind()
+    optimizer.param_groups, optimizer.state = [{"params": [], "lr": rate, "momentum": 0.5}], {}
+    assert Updater(optimizer, {}).described() == "SGD [{'momentum': 0.5}]"
+
+
+def test_the_current_device_is_that_of_the_model() -> None:
+    given = {"device_count": 2, "current_device": 1, "set_device": None}
+    stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
+    with backends(BOTH), mock.patch.multiple(torch.cuda, **stand_ins):
+        assert api._device(None, None) == GPU
+        ParallelModel._check_ready(stand_in(engine=stand_in(lanes=stand_in(device=GPU))))
+    assert stand_ins["set_device"].call_args_list == [mock.call(GPU)] * 2  # and in every thread
+
+
+def test_rows_are_compared_a_step_late_without_a_wait_in_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = GivenRows(("inputs", "targets"), Layout(pp=2), GPU)
+    batch = {name: torch.arange(8).view(4, 2) for name in ("inputs", "targets")}
+    sums = [int(given_rows._checksum(part)) for part in batch.values()]
+    empty, pinned = torch.empty, []
+
+    def make(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.append(pin_memory)  # else the copy waits
+        return empty(*sizes, **options)
+
+    with emulated() as device:
+        assert rows.numbers("train_step", batch) == [0, 0]
+        monkeypatch.setattr(torch, "empty", make)
+        rows.begin(batch)
+        monkeypatch.undo()
+        kinds = [one.kind for one in device.log.issued]
+        assert (kinds[-1], "sync" in kinds, pinned) == ("record", False, [True])
+        assert rows.numbers("train_step", batch) == sums
+    waits = [one for one in device.log.issued[len(kinds) :] if one.kind == "sync"]
+    assert waits[0].what == "Event.synchronize"
+    with pytest.raises(RowsError, match=r"step before this one, .*'targets' is not the same"):
+        rows.check("train_step", [sums, [sums[0], sums[1] + 1]])

@@ -1,0 +1,47 @@
+"""Ranks of which a replay runs only one do the same: another shard, replica or tensor-parallel rank
+of a stage issues what the first one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.specification.contenders import CONTENDERS
+from tests.gloo.contender_case import request
+from zeropp.emulate.log import Issued
+from zeropp.emulate.trace import trace_ranks
+from zeropp.training import OptimizerConfig
+
+ASKED = [
+    {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2},
+    {"name": "torch_pp", "pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"},
+]
+
+
+def shape_of(log: list[Issued]) -> list[object]:
+    """A log without the names of ranks: streams and groups are numbered as they appear."""
+    numbers: dict[object, int] = {}
+    return [
+        (
+            one.kind,
+            numbers.setdefault(one.stream, len(numbers)),
+            one.event,
+            [(part.ranks, part.content, part.moved) for part in one.parts],
+            one.kernel,
+        )
+        for one in log
+    ]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked["name"])
+def test_ranks_of_one_stage_issue_the_same(asked: dict[str, Any]) -> None:
+    plan = request(8, asked).plan()
+    place = plan.layout.coordinates(0)
+    alike = [r for r in range(8) if plan.layout.coordinates(r)["pp"] == place["pp"]]
+    ranks = [alike[0], alike[-1]]  # which differ on every other axis
+    program = CONTENDERS[plan.contender]
+    first, last = trace_ranks(plan, ranks, optimizer=OptimizerConfig(), program=program, steps=2)
+    assert len(first.log) > 100
+    assert shape_of([*first.log]) == shape_of([*last.log])
+    assert first.memory == last.memory

@@ -1,0 +1,181 @@
+"""Measured runs: times out of logs, constants that explain them, and causes of a gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced
+from benchmarks.explain.measured_screen import show_measured
+from benchmarks.explain.question import Question, ask
+from benchmarks.measured.causes import NO_CAUSE, explain
+from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
+from benchmarks.measured.logs import Step, measurement
+from benchmarks.specification import SpecError
+from zeropp.choose.task import Candidate
+
+STEP = Step(global_batch=64, seq=4096, num_gpus=16)
+# Lines of real logs, shortened; a first one, which is slow, and two that count.
+TITAN = "[rank0]:[titan] 2025-03-12 - root - INFO - step: {} loss: 6.2 memory: 1.4GiB(2%)  tps: {}"
+MEGATRON = (
+    " [2024-04-06 02:59:36] iteration {}/ 100 | consumed samples: 5504 | elapsed time per "
+    "iteration (ms): {} | throughput per GPU (TFLOP/s/GPU): 239.8 | lm loss: 1.8"
+)
+BRIDGE = "Step Time : {}s GPU utilization: 58.2MODEL_TFLOP/s/GPU"
+NEMO = "Epoch 0: 3%| 9000/301500 [1:42:42, global_step={}, train_step_timing in s={}, val_loss=7.0]"
+NANOTRON = (
+    "10/18/2025 [INFO|DP=0|PP=0|TP=0]: iteration: {} / 378 | consumed_tokens: 85.8G | "
+    "elapsed_time_per_iteration_ms: {} | tokens_per_sec: 22.8K | tokens_per_sec_per_gpu: 11.4K"
+)
+PIPELINE = "steps: {} loss: 2.5000 iter time (s): {} samples/sec: 5.000"
+DEEPSPEED = (
+    "[2023-07-25] [timer.py:215:stop] epoch=0/micro_step={}/global_step=34, "
+    "RunningAvgSamplesPerSec=7.8, CurrSamplesPerSec={}, MemAllocated=59.65GB"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "numbers", "seconds"),
+    [
+        (TITAN, ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (MEGATRON, ("99999.9", "5444.9", "5533.8"), 5.48935),
+        (BRIDGE, ("140.1", "14.2", "14.3"), 14.25),
+        (NEMO, ("9.9", "0.615", "0.617"), 0.616),
+        (NANOTRON, ("99.9K", "11.5K", "11.5K"), 11.5),
+        (NANOTRON, ("145", "45", "41.2"), 0.0431),
+        (PIPELINE, ("32.1", "3.2", "3.4"), 3.3),
+        (DEEPSPEED, ("1.5", "8.0", "8.0"), 8.0),
+    ],
+)
+def test_step_times_of_logs(
+    tmp_path: Path, line: str, numbers: tuple[str, ...], seconds: float
+) -> None:
+    both = line.count("{}") == 2
+    lines = [line.format(*((i, n) if both else (n,))) for i, n in enumerate(numbers, 1)]
+    log = tmp_path / "train.log"
+    log.write_text("something else: 5 s\n" + "\x1b[32m\n".join(lines))
+    measured = measurement(str(log), STEP)
+    assert measured.step_s == pytest.approx(seconds, rel=1e-3)
+    assert measured.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("843ms", 0.843),
+        ("1.5 s", 1.5),
+        ("10,456tokens/s/GPU", 64 * 4096 / 16 / 10456),
+        ("2e5tokens/s", 64 * 4096 / 2e5),
+        ("32samples/s", 2.0),
+    ],
+)
+def test_numbers_with_units(text: str, seconds: float) -> None:
+    assert measurement(text, STEP).step_s == pytest.approx(seconds)
+
+
+def test_what_says_no_time_is_refused(tmp_path: Path) -> None:
+    for text in ("843", "0ms", "843 mins", str(tmp_path)):
+        with pytest.raises(SpecError, match="with its unit, such as 843ms"):
+            measurement(text, STEP)
+    log = tmp_path / "empty.log"
+    log.write_text("loss 3.2\n")
+    with pytest.raises(SpecError, match="no line says how long a step took"):
+        measurement(str(log), STEP)
+
+
+def arguments_of(tp: int, num_gpus: int, layers: int) -> list[str]:
+    words = f"--num-layers {layers} --hidden-size 4096 --num-attention-heads 32 --seq-length 2048"
+    words += f" --micro-batch-size 2 --global-batch-size {2 * num_gpus} --bf16 --vocab-size 51200"
+    words += f" --tensor-model-parallel-size {tp} --tokenizer-type NullTokenizer"
+    return words.split()
+
+
+@cache
+def question(tp: int = 8, num_gpus: int = 64, layers: int = 24) -> Question:
+    arguments = arguments_of(tp, num_gpus, layers)
+    return ask([], ["cluster=h100", f"num_gpus={num_gpus}"], arguments)
+
+
+def priced_run(**sizes: int) -> Priced:
+    asked = question(**sizes)
+    candidate = Candidate(asked.knobs, asked.microbatch_size)
+    return priced(asked.contender.simulated(asked.task, candidate).plan, asked.task)
+
+
+def test_three_runs_tell_how_long_a_fourth_takes() -> None:
+    """On a machine whose products and links are slower, all within what is plausible."""
+    slower = [0.9, 0.9, 0.85, 1.3, 0.8, 0.5, 1.5, 1.2]
+    runs = [priced_run(tp=tp, num_gpus=n) for tp, n in ((8, 8), (2, 16), (1, 64))]
+    fitted = fit([Run(run, run.with_factors(slower).step_s()) for run in runs])
+    other = priced_run(tp=4, num_gpus=32)
+    truth = other.with_factors(slower).step_s()
+    step_s, low, high = fitted.step_s(other)
+    assert step_s == pytest.approx(truth, rel=0.02)
+    assert abs(other.step_s() / truth - 1) > 0.1  # the preset alone is far off
+    assert low < truth < high
+
+
+def test_without_a_gap_the_constants_stay() -> None:
+    run = priced_run()
+    fitted = fit([Run(run, run.step_s())])
+    np.testing.assert_allclose(fitted.logarithms, 0, atol=1e-9)
+    spreads = [constant.spread for constant in CONSTANTS]
+    assert (np.sqrt(np.diag(fitted.covariance)) <= np.array(spreads) + 1e-12).all()
+    assert explain([Run(run, run.step_s())])[0].cause == NO_CAUSE
+
+
+def test_causes_are_named() -> None:
+    run = priced_run(tp=1)
+    full = replace(run, plan=replace(run.plan, recompute="full", recomputed=()))
+    gates = replace(run, program=replace(run.program, eight_bit=True))
+    for changed, cause in ((full, "recomputation"), (gates, "precision")):
+        first, *_ = explain([Run(run, changed.step_s())])
+        assert first.cause == cause
+        assert sum(e.probability for e in explain([Run(run, changed.step_s())])) == pytest.approx(1)
+
+
+def test_two_runs_tell_the_network_from_the_clock() -> None:
+    """A gap of the run across nodes alone is not one of the products."""
+    inside, across = priced_run(tp=1, num_gpus=8), priced_run(tp=1, num_gpus=64)
+    factors = [1.0] * 5 + [0.3] + [1.0] * 2
+    runs = [Run(run, run.with_factors(factors).step_s()) for run in (inside, across)]
+    assert runs[1].measured_s > 1.1 * across.step_s()
+    assert explain(runs)[0].cause == "network"
+
+
+def test_nearest_published_runs_are_of_the_device() -> None:
+    near = nearest(question(layers=32))
+    assert near
+    assert {found.row.device for found in near} == {"h100"}
+    assert all(found.tokens_per_s_per_gpu > 0 and found.priced > 0 for found in near)
+
+
+def test_length_and_energy_of_a_training() -> None:
+    task = question().task  # 128 sequences of 2,048 tokens per step on 64 boards of 700 W
+    training = Training.of(128 * 2048 * 86400, task, step_s=2.0)
+    assert training.days == pytest.approx(2.0)
+    assert training.gpu_hours == pytest.approx(2 * 24 * 64)
+    assert training.megawatt_hours == pytest.approx(2 * 24 * 64 * 700 / 1e6)
+
+
+def test_the_screen_says_what_was_measured() -> None:
+    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
+    asked = ask([], words, arguments)
+    texts = ["20s", "'9 s' num_gpus=16"]
+    comparison = compare(asked, texts, [], words, arguments)
+    console = Console(width=200, file=StringIO())
+    show_measured(comparison, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for words_in_it in ("20s", "20.000", "9.000"):
+        assert words_in_it in said
+    assert "All that follows is priced with these constants" in said
+    fitted = on_fitted(asked, comparison.fitted).task.cluster.device
+    assert fitted.matmul_bf16_tflops < asked.task.cluster.device.matmul_bf16_tflops
+    with pytest.raises(SpecError, match="at most 3 runs"):
+        compare(asked, texts * 2, [], words, arguments)
