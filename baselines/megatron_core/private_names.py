@@ -24,11 +24,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.emulate.kernels import as_one_kernel, is_emulated
-from zeropp.emulate.private_names import COALESCING
 from zeropp.schedule.program import Op
 
 
@@ -146,7 +144,6 @@ def run_on_cpu() -> None:
         state = torch.tensor([0])
         get_state, set_state = lambda: state, _nothing
         clip_grads.l2_norm_impl = _l2_norm
-        _take_collectives()
     else:
         nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
         streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
@@ -166,19 +163,6 @@ def run_on_cpu() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     random._get_cuda_rng_state = lambda *_, **__: get_state()
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
-
-
-def _take_collectives() -> None:
-    """Give Megatron-Core the collectives that torch has now, in the place of those that it took
-    when it was imported."""
-    now = {
-        "dist_all_gather_func": dist.all_gather_into_tensor,
-        "dist_reduce_scatter_func": dist.reduce_scatter_tensor,
-        COALESCING: getattr(dist, COALESCING),
-    }
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core"):
-            vars(module).update({key: now[key] for key in now.keys() & vars(module).keys()})
 
 
 def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:

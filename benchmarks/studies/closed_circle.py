@@ -133,7 +133,8 @@ def measure(
 def _steps(plan: Plan) -> list[float]:
     trainer = CONTENDERS[plan.contender].build(plan, ADAMW, torch.device("cpu"), 0)
     rows = plan.num_microbatches * plan.microbatch_size
-    batch = torch.randint(plan.shape.vocab, (rows, plan.shape.seq))
+    generator = torch.Generator().manual_seed(0)  # ranks of one pipeline get the same rows
+    batch = torch.randint(plan.shape.vocab, (rows, plan.shape.seq), generator=generator)
     samples = [_together(lambda: trainer.step(batch, batch)) for _ in range(WARMUP + STEPS)]
     return samples[WARMUP:]
 
