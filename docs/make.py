@@ -322,6 +322,21 @@ def _orders(kind: str) -> str:
     return markdown_table(["", *heads, "peak GiB", "gathers of a stage"], lines)
 
 
+def _closed_circle(name: str) -> str:
+    """Steps on two ranks: measured, and replayed from the measured times of their parts."""
+    rows = pd.read_csv(_REFERENCE / f"{name}.csv").sort_values("measured_step_s")
+    lines = []
+    for row in rows.to_dict("records"):
+        seconds = (f"{row[key] * 1e3:.0f}" for key in ("measured_step_s", "replayed_step_s"))
+        parts = f"{row['kernels_s'] * 1e3:.0f}", f"{row['between_us']:.0f}"
+        label = contender_label(row["contender"])
+        lines.append([label, row["plan"], *seconds, f"{row['ratio']:.3f}", *parts])
+    error = f"{(rows['ratio'] - 1).abs().median():.1%}"
+    lines.append(["median error", "", "", "", error, "", ""])
+    heads = ["plan", "measured ms", "replayed ms", "ratio", "kernels ms", "Python µs per kernel"]
+    return markdown_table(["", *heads], lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -342,6 +357,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
+    "closed_circle": _closed_circle,
 }
 
 

@@ -121,6 +121,6 @@ def replayed_plan(plan: Plan, cluster: Cluster, traces: Sequence[Trace]) -> Repl
         cluster,
         plan.layout.world,
         kernel_prices=partial(kernel_s, work.device),
-        launch_s=work.device.launch_us * work.program.launch_factor * 1e-6,
+        launch_s=work.launch_s,
         title=f"{plan.shape.name} {plan.contender} {plan.layout.world} GPUs",
     )

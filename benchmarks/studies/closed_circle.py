@@ -33,8 +33,7 @@ from benchmarks.records.environment import git_state
 from benchmarks.records.simulated import commit_of
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.presets import preset
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import preset, validated
 from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster

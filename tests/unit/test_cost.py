@@ -14,12 +14,12 @@ from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster
 from zeropp.layout import Layout
-from zeropp.literals import Recompute, ReplicateZero
+from zeropp.literals import Recompute, ReduceEvery, ReplicateZero
 from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.activations import block_kept
-from zeropp.price.kernels import fused_attention_s, matmul_s
+from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
 from zeropp.price.price import stragglers, work_of
 from zeropp.price.programs import Program, Selective, StateBytes, Updated, program_named
@@ -116,10 +116,44 @@ def test_zero1_splits_the_optimizer_over_replicas() -> None:
     assert split.stages[0].gather_updated > 0.0 == plain.stages[0].gather_updated
 
 
-def test_a_side_that_is_no_multiple_of_eight_is_slow() -> None:
-    aligned = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50304)
-    odd = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50257)
-    assert odd > 2 * aligned
+@pytest.mark.parametrize(("side", "share"), [(1376, 1.0), (1800, 0.62), (1801, 0.42)])
+def test_products_lose_rate_where_a_side_is_no_multiple_of_32(side: int, share: float) -> None:
+    """``product_times.csv`` has products with a side of 1,376 = 43 x 32, at the whole rate."""
+    assert alignment_efficiency(8192, side, 8192) == share
+
+
+def test_fsdp2_adds_no_gradient_of_the_first_microbatch_to_a_sum() -> None:
+    """It reduces one microbatch's gradients as they are, and casts the first of several."""
+
+    def moved(
+        microbatches: int, program: str = "fsdp", reduce_every: ReduceEvery = "step"
+    ) -> float:
+        order = unordered("accumulation", (0,) * GPT.num_pieces, microbatches, 1)
+        mine = replace(
+            plan(shard=4), schedule=order, cuts=tuple(range(GPT.num_pieces + 1)), program=program,
+            reduce_every=reduce_every,
+        )  # fmt: skip
+        return work_of(mine, A100).accumulated
+
+    assert moved(1) == moved(4, reduce_every="unit") == 0.0
+    assert moved(4) == (6 + 3 * 10) / 4
+    assert moved(1, program="zeropp") == moved(4, program="zeropp") == 6
+
+
+def test_the_host_takes_longer_per_launch_where_blocks_are_not_compiled() -> None:
+    """FSDP2's factor where nothing is compiled, and DTensor's where tensors are split besides."""
+    plain = A100.device.launch_us * 1e-6
+
+    def launch_s(compiled: bool, **layout: int) -> float:
+        mine = replace(plan(**layout), program="torch_pp", compile=compiled)
+        return work_of(mine, A100).launch_s / plain
+
+    program = program_named("torch_pp")
+    assert launch_s(True) == launch_s(True, tp=4) == pytest.approx(1.0)
+    assert launch_s(False) == pytest.approx(program.eager_launches)
+    both = program.eager_launches * program.eager_tensor_launches
+    assert launch_s(False, tp=4) == pytest.approx(both)
+    assert both > 2 * program.eager_launches > 2 * 1.5
 
 
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
@@ -347,4 +381,5 @@ def work(**traits: Any) -> Work:
         microbatch=2,
         tp=1,
         sequence_parallel=False,
+        accumulated=6,
     )

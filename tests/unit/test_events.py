@@ -49,6 +49,15 @@ def test_a_gather_runs_beside_compute_and_only_the_rest_is_exposed() -> None:
     assert result.step_s == pytest.approx(6 + 1 + 2 + 2 + 1 + 1)
 
 
+@pytest.mark.parametrize(("waits", "step_s"), [(False, 4 + 8 + 8), (True, 4 + 8 + 2 + 8)])
+def test_compute_may_have_to_wait_for_a_reduction(waits: bool, step_s: float) -> None:
+    """Stage 1 is reduced in 8, beside the backward of stage 0, which takes 2, or before it."""
+    words = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+    cost = StageCost(reduce_grad=8.0, waits_for_reduction=waits)
+    result = run(scheduled((program(words),), (0, 0)), [cost] * 2)
+    assert result.step_s == step_s
+
+
 def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> None:
     """Copy-out by the first action that uses the parameters, copy-in before the reduction."""
     words = "0UNSHARD 0F0 0I0 0RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0F1 0I1 0W1 0REDUCE_GRAD 0RESHARD"

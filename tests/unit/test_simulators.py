@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -17,7 +17,7 @@ from benchmarks.studies.simulators import (
     simumax,
     worker,
 )
-from benchmarks.studies.validation.rows import PUBLISHED, read_rows
+from benchmarks.studies.validation.rows import METRICS, PUBLISHED, read_rows
 
 
 def run(**changed: Any) -> dict[str, Any]:
@@ -94,14 +94,14 @@ def test_dlcalc_says_its_parts_in_colours() -> None:
 
 
 def test_what_a_simulator_refuses_itself_is_recorded_in_its_words() -> None:
-    def step_s(run: dict[str, Any]) -> float:
-        raise ValueError("512 not divisible by 72\nmore")
-
-    adapter = cast(Any, SimpleNamespace(refusal=lambda run: "", step_s=step_s))
+    adapter: Any = Mock()
+    adapter.refusal.return_value = ""
+    adapter.step_s.side_effect = [2.5, ValueError("512 not divisible by 72\nmore")]
+    assert worker.answer(adapter, run()) == {"step_s": 2.5}
     said = {"reason": "it ends with ValueError: 512 not divisible by 72"}
     assert worker.answer(adapter, run()) == said
-    adapter = cast(Any, SimpleNamespace(refusal=lambda run: "", step_s=lambda run: 2.5))
-    assert worker.answer(adapter, run()) == {"step_s": 2.5}
+    adapter.refusal.return_value = "ZeRO-3"
+    assert worker.answer(adapter, run()) == {"reason": "ZeRO-3"}
 
 
 def test_a_constant_is_that_of_the_others_of_a_group() -> None:
@@ -130,7 +130,7 @@ def test_every_simulator_was_asked_about_every_run_that_ours_prices() -> None:
     validation = pd.read_csv(
         compare.ANSWERS.parents[1] / "validation" / "validation.csv", low_memory=False
     )
-    timed = validation["metric"].map(lambda name: compare.METRICS[name].kind in runs.TIMED)
+    timed = validation["metric"].map(lambda name: METRICS[name].kind in runs.TIMED)
     priced = validation[timed & (validation["first_of_run"] == "yes")].set_index("place")
     for _, own in answers.groupby("simulator"):
         values = own.set_index("place")["value"]

@@ -264,7 +264,7 @@ def gather_updated_s(
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif program.updated == "slices":
         copies = TENSORS[plan.shape.family] * pieces * ranks
-        seconds += copies * cluster.device.launch_us * program.launch_factor * 1e-6
+        seconds += copies * work.launch_s
     if program.overlap_updated:  # the next forward hides all but the first piece's
         seconds = _slowed(cluster, seconds, seconds / pieces)
     return seconds

@@ -17,7 +17,7 @@ from zeropp.literals import Precision
 from zeropp.price.activations import block_kept, head_kept
 from zeropp.price.flops import parameter_count
 from zeropp.price.kernels import ALIGNED
-from zeropp.price.pieces import Work, piece_times
+from zeropp.price.pieces import Work, accumulation_bytes, piece_times
 from zeropp.price.programs import Program, StateBytes
 from zeropp.shape import ModelShape
 
@@ -68,6 +68,7 @@ def compute_limit(
             microbatch=size,
             tp=1,
             sequence_parallel=False,
+            accumulated=accumulation_bytes(_IDEAL, precision),
         )
         for size in MICROBATCHES
     ]

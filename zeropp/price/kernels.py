@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 TILE = (128, 128)
-# The share of the rate that products reach if a side is no multiple of 8, or of 64, because tensor
-# cores read rows in groups of 128 bytes. The first is that of the same guide ("alignment"); the
-# second was fitted on two runs of a model of hidden size 14,400 with TP 8 and without a pipeline
-# (results/published/deepspeed_pipelines.csv).
+# The share of the rate that products reach if a side is no multiple of 8, or of 32, because tensor
+# cores read rows in groups of bytes. The first is that of the same guide ("alignment"). The second
+# was fitted on runs of a model of hidden size 14,400 with TP 8, whose slices are 1,800 wide
+# (results/published/deepspeed_pipelines.csv); multiples of 32 were measured to reach the whole rate
+# (1,376 in results/published/product_times.csv).
 UNALIGNED, PARTLY_ALIGNED = 0.42, 0.62
-ALIGNED = 64  # sides of which a multiple reach the whole rate
+ALIGNED = 32  # sides of which a multiple reach the whole rate
 # Fused attention computes whole square tiles on the diagonal, of which causal attention needs half
 # (arXiv 2307.08691, section 3.1.1).
 ATTENTION_TILE = 128

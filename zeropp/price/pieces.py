@@ -48,11 +48,20 @@ class Work:
     microbatch: int
     tp: int
     sequence_parallel: bool
+    accumulated: float  # bytes per parameter that adding a microbatch's gradients moves
 
     @property
     def tokens(self) -> int:
         """The tokens of a microbatch, in whole sequences."""
         return self.microbatch * self.shape.seq
+
+    @property
+    def launch_s(self) -> float:
+        """The host's seconds per kernel launch."""
+        factor = self.program.launch_factor
+        if self.tp > 1:
+            factor *= self.program.eager_tensor_launches
+        return self.device.launch_us * factor * 1e-6
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
         elementwise_backward=stream_s(
             device, block_traffic_backward(work) + cast_backward, kernels=18
         ),
-        accumulation=stream_s(
-            device, accumulation_bytes(work.program, precision) * parameters, kernels=4
-        ),
+        accumulation=stream_s(device, work.accumulated * parameters, kernels=4),
         mlp=sum(products[2:]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
@@ -223,7 +230,7 @@ def _unfused_products_s(work: Work) -> float:
 
 def _host(work: Work) -> float:
     kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
-    return kernels * work.device.launch_us * work.program.launch_factor * 1e-6
+    return kernels * work.launch_s
 
 
 def _embedding(work: Work) -> PassTimes:
@@ -233,8 +240,7 @@ def _embedding(work: Work) -> PassTimes:
     split = work.tp if work.sequence_parallel else 1
     forward = stream_s(work.device, 4 * rows / split, kernels=3)
     parameters = piece_parameters(shape, 0) / work.tp
-    added = accumulation_bytes(work.program, work.precision) * parameters
-    backward = stream_s(work.device, 3 * rows + added, kernels=4)
+    backward = stream_s(work.device, 3 * rows + work.accumulated * parameters, kernels=4)
     return PassTimes(forward, 0.0, backward)
 
 
@@ -250,8 +256,8 @@ def _head(work: Work) -> PassTimes:
     loss, loss_backward = loss_s(device, work.program, precision, tokens * lost, work.tp)
     forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
     backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss_backward
-    moved = accumulation_bytes(work.program, precision) * h * vocab
-    weight = matmul_s(device, precision, m=h, k=tokens, n=vocab) + stream_s(device, moved)
+    weight = matmul_s(device, precision, m=h, k=tokens, n=vocab)
+    weight += stream_s(device, work.accumulated * h * vocab)
     return PassTimes(forward, backward, weight)
 
 

@@ -28,7 +28,7 @@ from zeropp.price.compute_limit import compute_limit
 from zeropp.price.kernels import element_bytes
 from zeropp.price.memory import shares_ends, stage_memory
 from zeropp.price.network import crosses_nodes, gather_s, group_of, transfer_s
-from zeropp.price.pieces import PassTimes, PieceTimes, Work, piece_times
+from zeropp.price.pieces import PassTimes, PieceTimes, Work, accumulation_bytes, piece_times
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_as_run
 from zeropp.schedule.program import StageCost
@@ -147,7 +147,27 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
         microbatch=plan.microbatch_size,
         tp=plan.layout.tp,
         sequence_parallel=plan.layout.sequence_parallel,
+        accumulated=_accumulated(plan, program),
     )
+
+
+def _accumulated(plan: SizedPlan, program: Program) -> float:
+    """Bytes per parameter that move, on average, when a microbatch's gradients join those of
+    earlier ones. FSDP2 adds nothing for the first microbatch after a reduction: it casts that
+    microbatch's gradients if others follow, and reduces them as they are if none do (torch 2.13,
+    ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``)."""
+    each = accumulation_bytes(program, plan.precision)
+    if not program.fsdp_hooks:
+        return each
+    together = plan.num_microbatches  # whose gradients are reduced together
+    if plan.reduce_every == "unit":
+        together = min(together, plan.schedule.unit)
+    if together == 1:
+        return 0.0
+    sums = program.state(plan.precision).gradients
+    element = element_bytes(plan.precision)
+    cast = sums + element if sums > element else 0
+    return (cast + each * (together - 1)) / together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +194,9 @@ class _TimedStage:
 @lru_cache(maxsize=4096)
 def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTimes, PieceTimes]:
     """(times of the plan's pieces, those without recomputation, those with fused accumulation)."""
-    ideal = replace(work.program, fused_accumulation=True)
-    variants = (work, replace(work, recompute="none"), replace(work, program=ideal))
+    ideal = accumulation_bytes(replace(work.program, fused_accumulation=True), work.precision)
+    fused = replace(work, accumulated=min(work.accumulated, ideal))
+    variants = (work, replace(work, recompute="none"), fused)
     times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
     return times[0], times[1], times[2]
 
@@ -220,7 +241,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=repeated * again,
-        accumulation=max(0.0, unfused),
+        accumulation=unfused,
     )
 
 
@@ -248,7 +269,12 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
     return StageCost(
-        forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
+        forward=forward,
+        backward_input=input_,
+        backward_weight=weight,
+        transfer=transfer,
+        waits_for_reduction=job.work.program.torch_stages,
+        **shard,
     )
 
 

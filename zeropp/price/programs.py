@@ -91,6 +91,8 @@ class Program:
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
+    eager_launches: float = 1.0  # the same again where torch.compile has not compiled its blocks
+    eager_tensor_launches: float = 1.0  # and again with tensor parallelism
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
 
@@ -125,7 +127,8 @@ class Program:
     # chunk's first backward after a reduction and freed by the next reduction, which reads it.
     flat_chunks: bool = False
     # The stages are those of torch.distributed.pipelining: there are buffers for all messages of a
-    # step, stage outputs are kept, and a split backward frees no saved tensor early.
+    # step, stage outputs are kept, a split backward frees no saved tensor early, and compute waits
+    # for the reduction of a stage's gradients (``perform_reduce_grad`` of its ``stage.py``).
     torch_stages: bool = False
     # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
     separate_weight_gradient: bool = False
@@ -263,8 +266,13 @@ def program_named(name: str) -> Program:
 def program_as_run(name: str, *, compiled: bool) -> Program:
     """A program whose blocks run through ``torch.compile`` or do not."""
     program = program_named(name)
-    factor = 1.0 if compiled else program.eager_traffic
-    return replace(program, traffic_factor=program.traffic_factor * factor)
+    if compiled:
+        return replace(program, eager_tensor_launches=1.0)
+    return replace(
+        program,
+        traffic_factor=program.traffic_factor * program.eager_traffic,
+        launch_factor=program.launch_factor * program.eager_launches,
+    )
 
 
 def gathers(plan: SizedPlan) -> bool:

@@ -53,7 +53,7 @@ def buckets(run: Mapping[str, Any]) -> int:
     head = run["hidden"] // run["heads"]
     attention = run["hidden"] * (2 * run["hidden"] + 2 * run["kv_heads"] * head)
     mlp = (3 if run["gated_mlp"] else 2) * run["hidden"] * run["ffn"]
-    parameters = run["layers"] / run["pp"] * (attention + mlp) / run["tp"]
+    parameters: float = run["layers"] / run["pp"] * (attention + mlp) / run["tp"]
     return max(1, round(4 * parameters / _BUCKET_BYTES))
 
 

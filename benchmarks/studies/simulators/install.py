@@ -36,7 +36,7 @@ SIMULATORS = (
         "llm_analysis", "llm-analysis", "November 2024",
         "cli99/llm-analysis", "d841e40aec8c84b9e76ba9cfbce67418adb172bd",
     ),
-    Simulator("dlcalc", "dlcalc", "0.2.0 (PyPI)"),
+    Simulator("dlcalc", "dlcalc", "0.2.0"),
     Simulator(
         "calculon", "Calculon", "February 2024",
         "calculon-ai/calculon", "caa4b11f8fe1fee3ba57adaacb7590d7deabd053",

@@ -123,5 +123,5 @@ def step_s(run: Mapping[str, Any]) -> float:
         system_config=config.SystemConfig.init_from_dict(machine),
     )
     simulator.run_estimate()
-    tokens = simulator.analysis_cost().data["throughput_per_accelerator"]
-    return run["global_batch"] * run["seq"] / run["num_gpus"] / float(tokens)
+    tokens_per_s_per_gpu = simulator.analysis_cost().data["throughput_per_accelerator"]
+    return float(run["global_batch"] * run["seq"] / run["num_gpus"] / tokens_per_s_per_gpu)
