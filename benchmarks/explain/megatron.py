@@ -232,7 +232,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     if method == "uniform" and count not in (None, 1):
         reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
     modules = keys.take("--recompute-modules", "core_attn")
-    modules = {modules} if isinstance(modules, str) else set(modules)
+    modules = set(re.findall(r"\w+", modules) if isinstance(modules, str) else modules)
     if kind == "selective" and "mlp" not in modules:
         kind = "none"
         reading.derived.append(
