@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -92,7 +92,7 @@ def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
         field.name: str if isinstance(field.default, str) else int for field in fields(Request)
     }
     values: dict[str, str | int] = {}
-    costs: dict[str, float] = {}
+    costs: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in kinds and key not in _COSTS:

@@ -227,17 +227,6 @@ def _causes(name: str) -> str:
     return markdown_table(heads, lines)
 
 
-def _tuner_on_cpu(name: str) -> str:
-    """Plans on CPUs, measured and priced, the fastest measured first."""
-    frame = pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str)
-    lines = [
-        [row.plan, row.measured_s, row.priced_s, row.place_by_price, f"{row.behind} %"]
-        for row in frame.itertuples()
-    ]
-    heads = ["plan", "measured s", "priced s", "place by price", "behind the fastest"]
-    return markdown_table(heads, lines)
-
-
 def _priced(what: str) -> str:
     """How many published rows have a price."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
@@ -299,7 +288,7 @@ def _replays(name: str) -> str:
 
 def _orders(kind: str) -> str:
     """ZeroPP's order in its engine and in torch's runtime beside torch's own: ``measured`` runs on
-    CPUs, or steps ``replayed`` on two clusters."""
+    CPUs, steps ``replayed`` on two clusters, or how much longer one of these takes than another."""
     if kind == "measured":
         frame, skipped = load_frame([_REFERENCE / "torch_orders"])
         assert not skipped, skipped
@@ -310,16 +299,32 @@ def _orders(kind: str) -> str:
         return markdown_table(["runs in", "plan", "tokens/s/rank"], lines)
     rows = pd.read_csv(_REFERENCE / "torch_orders.csv")
     clusters = list(dict.fromkeys(rows["cluster"]))
+    if kind != "replayed":
+        return _longer(rows.pivot(index="way", columns="cluster", values="step_s"), kind)
     lines = []
     for way, of in rows.groupby("way", sort=False):
         cells = of.set_index("cluster")
-        times = [f"{cells.loc[c, 'step_s']:.2f} ({cells.loc[c, 'reduce_s']:.2f})" for c in clusters]
+        times = [
+            "{step_s:.2f} ({reduce_s:.2f}, {transfer_s:.2f})".format(**cells.loc[cluster])
+            for cluster in clusters
+        ]
         first = cells.iloc[0]
         lines.append(
             [str(way), *times, f"{first['peak_gib']:.0f}", f"{first['gathers_per_stage']:g}"]
         )
-    heads = [f"s on {cluster} (of these waits for reductions)" for cluster in clusters]
-    return markdown_table(["", *heads, "peak GiB", "gathers of a stage"], lines)
+    heads = [f"s on {cluster} (waits for reductions, messages)" for cluster in clusters]
+    peak = f"peak GiB ({rows['limit_gib'].min():.0f} fit)"
+    return markdown_table(["", *heads, peak, "gathers of a stage"], lines)
+
+
+def _longer(steps: pd.DataFrame, kind: str) -> str:
+    """How much longer a step is in torch's runtime than in the engine, in the same order
+    (``engine``), and how much longer in torch's fastest order than in that one (``order``)."""
+    same = steps.loc["ZeroPP's order, torch's runtime, unit=4"]
+    own = steps[~steps.index.str.startswith("ZeroPP")].min()
+    longer = {"engine": same / steps.loc["ZeroPP's order, its engine, unit=4"], "order": own / same}
+    words = (f"{ratio - 1:.1%} ({cluster.upper()})" for cluster, ratio in longer[kind].items())
+    return " and ".join(words)
 
 
 def _closed_circle(name: str) -> str:
@@ -352,7 +357,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_ranks": _plan_ranks,
     "fitted": _fitted,
     "causes": _causes,
-    "tuner_on_cpu": _tuner_on_cpu,
     "overhead": _overhead,
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),

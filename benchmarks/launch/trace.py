@@ -78,7 +78,7 @@ def traced_stages(
 def _replaced(cost: StageCost, traced: Mapping[str, float], extras: StageExtras) -> StageCost:
     """A stage's cost with the seconds of ``traced``, by kind of action. Kinds that it lacks keep
     the cost model's (FSDP2's embedding has no backward that can be timed)."""
-    durations = {}
+    durations: dict[str, Any] = {}
     if "F" in traced:
         durations["forward"] = traced["F"] + extras.tensor_forward
     if "I" in traced and "W" in traced:

@@ -3,8 +3,7 @@
 Python between kernel launches takes the same kind of time on every machine, so this needs no GPU:
 eight Llama blocks are so narrow that arithmetic is nothing, the process group is torch's fake one,
 and what is left is CPU time of one thread. A server's CPU is another one than this machine's, so
-the rows are to be compared with each other: ``over_plain`` is what ``launch_factor`` and
-``tensor_launch_factor`` of ``conf/program`` are taken from.
+the rows are to be compared with each other (``over_plain``). No price rests on them yet.
 
     python -m benchmarks.studies.host_time --out results/reference/host_time.csv
 """

@@ -71,8 +71,8 @@ class TracedPlan:
 
 
 # A line per plan: contender, model, the contender's knobs as on the command line (degrees and
-# chunks that are not given are 1), microbatch size (b), microbatches (m) and precision. Contenders
-# that fail with fake tensors are traced with real ones, and so with small models.
+# chunks that are not given are 1), microbatch size (b), microbatches (m) and precision. Models of
+# DeepSpeed and Megatron-Core are small, as their ranks needed real tensors when they were recorded.
 PLANS = """
 zeropp gpt_1_5b pp=1 shard=8 b=1 m=4 bf16
 zeropp gpt_1_5b pp=4 chunks=2 b=1 m=8 fp32

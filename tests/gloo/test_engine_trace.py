@@ -96,6 +96,28 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     assert 0 < max(replayed.busy_s.values()) < replayed.step_s
 
 
+@pytest.mark.parametrize(
+    ("contender", "alike"),
+    [
+        ({"name": "zeropp", "pp": 2, "shard": 2}, (2, 3)),
+        ({"name": "megatron_core_local", "tp": 2, "replicate": 2, "replicate_zero": 1}, (0, 1)),
+    ],
+)
+def test_ranks_of_one_group_do_the_same(contender: dict[str, Any], alike: tuple[int, int]) -> None:
+    """So a replay traces one of them. Only the norm differs: Megatron-Core's first tensor-parallel
+    rank counts what all of them hold, and a rank's part of a flat gradient may cut a parameter."""
+    plan = request(4, contender, model=SIZES, precision="bf16").plan()
+    program = CONTENDERS[plan.contender]
+    first, second = trace_ranks(plan, alike, optimizer=ADAMW, program=program, steps=2)
+    kernels = [[i.kernel for i in trace.log if i.kernel] for trace in (first, second)]
+    products = [[kernel.product for kernel in own if kernel.product] for own in kernels]
+    assert products[0] == products[1]
+    moved = [sum(kernel.moved for kernel in own) for own in kernels]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
+    messages = [[part.moved for i in trace.log for part in i.parts] for trace in (first, second)]
+    assert messages[0] == messages[1]
+
+
 def assert_updates(trace: Trace) -> None:
     """The second step was whole: its optimizer ran, and what it updated was gathered."""
     places = [index for index, issued in enumerate(trace.log) if issued.kind == "place"]

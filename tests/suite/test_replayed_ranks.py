@@ -40,8 +40,8 @@ def test_ranks_of_one_stage_issue_the_same(asked: dict[str, Any]) -> None:
     place = plan.layout.coordinates(0)
     alike = [r for r in range(8) if plan.layout.coordinates(r)["pp"] == place["pp"]]
     ranks = [alike[0], alike[-1]]  # which differ on every other axis
-    build = CONTENDERS[plan.contender].build
-    first, last = trace_ranks(plan, ranks, optimizer=OptimizerConfig(), build=build, steps=2)
+    program = CONTENDERS[plan.contender]
+    first, last = trace_ranks(plan, ranks, optimizer=OptimizerConfig(), program=program, steps=2)
     assert len(first.log) > 100
     assert shape_of([*first.log]) == shape_of([*last.log])
     assert first.memory == last.memory

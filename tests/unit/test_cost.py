@@ -140,22 +140,6 @@ def test_fsdp2_adds_no_gradient_of_the_first_microbatch_to_a_sum() -> None:
     assert moved(1, program="zeropp") == moved(4, program="zeropp") == 6
 
 
-def test_the_host_takes_longer_per_launch_where_blocks_are_not_compiled() -> None:
-    """FSDP2's factor where nothing is compiled, and DTensor's where tensors are split besides."""
-    plain = A100.device.launch_us * 1e-6
-
-    def launch_s(compiled: bool, **layout: int) -> float:
-        mine = replace(plan(**layout), program="torch_pp", compile=compiled)
-        return work_of(mine, A100).launch_s / plain
-
-    program = program_named("torch_pp")
-    assert launch_s(True) == launch_s(True, tp=4) == pytest.approx(1.0)
-    assert launch_s(False) == pytest.approx(program.eager_launches)
-    both = program.eager_launches * program.eager_tensor_launches
-    assert launch_s(False, tp=4) == pytest.approx(both)
-    assert both > 2 * program.eager_launches > 2 * 1.5
-
-
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
     known = plan(pp=2, tp=2)
     assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)

@@ -78,13 +78,12 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
     compute = ("forward", "backward_input", "backward_weight")
     beside = ("unshard", "reduce_grad", "transfer")
-    return [
-        StageCost(
-            **{name: draw(duration) for name in compute},
-            **{name: draw(duration) / 4 for name in beside},
-        )
-        for _ in range(stages)
-    ]
+
+    def drawn() -> dict[str, Any]:
+        durations = {name: draw(duration) for name in compute}
+        return durations | {name: draw(duration) / 4 for name in beside}
+
+    return [StageCost(**drawn()) for _ in range(stages)]
 
 
 @given(any_schedule())

@@ -123,8 +123,9 @@ class LayerPrices:
             if plan.step_end.gathers_whole:
                 # A rank sends its share but for what it keeps: to one rank what a gather sends on.
                 moved_s = gather_s(cluster, slowest, whole / layout.shard / zero)
-                ends = {"gather_whole": 2 * moved_s, "gather_updated": moved_s}
-                stages[held[0]] = replace(stages[held[0]], **ends)
+                stages[held[0]] = replace(
+                    stages[held[0]], gather_whole=2 * moved_s, gather_updated=moved_s
+                )
         return StepTimes(
             stages=tuple(stages),
             extras=(StageExtras(),) * len(stages),

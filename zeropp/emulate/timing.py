@@ -1,4 +1,4 @@
-"""Times kernels on the device that is here: what a rank's log holds, each with real tensors of the
+"""Times kernels on the CPU that is here: those of a rank's log, each with real tensors of the
 shapes and strides that the emulated one had."""
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def seconds_of(kernel: Kernel) -> float:
 def _timed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
     begin = time.perf_counter()
     function(**arguments)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 

@@ -68,8 +68,8 @@ def trace_ranks(
     """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
     With more than one of ``steps`` they have logs, in which places say where a step begins.
 
-    With ``here`` kernels are those of the device that is here, with what they are called with, and
-    not those of a GPU with what they compute. Each rank has a process of its own, because what
+    With ``here`` kernels are those of the CPU that is here, with what they are called with, and not
+    those of a GPU with what they compute. Each rank has a process of its own, because what
     torch caches of one rank's meshes would be wrong for another.
     """
     context = multiprocessing.get_context("forkserver")

@@ -82,8 +82,10 @@ def _without_optimizer(price: PlanPrice) -> PlanPrice:
 
 
 def _without_gathers(price: PlanPrice) -> PlanPrice:
-    none = dict.fromkeys(("unshard", "gather_whole", "gather_updated"), 0.0)
-    return _changed(price, lambda cost, _: replace(cost, **none))
+    return _changed(
+        price,
+        lambda cost, _: replace(cost, unshard=0.0, gather_whole=0.0, gather_updated=0.0),
+    )
 
 
 def _without_reductions(price: PlanPrice) -> PlanPrice:

@@ -58,10 +58,7 @@ class Work:
     @property
     def launch_s(self) -> float:
         """The host's seconds per kernel launch."""
-        factor = self.program.launch_factor
-        if self.tp > 1:
-            factor *= self.program.eager_tensor_launches
-        return self.device.launch_us * factor * 1e-6
+        return self.device.launch_us * self.program.launch_factor * 1e-6
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,6 @@ class Program:
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
-    eager_launches: float = 1.0  # the same again where torch.compile has not compiled its blocks
-    eager_tensor_launches: float = 1.0  # and again with tensor parallelism
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
 
@@ -266,13 +264,8 @@ def program_named(name: str) -> Program:
 def program_as_run(name: str, *, compiled: bool) -> Program:
     """A program whose blocks run through ``torch.compile`` or do not."""
     program = program_named(name)
-    if compiled:
-        return replace(program, eager_tensor_launches=1.0)
-    return replace(
-        program,
-        traffic_factor=program.traffic_factor * program.eager_traffic,
-        launch_factor=program.launch_factor * program.eager_launches,
-    )
+    factor = 1.0 if compiled else program.eager_traffic
+    return replace(program, traffic_factor=program.traffic_factor * factor)
 
 
 def gathers(plan: SizedPlan) -> bool:
