@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Annotated, Literal
 
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import one_order, resolve_degrees
-from zeropp.choose.space import SearchPoint, Space, at_degrees, choices, recompute_choices
+from zeropp.choose.space import (
+    SearchPoint,
+    Space,
+    at_degrees,
+    choices,
+    one_member,
+    recompute_choices,
+)
 from zeropp.choose.task import Task
 from zeropp.layout import microbatches_per_step
 from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
@@ -108,37 +116,25 @@ _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
 
 def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
-    """All knobs to try at a point, except for when gradients are reduced: for a family that is the
-    choice with the shortest step, so that the lower bound on its step time holds for ``members``.
-    """
+    """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
+    summed before they are reduced."""
     asked, degrees = point.asked, point.degrees
-    *_, fastest = _reductions(asked, point.num_microbatches)
-    for recompute, blocks in recompute_choices(
+    reductions = choices(asked.reduce_every, _REDUCE if point.num_microbatches > 1 else _REDUCE[:1])
+    recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
-    ):
+    )
+    for reduce_every, (recompute, blocks) in product(reductions, recomputed):
         yield at_degrees(
             asked,
             degrees,
             recompute=recompute,
             recompute_blocks=blocks,
-            reduce_every=fastest,
+            reduce_every=reduce_every,
             compile=if_auto(asked.compile, True),
         )
 
 
-def members(asked: FSDPKnobs, family: FSDPKnobs, plan: SizedPlan) -> Iterator[FSDPKnobs]:
-    """A family's knobs with gradients reduced per microbatch, and with them reduced per step."""
-    for reduce_every in _reductions(asked, plan.num_microbatches):
-        yield replace(family, reduce_every=reduce_every)
-
-
-def _reductions(asked: FSDPKnobs, num_microbatches: int) -> tuple[ReduceEvery, ...]:
-    """When to reduce gradients: first the choice with the least memory, last the one with the
-    shortest step. A single microbatch has nothing to gain from gradients that are summed first."""
-    return choices(asked.reduce_every, _REDUCE if num_microbatches > 1 else _REDUCE[:1])
-
-
-SPACE = Space(families=families, members=members, pipelines=(1, 1), shards=(2, 0))
+SPACE = Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0))
 
 
 FSDP = Contender(

@@ -109,7 +109,7 @@ def system(run: Mapping[str, Any], shipped: Mapping[str, Any]) -> dict[str, Any]
 @cache
 def _shipped(name: str) -> dict[str, Any]:
     root = Path(import_module("calculon").__file__ or "").parents[1]
-    found: dict[str, Any] = json.loads((root / "systems" / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads((root / "systems" / f"{name}.json").read_text("utf-8"))
     return found
 
 
