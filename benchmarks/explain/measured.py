@@ -105,12 +105,14 @@ def compare(
 def _measured(
     text: str, files: Sequence[str], words: Sequence[str], arguments: Sequence[str]
 ) -> tuple[Question, Measurement, Run]:
-    value, *own = shlex.split(text) or [""]
+    first, *others = shlex.split(text) or [""]
+    own = [word for word in others if "=" in word]
+    value = " ".join([first, *(word for word in others if "=" not in word)])
     question = ask(files, [*words, *own], arguments)
     task = question.task
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
     try:
-        plan = question.contender.simulated(task, settled(question)).plan
+        plan = question.contender.simulated(question.own_task, settled(question)).plan
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     return question, measured, Run(priced(plan, task), measured.step_s)
@@ -124,7 +126,8 @@ def priced(plan: Plan, task: Task) -> Priced:
 def on_fitted(question: Question, fitted: Fitted) -> Question:
     """The question on its cluster with the fitted constants."""
     cluster = scaled_cluster(question.task.cluster, fitted.factors)
-    return replace(question, task=replace(question.task, cluster=cluster))
+    tasks = {name: getattr(question, name) for name in ("task", "own_task")}
+    return replace(question, **{n: replace(task, cluster=cluster) for n, task in tasks.items()})
 
 
 def nearest(question: Question) -> list[PublishedNear]:
