@@ -53,7 +53,7 @@ _WORDS = {
     "U": "update",
 }
 _LETTERS = {Op.REDUCE_TIED: "T", Op.UPDATE: "U"}  # for others, their own abbreviations
-_COSTS = {field.name for field in fields(StageCost) if field.type == "float"}
+_COSTS = tuple(field.name for field in fields(StageCost) if field.type == "float")
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
 _PIXELS_PER_INCH = 200

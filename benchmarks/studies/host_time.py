@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,7 +97,9 @@ def _model(way: Way) -> nn.Module:
         if way.fsdp:
             fully_shard(block, mesh=mesh["shard"], reshard_after_forward=True)
     model = _Blocks(blocks)
-    return fully_shard(model, mesh=mesh["shard"]) if way.fsdp else model
+    if way.fsdp:
+        fully_shard(model, mesh=mesh["shard"])
+    return model
 
 
 def _medians(way: Way) -> tuple[float, float]:
@@ -122,17 +123,20 @@ def measure() -> list[Row]:
     torch.set_num_threads(1)
     with fake_world(rank=0, size=RANKS):
         rounds = [[_medians(way) for way in WAYS] for _ in range(ROUNDS)]
-    middle: Callable[[list[float]], float] = statistics.median
-    plain = middle([sum(measured[0]) for measured in rounds])
+    plain = statistics.median(sum(measured[0]) for measured in rounds)
     rows = []
     for index, way in enumerate(WAYS):
-        forwards, backwards = map(list, zip(*(measured[index] for measured in rounds), strict=True))
-        whole = middle([sum(measured[index]) for measured in rounds])
+        forward, backward = zip(*(measured[index] for measured in rounds), strict=True)
+        whole = statistics.median(sum(measured[index]) for measured in rounds)
         rows.append(
             Row(
-                way.name,
-                *(round(of(forwards), 3) for of in (middle, min, max)),
-                *(round(of(backwards), 3) for of in (middle, min, max)),
+                way=way.name,
+                forward_ms=round(statistics.median(forward), 3),
+                forward_low_ms=round(min(forward), 3),
+                forward_high_ms=round(max(forward), 3),
+                backward_ms=round(statistics.median(backward), 3),
+                backward_low_ms=round(min(backward), 3),
+                backward_high_ms=round(max(backward), 3),
                 over_plain=round(whole / plain, 2),
                 cpu=_cpu(),
                 torch=torch.__version__,

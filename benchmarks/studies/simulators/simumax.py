@@ -108,7 +108,9 @@ def _network(rate: float, latency_us: float) -> dict[str, Any]:
 @cache
 def _shipped(name: str) -> dict[str, Any]:
     root = Path(import_module("simumax").__file__ or "").parents[1]
-    found: dict[str, Any] = json.loads((root / "configs" / "system" / f"{name}.json").read_text("utf-8"))
+    found: dict[str, Any] = json.loads(
+        (root / "configs" / "system" / f"{name}.json").read_text("utf-8")
+    )
     return found
 
 
