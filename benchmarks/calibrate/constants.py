@@ -74,13 +74,13 @@ def of_rank(times: Times, preset: Cluster, *, half: bool) -> dict[str, tuple[flo
         found["device.overlap_slowdown"] = _slowdown(times), times.beside.spread
     for part, group in (("intra", "within a node"), ("inter", "across nodes")):
         if group in times.group_sizes:
-            link = getattr(preset, part)
-            start_us, efficiency = _line(times, group, link)
+            link, nominal_gb_s = getattr(preset, part), _nominal_gb_s(times, preset, part)
+            start_us, gb_s = _line(times, group, link)
             spread = median(of.spread for key, of in times.collectives.items() if key[1] == group)
             found[f"{part}.latency_us"] = start_us, spread
-            found[f"{part}.efficiency"] = efficiency, spread
+            found[f"{part}.efficiency"] = gb_s / nominal_gb_s, spread
             if part == "intra":
-                gain = _reduction_gain(times, group, start_us, link.bandwidth_gb_s * efficiency)
+                gain = _reduction_gain(times, group, start_us, gb_s)
                 found["reduction_gain"] = gain, spread
     return found
 
@@ -101,10 +101,18 @@ def _slowdown(times: Times) -> float:
     return min(1.0, max(0.0, (times.beside.seconds - times.alone.seconds) / shorter))
 
 
+def _nominal_gb_s(times: Times, preset: Cluster, part: str) -> float:
+    """The nominal rate of a rank's collectives; across nodes all ranks of a node, which measure at
+    the same time, share its NICs, as in ``zeropp.price.network.group``."""
+    if part == "intra":
+        return preset.intra.bandwidth_gb_s
+    of_node = times.group_sizes.get("within a node", 1)
+    return preset.nics_per_node * preset.inter.bandwidth_gb_s / of_node
+
+
 def _line(times: Times, group: str, link: Link) -> tuple[float, float]:
-    """(microseconds until bytes move, share of the nominal rate) of gathers and reduce-scatters:
-    the line through their times, weighted by 1 / time squared; the steps of the ring are the
-    preset's."""
+    """(microseconds until bytes move, GB/s) of gathers and reduce-scatters: the line through their
+    times, weighted by 1 / time squared; the steps of the ring are the preset's."""
     size = times.group_sizes[group]
     points = [
         ((size - 1) / size * count, of.seconds)
@@ -114,7 +122,7 @@ def _line(times: Times, group: str, link: Link) -> tuple[float, float]:
     moved, seconds = (np.array(column) for column in zip(*points, strict=True))
     per_byte, start_s = np.polyfit(moved, seconds, 1, w=1 / seconds)
     start_us = 1e6 * start_s - (size - 1) * link.hop_us
-    return max(1.0, float(start_us)), 1e-9 / max(float(per_byte), 1e-15) / link.bandwidth_gb_s
+    return max(1.0, float(start_us)), 1e-9 / max(float(per_byte), 1e-15)
 
 
 def _reduction_gain(times: Times, group: str, start_us: float, gb_s: float) -> float:

@@ -68,6 +68,18 @@ def test_latency_and_rate_of_a_link() -> None:
     assert math.isclose(values["reduction_gain"], 2.0, rel_tol=1e-2)
 
 
+def test_ranks_of_a_node_share_its_nics() -> None:
+    """Eight ranks measure at once; a V100's node has four NICs."""
+    like = preset("cluster", "v100", Cluster)
+    times = synthetic(gb_s=4.0)
+    times.group_sizes["across nodes"] = 8  # nodes
+    inside = dict(times.collectives)
+    times.collectives |= {(kind, "across nodes", n): of for (kind, _, n), of in inside.items()}
+    values = {c.place: c.value for c in constants_of([times], like, half=True)}
+    share = 4 * like.inter.bandwidth_gb_s / 8
+    assert math.isclose(values["inter.efficiency"], 4.0 / share, rel_tol=1e-3)
+
+
 def test_what_looks_wrong_is_named() -> None:
     like = preset("cluster", "h100", Cluster)
     ranks = [synthetic() for _ in range(8)]
