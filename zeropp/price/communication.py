@@ -272,10 +272,15 @@ def gather_updated_s(
 
 def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float) -> float:
     """Seconds of a rank's optimizer step. Adam reads the gradient, the master weight and two
-    moments, and writes all but the gradient; unscaling reads and writes gradients, the norm reads
+    moments, and writes all but the gradient; the norm reads gradients, scaling reads and writes
     them, and the next step clears them."""
-    updated = parameters / optimizer_shards(plan.layout, work.program)
-    moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + 16)
+    program = work.program
+    updated = parameters / optimizer_shards(plan.layout, program)
+    moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + _FP32)
+    if program.gradient_buffer:
+        moved += parameters * 3 * program.state(plan.precision).gradients
+    else:
+        moved += updated * 3 * _FP32
     return stream_s(cluster.device, moved, kernels=4)
 
 

@@ -136,6 +136,9 @@ class Program:
     # holds the logits of two microbatches.
     pipe_buffers: bool = False
     flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
+    # Gradients are cleared and scaled in one buffer of all parameters of a rank, of which ZeRO-1
+    # updates a part.
+    gradient_buffer: bool = False
 
     # Defaults of the program.
     spread: Spread = "pieces"
