@@ -200,15 +200,16 @@ def _fitted(name: str) -> str:
     """What three measured runs say of the others of their cluster."""
     lines = [
         [
-            row.cluster,
-            row.runs,
-            f"{row.before_median} %, {row.before_p90} %",
-            f"{row.median} %, {row.p90} %",
-            f"{float(row.held):.0%}",
+            row["cluster"],
+            row["runs"],
+            f"{row['before_median']} %, {row['before_p90']} %",
+            f"{row['median']} %, {row['p90']} %",
+            f"{float(row['held']):.0%}",
         ]
-        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).itertuples()
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).to_dict("records")
     ]
-    heads = ["cluster of", "runs", "with the preset", "fitted to three runs", "within the 90 %"]
+    heads = ["cluster of", "runs", "with the preset", "fitted to three runs"]
+    heads.append("measured within the 90 % interval")
     return markdown_table(heads, lines)
 
 
@@ -216,12 +217,12 @@ def _causes(name: str) -> str:
     """How often the cause of a gap is named rightly."""
     lines = [
         [
-            row.cause,
-            str(row.pairs),
-            f"{row.right:.0%}",
-            f"{row.sure_right:.0%} of {row.sure}" if row.sure else "none",
+            row["cause"],
+            str(row["pairs"]),
+            f"{row['right']:.0%}",
+            f"{row['sure_right']:.0%} of {row['sure']}" if row["sure"] else "none",
         ]
-        for row in pd.read_csv(_REFERENCE / f"{name}.csv").itertuples()
+        for row in pd.read_csv(_REFERENCE / f"{name}.csv").to_dict("records")
     ]
     heads = ["the pairs differ in", "pairs", "named first", "right where it has more than 50 %"]
     return markdown_table(heads, lines)
