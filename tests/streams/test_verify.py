@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.gloo.world import World
 from zeropp import emulate
+from zeropp.emulate.world import fake_world
 from zeropp.engine.collectives import reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
@@ -265,3 +266,13 @@ def test_sends_that_wait_for_each_other_hang(world: World) -> None:
     (clean, text), *_ = world.run(crossed, size=2)
     assert not clean
     assert "hang: rank 0: the host has issued all; waiting: isend 1" in text
+
+
+def test_an_older_name_of_a_collective_waits_only_where_the_program_does() -> None:
+    with fake_world(rank=0, size=2), emulate.emulated() as device:
+        work = dist._reduce_scatter_base(torch.zeros(2), torch.zeros(4), async_op=True)
+        before = [(one.kind, one.stream) for one in device.log.issued]
+        work.wait()
+        after = [(one.kind, one.stream) for one in device.log.issued]
+    assert ("wait", "compute") not in before
+    assert after[len(before) :] == [("wait", "compute")]

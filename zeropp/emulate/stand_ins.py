@@ -213,7 +213,9 @@ def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any
             return original(*arguments, **keywords)
         with observer.asynchronously() as issued:
             inner = original(*arguments, **keywords)
-        if not issued:  # by a rank that does not take part, or with others later
+        # By a rank that does not take part, or with others later; or an older name of the function,
+        # which has called the stand-in of the newer one.
+        if not issued or isinstance(inner, _VirtualWork):
             return inner
         with device.unseen():  # gloo copies where it ends
             inner.wait()  # if the program forgets to, its memory may be gone by then
