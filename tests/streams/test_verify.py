@@ -270,7 +270,7 @@ def test_sends_that_wait_for_each_other_hang(world: World) -> None:
 
 def test_an_older_name_of_a_collective_waits_only_where_the_program_does() -> None:
     with fake_world(rank=0, size=2), emulate.emulated() as device:
-        work = dist._reduce_scatter_base(torch.zeros(2), torch.zeros(4), async_op=True)
+        work = dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4), async_op=True)
         before = [(one.kind, one.stream) for one in device.log.issued]
         work.wait()
         after = [(one.kind, one.stream) for one in device.log.issued]
