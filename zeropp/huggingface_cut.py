@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class Piece(nn.Module):
         module = attrgetter(self._called)(self.whole) if self._called else self.whole
         flow.hidden = None if is_first else x
         try:
-            with _without_looking(attention_mask, position_ids):
+            with _without_looking(position_ids is not None):
                 output = module(
                     input_ids=tokens, attention_mask=attention_mask, use_cache=False, **named
                 )
@@ -375,25 +374,22 @@ def _on_meta(module: Any) -> Any:
     return copy.deepcopy(module, memo)
 
 
-# What a layer is told of its rows: its mask of padding and its positions; None outside of a layer.
-_Told = tuple[Tensor | None, Tensor | None]
-_told: ContextVar[_Told | None] = ContextVar("_told", default=None)
+_packs: ContextVar[bool | None] = ContextVar("_packs", default=None)  # None outside of a layer
 
 
 @contextmanager
-def _without_looking(padding: Tensor | None, positions: Tensor | None) -> Iterator[None]:
+def _without_looking(packs: bool) -> Iterator[None]:
     """Inside this context ``transformers`` makes masks without a look at values, for which the host
-    would wait for the device: rows with positions are packed, and a mask of padding has some."""
-    token = _told.set((padding, positions))
+    would wait for the device: rows are packed if ``packs``, and a mask of padding has some."""
+    token = _packs.set(packs)
     try:
         yield
     finally:
-        _told.reset(token)
+        _packs.reset(token)
 
 
 def _documents(position_ids: Tensor) -> Tensor | None:
-    told = _told.get()
-    if told is None or told[1] is None:
+    if not _packs.get():
         return None
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
@@ -407,76 +403,11 @@ def _answer_inside(name: str, answer: Callable[..., object]) -> None:
 
     @wraps(function)
     def asked(*args: object, **keywords: object) -> object:
-        inside = _told.get() is not None
+        inside = _packs.get() is not None
         return answer(*args, **keywords) if inside else function(*args, **keywords)
 
     setattr(masking_utils, name, asked)
 
 
-class _Masks:
-    """The attention masks of the microbatch for which one was made last: the blocks of a stage, of
-    which each runs the model's forward, share them."""
-
-    def __init__(self) -> None:
-        self._of: list[tuple[weakref.ref[Tensor], int]] = []
-        self._masks: dict[object, object] = {}
-
-    def of(self, told: _Told) -> dict[object, object]:
-        """The masks that were made for these tensors, to which new ones are added."""
-        given = [one for one in told if one is not None]
-        versions = [0 if one.is_inference() else one._version for one in given]
-        kept = [(ref(), version) for ref, version in self._of]
-        same = len(kept) == len(given) and all(
-            one is other and version == then
-            for one, version, (other, then) in zip(given, versions, kept, strict=True)
-        )
-        if not same:
-            self._masks = {}
-            self._of = [
-                (weakref.ref(t, self._drop), v) for t, v in zip(given, versions, strict=True)
-            ]
-        return self._masks
-
-    def _drop(self, gone: object) -> None:
-        if any(gone is ref for ref, _ in self._of):
-            self._masks.clear()
-
-
-_MASKS = _Masks()
-
-
-def _make_once(name: str) -> None:
-    """Let ``transformers`` make a mask of one kind once for all blocks that are told the same. What
-    it is made of are plain arguments, a function of places, and what the layer was told."""
-    make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name]
-
-    @wraps(make)
-    def asked(*args: object, **keywords: object) -> object:
-        told = _told.get()
-        if told is None or told == (None, None) or torch.compiler.is_compiling():
-            return make(*args, **keywords)
-        masks, kind = _MASKS.of(told), _described((name, *args, *sorted(keywords.items())))
-        if kind not in masks:
-            masks[kind] = make(*args, **keywords)
-        return masks[kind]
-
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, asked)
-
-
-def _described(value: Any) -> object:
-    """What a mask depends on, for comparison. Functions are told apart by their names and by what
-    they close over, and tensors, which were made from what a layer is told, by their shapes."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    if isinstance(value, tuple | list):
-        return tuple(map(_described, value))
-    if inspect.isfunction(value):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
-        return (value.__qualname__, *map(_described, inside))
-    return value if isinstance(value, Hashable) else id(value)
-
-
 _answer_inside("find_packed_sequence_indices", _documents)
 _answer_inside("fast_all", lambda _: False)
-for _name in ("sdpa", "eager"):
-    _make_once(_name)

@@ -114,23 +114,17 @@ class ParallelModel:
         return self.engine.evaluate(replace(parts, targets=()), outputs)[1]
 
     def loader(
-        self,
-        dataset: Any,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        resume: bool = True,
-        **options: Any,
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, resume: bool = True, **more: Any
     ) -> DataLoader[Any]:
         """This rank's rows of a data set with a length, step by step, from ``steps_done`` to the
         end of that epoch; a new loop begins the next one. Which rows a step has depends on ``seed``
         and its number alone: not on the topology, nor on where a run was interrupted. With
         ``resume=False`` every loop goes over the first epoch from its first row, as over rows that
-        are not trained on. ``options`` are those of ``torch.utils.data.DataLoader``. Raises
+        are not trained on. ``more`` are options of ``torch.utils.data.DataLoader``. Raises
         InfeasibleError where ranks differ."""
         from zeropp.loader import make_loader
 
-        return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **options)
+        return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **more)
 
     @property
     def steps_done(self) -> int:
@@ -148,8 +142,7 @@ class ParallelModel:
         """Clip the gradients of all ranks by their global norm, which is returned, as FSDP's method
         of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where a norm
         changes from step to step or is another one than ``clip_norm`` of ``parallelize`` means.
-        Raises RuntimeError anywhere else: all other times are before or after an update; and
-        ValueError if ``norm_type`` is not more than 0."""
+        Raises RuntimeError outside of an update, and ValueError if ``norm_type`` is not above 0."""
         return self.engine.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -216,37 +216,6 @@ def test_layers_give_the_logits_of_the_model(family: str) -> None:
             assert float((found - expected).abs().max()) < 1e-9, [*keywords]
 
 
-class _Squares(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the masks of [length, length] that are computed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.shape[-2:] == (LENGTH, LENGTH):
-            self.count += result.dtype == torch.bool
-        return result
-
-
-@pytest.mark.parametrize("told", ["attention_mask", "position_ids"])
-def test_blocks_share_the_masks_of_what_they_are_told(told: str) -> None:
-    model: Any = made("qwen2")  # with two kinds of masks
-    tokens, _, mask = batch(0)
-    places = torch.arange(LENGTH).repeat(len(tokens), 1)
-    places[:, 4:] -= 4
-    given = {told: mask if told == "attention_mask" else places}
-    with torch.no_grad():
-        with _Squares() as once:  # type: ignore[no-untyped-call]
-            model(input_ids=tokens, use_cache=False, **given)
-        with _Squares() as shared:  # type: ignore[no-untyped-call]
-            through_layers(model, tokens, **given)
-        assert 0 < shared.count <= once.count
-        given[told][:, 4] = 0  # the same tensor tells another thing
-        expected = model(input_ids=tokens, use_cache=False, **given).logits
-        found = through_layers(model, tokens, **given)
-    assert float((found - expected).abs().max()) < 1e-9
-
-
 def test_a_layer_looks_at_no_values() -> None:
     model: Any = made("qwen2")
     tokens, _, mask = batch(0)

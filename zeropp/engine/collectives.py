@@ -30,7 +30,6 @@ from zeropp.layout import Layout
 from zeropp.literals import Axis
 from zeropp.schedule.program import Schedule
 
-_MANY_RANKS = 256  # of one job
 # The names of these collectives since torch 2.13; older versions have only the other ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -97,11 +96,8 @@ def make_groups(
 
 
 def connect_lazily(ranks: int) -> None:
-    """From some ranks on, let two ranks connect in gloo when they first send to each other, unless
-    the environment says otherwise. A group would else open a socket to every rank, so that a few
-    groups of hundreds of ranks have more than the 1,024 files of a Linux process. (Which rank comes
-    late to a step is then not known.)"""
-    if ranks >= _MANY_RANKS:
+    """With many ranks, gloo connects two when they first talk: a process may open 1,024 files."""
+    if ranks >= 256:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 

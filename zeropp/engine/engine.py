@@ -248,8 +248,7 @@ class Engine:
         return self.updater.optimizer
 
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """As ``ParameterUpdate.clip_grad_norm``; raises RuntimeError outside of an update, and
-        ValueError for a norm that is not that of all ranks' parts together."""
+        """As ``ParallelModel.clip_grad_norm_``, which says what it raises."""
         if not self.updater.is_updating:
             raise RuntimeError(
                 "clip_grad_norm_: no update is under way (call it in a hook of "
@@ -257,10 +256,7 @@ class Engine:
             )
         norm_type = float(norm_type)  # torch takes "inf", too
         if not norm_type > 0:
-            raise ValueError(
-                f"clip_grad_norm_: norm_type={norm_type}: must be more than 0 (2.0, or math.inf "
-                "for the largest element)"
-            )
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
         return self._update.clip_grad_norm(max_norm, norm_type)
 
     def buffers(self) -> dict[str, Tensor]:

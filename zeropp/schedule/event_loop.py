@@ -7,10 +7,9 @@ the compute actions before it in the program have ended, and a reduction over th
 stage's gradients are reduced over the shards. Tied sums, updates and the gathers of what is updated
 whole stand in line with compute, and wait for all reductions of their own rank, but for no other
 rank. The copy that belongs to a gather is done by the first compute action that uses the
-parameters; the copy that belongs to a reduction is done before it starts, and some programs compute
-nothing more until it has ended (``StageCost.waits_for_reduction``). In programs without transfers
-(compute actions alone) a message takes ``StageCost.transfer`` from the end of the action that
-produces it.
+parameters; the copy that belongs to a reduction is done before it starts. In programs without
+transfers (compute actions alone) a message takes ``StageCost.transfer`` from the end of the action
+that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a

@@ -246,8 +246,7 @@ class StageCost:
     gather of the stage's parameters and one reduce-scatter of its gradients. ``transfer`` is one
     boundary tensor between this stage and the next, in either direction. ``copy_out`` and
     ``copy_in`` are the time that a gather and a reduction take away from compute, to move
-    parameters out of the collective's buffer and gradients into it. If ``waits_for_reduction``, the
-    rank computes nothing more until the stage's gradients are reduced.
+    parameters out of the collective's buffer and gradients into it.
 
     ``reduce_replicas`` is the reduction of the stage's gradients over the replicas (an all-reduce,
     or a reduce-scatter with ZeRO-1), and ``reduce_tied`` the sum of those that it shares with
@@ -268,7 +267,7 @@ class StageCost:
     gather_whole: float = 0.0
     update: float = 0.0
     gather_updated: float = 0.0
-    waits_for_reduction: bool = False
+    waits_for_reduction: bool = False  # compute waits until the stage's gradients are reduced
 
     @property
     def compute(self) -> float:
