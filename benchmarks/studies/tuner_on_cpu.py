@@ -7,8 +7,8 @@ results/reference/tuner_on_cpu.csv, one row per plan, the fastest measured first
     python -m benchmarks.run experiment=tuner_on_cpu runs_dir=results/reference/tuner_on_cpu
     python -m benchmarks.studies.tuner_on_cpu
 
-``measured_s`` is the median of a plan's runs, ``lowest_s`` and ``highest_s`` are the runs that differ
-most from it, and ``behind`` is by how much it is longer than the fastest plan's, in percent.
+``measured_s`` is the median of a plan's runs, ``lowest_s`` and ``highest_s`` are the runs farthest
+from it, and ``behind`` is by how much it is longer than the fastest plan's, in percent.
 """
 
 from __future__ import annotations
