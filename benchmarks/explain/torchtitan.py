@@ -243,6 +243,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     if mode == "selective" and option not in ("op", "1", "2"):
         reading.named.append(f"selective_ac_option={option}: priced as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
+    reading.knobs["recompute_blocks"] = "auto"  # all, however many there are
 
 
 def written(plan: SizedPlan) -> str:

@@ -467,6 +467,11 @@ def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
     asked = ask([str(path)], ["cluster=h100", "contender.tp=4", "model.layers=16"], [])
     assert (asked.knobs.tp, asked.knobs.shard) == (4, 2)  # type: ignore[attr-defined]
     assert asked.task.global_batch == 8 * 2
+    assert asked.knobs.recompute_blocks == "auto"  # type: ignore[attr-defined]
+    path = tmp_path / "a.sh"
+    full = "--recompute-granularity full --recompute-method uniform --bf16"
+    path.write_text(SCRIPT.replace("--bf16", full), encoding="utf-8")
+    asked = ask([str(path)], ["cluster=h100", "model.layers=16"], [])
     assert asked.knobs.recompute_blocks == 16  # type: ignore[attr-defined]
 
 
