@@ -16,7 +16,9 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
+from benchmarks.explain.question import Question, ask
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
@@ -24,6 +26,7 @@ from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
@@ -272,6 +275,41 @@ def _overhead(name: str) -> str:
     return markdown_table([*heads, "new MiB, latter", "new MiB"], lines)
 
 
+def _configurations(folder: str) -> str:
+    """What ``zeropp explain`` reads in the files of a folder of docs/examples."""
+    place = _DOCS / "examples" / folder
+    lines = []
+    for line in yaml.safe_load((place / "index.yaml").read_text(encoding="utf-8")):
+        words = line.split()
+        files = [str(place / word) for word in words if "=" not in word]
+        given = [word for word in words if "=" in word]
+        try:
+            said, named = _as_read(ask(files, ["cluster=h100", *given], []))
+        except SpecError as error:
+            said, named = "refused", [str(error).replace(f"{place}/", "")]
+        lines.append([f"`{line}`", said, "; ".join(named).replace("|", "\\|")])
+    return markdown_table(["files and words", "read as", "named, or why"], lines)
+
+
+def _as_read(question: Question) -> tuple[str, list[str]]:
+    """A question's program, model and degrees in a line, and what has no price."""
+    task, knobs = question.task, vars(question.knobs)
+    words = [question.reading.program or question.contender.label, task.shape.name]
+    words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
+    size = question.microbatch_size
+    words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
+    degrees = {key: knobs[key] for key in ("tp", "pp", "shard", "replicate") if key in knobs}
+    degrees |= {"cp": question.reading.slices, "chunks": knobs.get("chunks", 1)}
+    words += [f"{key}={value}" for key, value in degrees.items() if value not in (1, "auto")]
+    words += [f"zero{knobs['replicate_zero']}"] if knobs.get("replicate_zero", 0) in (1, 2) else []
+    words += ["sequence parallel"] if knobs.get("sequence_parallel") is True else []
+    words += (
+        [f"{knobs['recompute']} recompute"] if knobs["recompute"] in ("full", "selective") else []
+    )
+    words += ["the rest is searched"] if "auto" in degrees.values() else []
+    return ", ".join(words), question.reading.named
+
+
 def _replays(name: str) -> str:
     """Replayed steps over described ones, by contender."""
     rows = pd.read_csv(_REFERENCE / f"{name}.csv")
@@ -358,6 +396,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_ranks": _plan_ranks,
     "fitted": _fitted,
     "causes": _causes,
+    "configurations": _configurations,
     "overhead": _overhead,
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),

@@ -70,7 +70,7 @@ model:
    pipeline_model_parallel_size: 2, encoder_seq_length: 4096, num_layers: 32, hidden_size: 4096,
    ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8, activation: fast-swiglu,
    normalization: rmsnorm, position_embedding_type: rope, sequence_parallel: true,
-   share_embeddings_and_output_weights: false, optim: {name: distributed_fused_adam}}
+   share_embeddings_and_output_weights: false, bias: false, optim: {name: distributed_fused_adam}}
 """
 LLAMA = {
     "model_type": "llama",
@@ -162,6 +162,8 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
     assert arguments_of_log(log) == values
+    off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
+    assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
     assert arguments_of(words) == values
     lines = "\n".join(f"  {flag}: {str(v).lower()}" for flag, v in values.items() if v is not None)
@@ -402,6 +404,7 @@ model: {_target_: megatron.bridge.models.llama.Llama3ModelProvider8B, num_layers
   kv_channels: 128, gated_linear_unit: true, normalization: RMSNorm, vocab_size: 128256,
   position_embedding_type: rope, share_embeddings_and_output_weights: false, seq_length: 8192,
   hidden_dropout: 0.0, attention_dropout: 0.0, tensor_model_parallel_size: 2, made_up: 3,
+  add_bias_linear: false,
   pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 4,
   context_parallel_size: 2, sequence_parallel: true, recompute_granularity: null,
   cross_entropy_loss_fusion: true, cross_entropy_fusion_impl: te, fp8: null,
