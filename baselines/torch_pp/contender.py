@@ -355,7 +355,9 @@ def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
 
 def _recomputing_all(point: SearchPoint[TorchPPKnobs]) -> Iterable[TorchPPKnobs]:
     """All knobs to try at a point, without those that recompute some blocks of a stage."""
-    return dict.fromkeys(replace(knobs, recompute_blocks="auto") for knobs in families(point))
+    asked = replace(point.asked, recompute_blocks=point.task.shape.layers)
+    found = families(replace(point, asked=asked))
+    return (replace(knobs, recompute_blocks="auto") for knobs in found)
 
 
 SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))
