@@ -13,12 +13,16 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
 import yaml
+from rich.console import Console
 
+from benchmarks.explain.answer import answer
 from benchmarks.explain.question import Question, ask
+from benchmarks.explain.screen import show
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
@@ -298,14 +302,15 @@ def _as_read(question: Question) -> tuple[str, list[str]]:
     words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
     size = question.microbatch_size
     words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
-    degrees = {key: knobs[key] for key in ("tp", "pp", "shard", "replicate") if key in knobs}
+    degrees: dict[str, object] = {
+        key: knobs[key] for key in ("tp", "pp", "shard", "replicate") if key in knobs
+    }
     degrees |= {"cp": question.reading.slices, "chunks": knobs.get("chunks", 1)}
     words += [f"{key}={value}" for key, value in degrees.items() if value not in (1, "auto")]
     words += [f"zero{knobs['replicate_zero']}"] if knobs.get("replicate_zero", 0) in (1, 2) else []
     words += ["sequence parallel"] if knobs.get("sequence_parallel") is True else []
-    words += (
-        [f"{knobs['recompute']} recompute"] if knobs["recompute"] in ("full", "selective") else []
-    )
+    recompute = knobs["recompute"]
+    words += [f"{recompute} recompute"] if recompute not in ("none", "auto") else []
     words += ["the rest is searched"] if "auto" in degrees.values() else []
     return ", ".join(words), question.reading.named
 
@@ -460,6 +465,16 @@ def main() -> None:
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
+    _explained(["num_gpus=16", "cluster=h100"])
+
+
+def _explained(words: list[str]) -> None:
+    """Draw what ``zeropp explain`` prints for the example of its page."""
+    console = Console(record=True, width=100, file=StringIO(), highlight=False)
+    file = _DOCS / "examples" / "llama3_8b.toml"
+    show(answer(ask([str(file)], words, [])), console, verbose=False)
+    title = f"zeropp explain {file.name} {' '.join(words)}"
+    console.save_svg(str(_IMAGES / "explain.svg"), title=title, unique_id="explain")
 
 
 if __name__ == "__main__":
