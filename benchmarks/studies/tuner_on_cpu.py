@@ -2,7 +2,7 @@
 
 The plans of conf/experiment/tuner_on_cpu.yaml were measured on two ranks with one core each, and
 their records have the cluster's constants of that day. The command prices them again and writes
-results/reference/tuner_on_cpu.csv, one row per plan, the fastest measured first:
+results/reference/tuner_on_cpu.csv, one row per plan of each model, the fastest measured first:
 
     python -m benchmarks.run experiment=tuner_on_cpu runs_dir=results/reference/tuner_on_cpu
     python -m benchmarks.studies.tuner_on_cpu
@@ -29,30 +29,35 @@ REFERENCE = CHECKOUT / "results" / "reference"
 
 
 def rows() -> list[dict[str, object]]:
-    """The measured plans with their prices, the fastest measured first."""
-    runs: dict[str, list[float]] = defaultdict(list)
-    priced: dict[str, float] = {}
+    """The measured plans with their prices, of each model the fastest measured first."""
+    runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    priced: dict[tuple[str, str], float] = {}
     for path in find_records([REFERENCE / "tuner_on_cpu"]):
         record = read_record(path)
         spec = spec_from_mapping(record.spec)
         plan = spec.plan()
-        runs[describe(plan)].append(median(record.step_s))
-        priced[describe(plan)] = simulate(plan, spec.cluster).step_s
-    measured = {plan: median(seconds) for plan, seconds in runs.items()}
-    fastest = min(measured.values())
-    return [
-        {
-            "plan": plan,
-            "runs": len(runs[plan]),
-            "measured_s": f"{seconds:.4f}",
-            "lowest_s": f"{min(runs[plan]):.4f}",
-            "highest_s": f"{max(runs[plan]):.4f}",
-            "priced_s": f"{priced[plan]:.4f}",
-            "place_by_price": 1 + sum(other < priced[plan] for other in priced.values()),
-            "behind": f"{100 * (seconds / fastest - 1):.1f}",
-        }
-        for plan, seconds in sorted(measured.items(), key=itemgetter(1))
-    ]
+        key = spec.model.name, describe(plan)
+        runs[key].append(median(record.step_s))
+        priced[key] = simulate(plan, spec.cluster).step_s
+    found = []
+    for model in dict.fromkeys(model for model, _ in runs):
+        measured = {key: median(seconds) for key, seconds in runs.items() if key[0] == model}
+        fastest = min(measured.values())
+        found += [
+            {
+                "model": model,
+                "plan": key[1],
+                "runs": len(runs[key]),
+                "measured_s": f"{seconds:.4f}",
+                "lowest_s": f"{min(runs[key]):.4f}",
+                "highest_s": f"{max(runs[key]):.4f}",
+                "priced_s": f"{priced[key]:.4f}",
+                "place_by_price": 1 + sum(priced[other] < priced[key] for other in measured),
+                "behind": f"{100 * (seconds / fastest - 1):.1f}",
+            }
+            for key, seconds in sorted(measured.items(), key=itemgetter(1))
+        ]
+    return found
 
 
 def main() -> None:

@@ -69,6 +69,11 @@ class Work:
         """Whether kernels wait for the host: on a CPU it runs them itself."""
         return self.program.blocking_launches or self.device.is_cpu
 
+    @property
+    def transfers_in_line(self) -> bool:
+        """Whether compute stops while its rank sends: on a CPU the core that computes copies."""
+        return self.program.blocking_transfers or self.device.is_cpu
+
 
 @dataclass(frozen=True)
 class PassTimes:

@@ -241,7 +241,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     repeated = plan.recomputed_blocks(stage)
     unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
-    blocking = job.work.program.blocking_transfers
+    blocking = job.work.transfers_in_line
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends_s + logits,
         tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends_s,
@@ -271,7 +271,7 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
     plan = job.plan
     forward, input_, weight = passes_s(plan, job.work, job.tensor)[stage]
     transfer = _transfer_s(job, stage)
-    if job.work.program.blocking_transfers:
+    if job.work.transfers_in_line:
         forward, transfer = forward + transfer, 0.0
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
