@@ -377,15 +377,10 @@ def test_trainers_around_a_model_of_hugging_face(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", ACCELERATE, "give its config.json, too"),
         ("d.json", DEEPSPEED, "give its config.json, too"),
-        ("x.yaml", "base_model: m", "axolotl or LLaMA-Factory names its model alone"),
-        ("x.yaml", "model_name_or_path: m\nstage: pt", "names its model alone .model_name_or_path"),
-        ("x.yaml", "model: {_component_: torchtune.models}", "not a YAML file of NeMo"),
         ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
-        ("r.py", "def recipe(): ...", "a recipe in Python is not run here"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
     ],
 )
