@@ -247,7 +247,7 @@ def test_a_cpu_with_an_index_is_the_cpu(world: World) -> None:
 
 def misused() -> dict[str, str]:
     """What wrong steps say, and what a step says after one that raised."""
-    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=15))
+    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=8))
     inputs, targets = data()
     found = {"rows": error_of(lambda: model.train_step(inputs[:3], targets[:3]))}
     with torch.no_grad():

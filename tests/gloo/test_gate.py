@@ -170,10 +170,19 @@ def label(case: Case, setting: Setting) -> str:
 
 
 ROUNDS = [(case, setting, faults) for case in CASES for setting, faults in case.rounds]
-NAMES = [label(case, setting) for case, setting, _ in ROUNDS]
 
 
-@pytest.mark.parametrize(("case", "setting", "faults"), ROUNDS, ids=NAMES)
+def marks(case: Case, setting: Setting) -> list[pytest.MarkDecorator]:
+    """All but every contender on two ranks in fp32, and ZeroPP with all that it can have, belongs
+    to the sweep, which takes long."""
+    quick = case.precision == "fp32" and setting in (case.pair, ZEROPP)
+    return [] if quick else [pytest.mark.faults]
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "faults"),
+    [pytest.param(*one, id=label(*one[:2]), marks=marks(*one[:2])) for one in ROUNDS],
+)
 def test_the_gate_finds_every_fault(
     world: World, case: Case, setting: Setting, faults: list[str]
 ) -> None:
@@ -237,6 +246,7 @@ def test_cases_cover_contenders_and_needs() -> None:
         assert CONTENDERS[name].reproduces_dropout == ("dropout" in needs)
 
 
+@pytest.mark.faults
 def test_the_gate_of_a_bf16_run_finds_subtle_faults(world: World) -> None:
     setting = Setting(2, {"pp": 1, "shard": 2}, set(), 8)
     spec = spec_of(Case("zeropp", "bf16", {}, setting, ()), setting)

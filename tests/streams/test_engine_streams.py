@@ -184,6 +184,7 @@ def test_recording_spans_waits_for_compute_alone(world: World) -> None:
         assert count == 2 * actions
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, world: World) -> None:
     case = CASES[FAULTS[name][1]]
@@ -191,6 +192,7 @@ def test_a_fault_is_found(name: str, world: World) -> None:
     assert not clean, text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_is_no_fault_is_not_found(name: str, world: World) -> None:
     case = CASES[CONTROLS[name][1]]
