@@ -46,7 +46,6 @@ SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         LLAMA | {"layers": 6},
         "bf16",
     ),
-    "no pipeline": ({"shard": 2, "chunks": 2, "reduce_every": "step", "unit": 1}, {}, "bf16"),
     "full backwards": (
         {"pp": 3, "chunks": 2, "unit": 4, "activation_cap": 6, "split_backward": False}
         | {"prefetch": 2},
