@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -95,7 +95,9 @@ def check(logs: Logs, waits_of: int) -> None:
     }
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [*product(range(2, 7), range(1, 5)), (8, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "chunks"), [(2, 1), (2, 4), (3, 2), (4, 1), (4, 3), (5, 2), (6, 4), (8, 2)]
+)
 def test_a_step_of_zeropp_ends(ranks: int, chunks: int) -> None:
     logs = logs_of(zeropp_schedule(ranks, chunks))
     check(logs, waits_of=ranks)
@@ -140,7 +142,7 @@ LOWERED = [
 
 
 @pytest.mark.parametrize(("name", "chunks"), LOWERED)
-@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("ranks", [2, 5])
 def test_other_orders_that_our_passes_lower_end(name: str, chunks: int, ranks: int) -> None:
     order = build(name, num_ranks=ranks, chunks=chunks, num_microbatches=2 * ranks)
     check(logs_of(lower(order, gather=True)), waits_of=ranks)
@@ -155,7 +157,7 @@ def test_torchs_pipelines_end(name: str, ranks: int) -> None:
     check(logs_of(torch_schedule(f"Schedule{name}", ranks), one_group), waits_of=ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_megatrons_1f1b_ends(ranks: int) -> None:
     check(megatron_1f1b(ranks, 2 * ranks), waits_of=ranks)
 
