@@ -86,11 +86,7 @@ def test_deepspeed_bf16_is_close(world: World, contender: dict[str, Any], builde
     check(world, f"{__name__}:{builder}", plan, tolerance=2e-2)
 
 
-@pytest.mark.parametrize(
-    "contender",
-    [{"pp": 1, "tp": 2, "replicate_zero": 2}, {"pp": 2, "recompute": "full"}],
-    ids=str,
-)
-def test_compiled_blocks_have_the_same_gradients(world: World, contender: dict[str, Any]) -> None:
-    plan = request(4, {"name": "deepspeed_3d", "compile": True, **contender}).plan()
+def test_compiled_blocks_have_the_same_gradients(world: World) -> None:
+    contender = {"name": "deepspeed_3d", "compile": True, "pp": 2, "recompute": "full"}
+    plan = request(4, contender).plan()
     check(world, f"{__name__}:build_in_python", plan)

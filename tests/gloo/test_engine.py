@@ -173,7 +173,6 @@ def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:
     "case",
     [
         Case(1, shard=2, chunks=3, batch=4, layers=9, compile=True),
-        Case(1, chunks=3, batch=4, recompute="selective", compile=True),
         Case(1, shard=2, chunks=3, batch=4, recompute="full", compile=True),
     ],
     ids=label,

@@ -42,8 +42,8 @@ SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "fp32",
     ),
     "selective, bf16": (
-        {"pp": 2, "shard": 2, "chunks": 3, "recompute": "selective", "reduce_dtype": "bf16"},
-        LLAMA | {"layers": 6},
+        {"pp": 2, "shard": 2, "recompute": "selective", "reduce_dtype": "bf16"},
+        LLAMA,
         "bf16",
     ),
     "full backwards": (
