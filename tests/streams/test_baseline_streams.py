@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch.distributed as dist
 
@@ -13,13 +11,6 @@ from tests.gloo.world import World
 from zeropp.emulate import watch
 from zeropp.plan import Plan
 from zeropp.training import OptimizerConfig
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Ranks to run functions on; see ``World.run``."""
-    with World(4) as world:
-        yield world
 
 
 def watched(plan: Plan) -> tuple[str, tuple[str, ...]]:

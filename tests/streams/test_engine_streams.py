@@ -4,7 +4,7 @@ fault that is put into it is found."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -21,13 +21,6 @@ from zeropp.emulate import watch
 from zeropp.emulate.log import Issued
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule.program import Schedule, loop_placement, parse_action
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Ranks to run functions on; see ``World.run``."""
-    with World(4) as world:
-        yield world
 
 
 def faults_of(found: list[Found]) -> set[str]:
