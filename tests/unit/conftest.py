@@ -23,6 +23,13 @@ settings.register_profile(
 settings.load_profile("unit")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a module that imports torch, where those of other folders do not."""
+    alone = all(item.nodeid.startswith("tests/unit/") for item in session.items)
+    if alone and "torch" in sys.modules:
+        raise pytest.UsageError("a module of tests/unit imports torch")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _without_torch() -> Iterator[None]:
     """Fails after the last test of a module if one of them has imported torch."""
