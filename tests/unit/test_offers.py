@@ -45,8 +45,9 @@ def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> Non
             for candidate, _ in contender.candidates(task(4, 8))
         )
         counts = (count for count in found if count != "auto")
-        first = next(counts)
-        assert any(count != first for count in counts), (name, first)
+        first = next(counts, None)
+        several = any(count != first for count in counts)
+        assert several == (name != "torchtitan"), (name, first)
 
 
 def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() -> None:
