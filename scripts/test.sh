@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must hold: formatting, types, import direction, docs, tests.
 # ./scripts/test.sh unit runs the tests of tests/unit alone, which need no torch.
+# ./scripts/test.sh faults runs the sweeps of injected faults, which prove that the gate of a run and
+# the watch over its streams find what they must find. All other runs leave them out.
 # ./scripts/test.sh bare runs those of tests/unit and tests/suite that name an optional part (Slurm, a
 # browser, LaTeX, faketime) where none of these parts can be found.
 set -euo pipefail
@@ -15,6 +17,9 @@ pytest=("$bin/python" -m pytest -q --durations=25)
 workers=(--dist=worksteal --numprocesses)
 if [ "${1:-all}" = unit ]; then
     exec "${pytest[@]}" "${workers[@]}" logical --maxprocesses=8 tests/unit
+fi
+if [ "${1:-all}" = faults ]; then
+    exec "${pytest[@]}" "${workers[@]}" 2 -m faults tests/gloo tests/streams
 fi
 if [ "${1:-all}" = bare ]; then
     programs=$(mktemp -d) # links to all that the PATH has, but the optional parts
@@ -48,7 +53,7 @@ beside imports $bin/lint-imports
 beside docs $bin/mkdocs build --strict --quiet --site-dir "$logs/.site"
 beside slurm "${pytest[@]}" tests/slurm
 failed=()
-"${pytest[@]}" "${workers[@]}" 2 tests/gloo tests/streams || failed+=("tests/gloo")
+"${pytest[@]}" "${workers[@]}" 2 -m "not faults" tests/gloo tests/streams || failed+=("tests/gloo")
 # After them, because more processes at once would only wait for the cores, and so would Slurm's daemons.
 "${pytest[@]}" "${workers[@]}" 2 tests/suite tests/unit || failed+=("others")
 for name in mypy imports docs slurm; do

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -140,10 +139,7 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def build_model_of(
-    case: Case,
-    dtype: torch.dtype,
-    optimizer: OptimizerConfig = ADAMW,
-    lr_schedule: Callable[[int], float] | None = None,
+    case: Case, dtype: torch.dtype, optimizer: OptimizerConfig = ADAMW
 ) -> ParallelModel:
     """This rank's part of a case."""
     shape = case.shape
@@ -157,7 +153,6 @@ def build_model_of(
         optimizer=optimizer,
         tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
         dropout_seed=SEED if case.dropout else None,
-        lr_schedule=lr_schedule,
     )
 
 

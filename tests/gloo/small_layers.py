@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,25 @@ def built(layers: list[Any], **more: Any) -> ParallelModel:
     }
     arguments |= more
     return zeropp.parallelize(layers, arguments.pop("loss_fn", loss_function), **arguments)
+
+
+def trained_alone(
+    layers: Sequence[nn.Module],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> nn.ModuleList:
+    """Copies of the layers after a step with each batch in one process, row by row; the gradients
+    of the last step are in them."""
+    model = nn.ModuleList(copy.deepcopy(list(layers)))
+    stepper = optimizer([p for p in model.parameters() if p.requires_grad])
+    for inputs, targets in batches:
+        stepper.zero_grad()
+        for x, y in zip(inputs[:, None], targets[:, None], strict=True):
+            for layer in model:
+                x = layer(x)
+            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+    return model
 
 
 def error_of(make: Callable[[], object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.gloo import small_layers
-from tests.gloo.small_layers import BATCH, loss_function
+from tests.gloo.small_layers import BATCH, loss_function, trained_alone
 from zeropp.parallel_model import ParallelModel
 
 WIDTH = 6
@@ -46,17 +45,7 @@ def made() -> list[nn.Module]:
 
 def alone(steps: int) -> nn.Module:
     """The layers after some steps in one process."""
-    model = nn.ModuleList(copy.deepcopy(made()))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
-            for layer in model:
-                x = layer(x)
-            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return model
+    return trained_alone(made(), map(data, range(steps)), partial(torch.optim.AdamW, lr=1e-2))
 
 
 def parallel(degrees: dict[str, Any]) -> ParallelModel:

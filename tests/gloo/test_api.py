@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ from tests.gloo.small_layers import (
     data,
     error_of,
     linear,
-    loss_function,
     seeded,
+    trained_alone,
 )
 from tests.gloo.world import World
 
@@ -166,18 +165,8 @@ def made(name: str) -> list[nn.Module]:
 def alone(name: str) -> dict[str, Tensor]:
     """Parameters after plain SGD in one process, by ``{layer}.{name}``. Each one that is used and
     trained has moved far enough that a wrong gradient would be seen."""
-    model = nn.ModuleList(copy.deepcopy(made(name)))
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=RATE)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs, targets = data(step)
-        for x, y in zip(inputs[:, None], targets[:, None], strict=True):
-            for layer in model:
-                x = layer(x)
-            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    before = dict(nn.ModuleList(made(name)).named_parameters())
+    model = trained_alone(made(name), map(data, range(STEPS)), partial(torch.optim.SGD, lr=RATE))
     for key, value in model.named_parameters():
         if value.grad is not None and value.numel():
             assert float((value - before[key]).abs().max()) > LEAST_MOVE, key
@@ -247,7 +236,7 @@ def test_a_cpu_with_an_index_is_the_cpu(world: World) -> None:
 
 def misused() -> dict[str, str]:
     """What wrong steps say, and what a step says after one that raised."""
-    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=15))
+    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=8))
     inputs, targets = data()
     found = {"rows": error_of(lambda: model.train_step(inputs[:3], targets[:3]))}
     with torch.no_grad():

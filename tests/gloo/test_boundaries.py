@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.gloo.differences import largest
-from tests.gloo.small_layers import BATCH, WIDTH, Kind, built, data, linear, seeded
+from tests.gloo.small_layers import BATCH, WIDTH, Kind, built, data, linear, seeded, trained_alone
 from tests.gloo.world import World
 
 
@@ -44,18 +46,11 @@ def train_over(kinds: list[Kind], integers: bool, pp: int) -> dict[str, float]:
     """How far this rank's parameters are, after two steps, from those of one process."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randint(5, (BATCH,), generator=generator) if integers else data()[0]
-    expected = nn.ModuleList(seeded(kinds))
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    targets = data()[1]
+    batches = [(inputs, data()[1])] * 2
+    expected = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
     model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
-    for _ in range(2):
-        model.train_step(inputs, targets)
-        optimizer.zero_grad()
-        for x, y in zip(inputs[:, None], targets[:, None], strict=True):
-            for layer in expected:
-                x = layer(x)
-            (nn.functional.mse_loss(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    for batch in batches:
+        model.train_step(*batch)
     alone = dict(expected.named_parameters())
     return {
         name: float((value.double() - alone[name]).abs().max())

@@ -25,7 +25,6 @@ TIED = {"tied_embeddings": True}
     [
         ({"pp": 2, "tp": 2}, TIED),
         ({"pp": 2, "replicate_zero": 1}, LLAMA),
-        ({"pp": 2, "replicate_zero": 1, "recompute": "full"}, TIED),
         (
             {"pp": 2, "tp": 1, "placement": "pp_inner", "recompute": "full", "recompute_blocks": 1},
             {},
@@ -33,7 +32,6 @@ TIED = {"tied_embeddings": True}
         ({"pp": 1, "tp": 2, "replicate_zero": 1}, LLAMA | TIED),
         ({"pp": 1, "tp": 2, "replicate_zero": 2, "recompute": "full"}, TIED),
         ({"pp": 1, "tp": 1, "replicate_zero": 0}, {}),
-        ({"pp": 4, "recompute": "full"}, {}),
     ],
     ids=str,
 )
@@ -48,7 +46,7 @@ def test_deepspeed_is_one_process(
         assert [span.action for span in outcome.spans] == expected
 
 
-@pytest.mark.parametrize(("pp", "replicate_zero"), [(2, 0), (2, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "replicate_zero"), [(2, 1), (1, 2)])
 def test_deepspeed_clips_and_adapts(world: World, pp: int, replicate_zero: int) -> None:
     contender = {"name": "deepspeed_3d", "pp": pp, "tp": 2, "replicate_zero": replicate_zero}
     plan = request(4 * pp, contender).plan()
@@ -78,7 +76,6 @@ TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": Fals
     [
         ({"pp": 2, "tp": 2, "replicate_zero": 1}, "build_with_bf16"),
         ({"pp": 2, "replicate_zero": 1, **TO_OWNERS}, "build_with_own"),
-        ({"pp": 1, "tp": 2, "replicate_zero": 1}, "build_with_bf16"),
         ({"pp": 1, "tp": 1, "replicate_zero": 1, "grad_accum_dtype": "bf16"}, "build_with_own"),
         ({"pp": 1, "tp": 2, "replicate_zero": 2}, "build_with_own"),
     ],
@@ -89,11 +86,7 @@ def test_deepspeed_bf16_is_close(world: World, contender: dict[str, Any], builde
     check(world, f"{__name__}:{builder}", plan, tolerance=2e-2)
 
 
-@pytest.mark.parametrize(
-    "contender",
-    [{"pp": 1, "tp": 2, "replicate_zero": 2}, {"pp": 2, "recompute": "full"}],
-    ids=str,
-)
-def test_compiled_blocks_have_the_same_gradients(world: World, contender: dict[str, Any]) -> None:
-    plan = request(4, {"name": "deepspeed_3d", "compile": True, **contender}).plan()
+def test_compiled_blocks_have_the_same_gradients(world: World) -> None:
+    contender = {"name": "deepspeed_3d", "compile": True, "pp": 2, "recompute": "full"}
+    plan = request(4, contender).plan()
     check(world, f"{__name__}:build_in_python", plan)

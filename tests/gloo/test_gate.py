@@ -170,10 +170,17 @@ def label(case: Case, setting: Setting) -> str:
 
 
 ROUNDS = [(case, setting, faults) for case in CASES for setting, faults in case.rounds]
-NAMES = [label(case, setting) for case, setting, _ in ROUNDS]
 
 
-@pytest.mark.parametrize(("case", "setting", "faults"), ROUNDS, ids=NAMES)
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """All but ZeroPP in fp32 belongs to the sweep, which takes long."""
+    return [] if case is CASES[0] else [pytest.mark.faults]
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "faults"),
+    [pytest.param(*one, id=label(*one[:2]), marks=marks(one[0])) for one in ROUNDS],
+)
 def test_the_gate_finds_every_fault(
     world: World, case: Case, setting: Setting, faults: list[str]
 ) -> None:
@@ -237,6 +244,7 @@ def test_cases_cover_contenders_and_needs() -> None:
         assert CONTENDERS[name].reproduces_dropout == ("dropout" in needs)
 
 
+@pytest.mark.faults
 def test_the_gate_of_a_bf16_run_finds_subtle_faults(world: World) -> None:
     setting = Setting(2, {"pp": 1, "shard": 2}, set(), 8)
     spec = spec_of(Case("zeropp", "bf16", {}, setting, ()), setting)

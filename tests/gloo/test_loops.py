@@ -330,7 +330,7 @@ def apart(told: Path) -> dict[str, str]:
     found = {}
     with (
         mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "0"}),  # else who is late is unknown
-        parallel({"pp": 2}, timeout=timedelta(seconds=15)) as model,
+        parallel({"pp": 2}, timeout=timedelta(seconds=8)) as model,
         mock.patch.object(errors, "_REPORT", timedelta(seconds=2)),
     ):
         inputs, targets = tokens(0)

@@ -42,11 +42,10 @@ SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "fp32",
     ),
     "selective, bf16": (
-        {"pp": 2, "shard": 2, "chunks": 3, "recompute": "selective", "reduce_dtype": "bf16"},
-        LLAMA | {"layers": 6},
+        {"pp": 2, "shard": 2, "recompute": "selective", "reduce_dtype": "bf16"},
+        LLAMA,
         "bf16",
     ),
-    "no pipeline": ({"shard": 2, "chunks": 2, "reduce_every": "step", "unit": 1}, {}, "bf16"),
     "full backwards": (
         {"pp": 3, "chunks": 2, "unit": 4, "activation_cap": 6, "split_backward": False}
         | {"prefetch": 2},

@@ -107,10 +107,7 @@ ELEMENTWISE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     # replicas that keep a part of the optimizer's state each.
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.5),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True, foreach=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True, maximize=True),
 }
 KINDS = {name: of_all(make) for name, make in ELEMENTWISE.items()} | WHOLE

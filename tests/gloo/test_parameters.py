@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import zeropp
 from tests.gloo import small_layers
 from tests.gloo.differences import largest
-from tests.gloo.small_layers import BATCH, loss_function
+from tests.gloo.small_layers import BATCH, loss_function, trained_alone
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
@@ -49,16 +49,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def alone(layers: list[nn.Module], steps: int) -> nn.Module:
     """The layers after some steps in one process."""
-    model = nn.ModuleList(copy.deepcopy(layers))
-    stepper = optimizer(model.parameters())
-    for step in range(steps):
-        stepper.zero_grad()
-        for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
-            for layer in model:
-                x = layer(x)
-            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
-        stepper.step()
-    return model
+    return trained_alone(layers, map(data, range(steps)), optimizer)
 
 
 def parallel(layers: list[nn.Module], **more: Any) -> ParallelModel:

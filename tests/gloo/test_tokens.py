@@ -25,7 +25,6 @@ SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
 MUON = "muon"  # with AdamW for what are no matrices of blocks, clipped as SGD is
 TIED = (0, "weight"), (LAYERS - 1, "weight")
 DISTRIBUTIONS = ("any", "first rows", "one label")
-TOPOLOGIES = 50
 
 
 class Balanced(nn.Module):
@@ -183,7 +182,7 @@ def check(world: World, seed: int) -> None:
             assert parameters < 1e-6, (parameters, distribution, kind, drawn)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_topologies_are_one_process(world: World, seed: int) -> None:
     check(world, seed)
 
@@ -235,15 +234,3 @@ def test_what_is_no_sum_and_count_is_an_error_and_no_count_updates_nothing(world
     }
     assert all(torch.tensor([*first[1], *second[1]]).isfinite().logical_not())
     assert first[2] == second[2] == 1
-
-
-def main() -> None:
-    """Many topologies, which takes some minutes: ``python -m tests.gloo.test_tokens``."""
-    with World() as world:
-        for seed in range(TOPOLOGIES):
-            check(world, seed)
-            print(seed, topology(seed), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,15 +19,11 @@ FEW = 4  # microbatches, because DTensors of tensor parallelism take long for ea
 @pytest.mark.parametrize(
     ("contender", "model"),
     [
-        ({"pp": 2, "shard": 2, "schedule": "1f1b"}, {}),
         ({"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}, {}),
         ({"pp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 3}, {"layers": 6}),
-        ({"pp": 2, "shard": 2, "schedule": "looped_bfs", "chunks": 2}, {}),
-        ({"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}, {}),
         ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {"tied_embeddings": True}),
         ({"pp": 2, "shard": 2, "schedule": "dualpipev", "chunks": 2}, {}),
         # Two units of two microbatches: each stage is gathered, released and reduced in both.
-        ({"pp": 2, "shard": 2, "schedule": "zeropp", "chunks": 2}, {}),
         ({"pp": 2, "shard": 2, "schedule": "zeropp", "chunks": 3}, {"layers": 6}),
         (
             {"pp": 2, "tp": 2, "schedule": "1f1b", "recompute": "selective"},

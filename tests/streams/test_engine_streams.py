@@ -4,7 +4,7 @@ fault that is put into it is found."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -21,13 +21,6 @@ from zeropp.emulate import watch
 from zeropp.emulate.log import Issued
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule.program import Schedule, loop_placement, parse_action
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Ranks to run functions on; see ``World.run``."""
-    with World(4) as world:
-        yield world
 
 
 def faults_of(found: list[Found]) -> set[str]:
@@ -184,6 +177,7 @@ def test_recording_spans_waits_for_compute_alone(world: World) -> None:
         assert count == 2 * actions
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, world: World) -> None:
     case = CASES[FAULTS[name][1]]
@@ -191,6 +185,7 @@ def test_a_fault_is_found(name: str, world: World) -> None:
     assert not clean, text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_is_no_fault_is_not_found(name: str, world: World) -> None:
     case = CASES[CONTROLS[name][1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +20,6 @@ from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Ranks to run functions on; see ``World.run``."""
-    with World(4) as world:
-        yield world
 
 
 def example(*arguments: str) -> tuple[bool, str]:

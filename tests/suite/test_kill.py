@@ -1,4 +1,5 @@
-"""A rank is killed in mid-run: the record says so, nobody is left, the rest goes on."""
+"""A rank is killed in mid-run: the record says so, nobody is left, the rest goes on. Two sweeps at
+once share the points."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from benchmarks.records.record import find_records, read_record
 from benchmarks.report import write
 from benchmarks.run import main
 from benchmarks.specification.run_spec import spec_from_mapping
+from tests.slurm.commands import Command
 from tests.slurm.ranks import start_stand_in, use_stand_ins
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
@@ -163,6 +165,25 @@ def test_second_run_completes_only_what_is_missing(
     assert main() == 0
     assert "1 of 2 points to run" in capsys.readouterr().err
     assert statuses(runs) == ["failed", "ok", "ok"]
+
+
+def test_two_local_sweeps_at_once_run_every_point_once(tmp_path: Path) -> None:
+    runs, wait = tmp_path / "runs", tmp_path / "wait"
+    wait.touch()
+    words = ["-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,10,20"]
+    words += ["global_batch=4", f"runs_dir={runs}", f"report_dir={tmp_path}"]
+    both = [Command("benchmarks.run", words, os.environ, use_stand_ins) for _ in range(2)]
+    waits = "which runs or submits points in this folder"
+    wait_until(lambda: any(waits in sweep.printed for sweep in both), "one of them to wait")
+    wait.unlink()
+    assert [sweep.wait() for sweep in both] == [0, 0], [sweep.printed for sweep in both]
+    records = [read_record(path) for path in find_records([runs])]
+    assert sorted(r.spec["seed"] for r in records) == [0, 10, 20]
+    assert {r.status for r in records} == {"ok"}
+    said = "0 of 3 points to run with launcher=local, 3 already recorded"
+    assert sum(said in sweep.printed for sweep in both) == 1
+    points = sweep_status(runs).points
+    assert {point.spec_id for point in points} == {r.spec_id for r in records}
 
 
 MOMENTS, SIMULATED, MEASURED = 30, 100, 8

@@ -7,8 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.unit.slurm_attempts import make_attempt, silence_slurm
+
+# The same examples in every run, and no limit of time: a test fails because of the code alone, and
+# not because of a number that was drawn or of what else the machine does.
+settings.register_profile(
+    "unit",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("unit")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a module that imports torch, where those of other folders do not."""
+    alone = all(item.nodeid.startswith("tests/unit/") for item in session.items)
+    if alone and "torch" in sys.modules:
+        raise pytest.UsageError("a module of tests/unit imports torch")
 
 
 @pytest.fixture(scope="module", autouse=True)

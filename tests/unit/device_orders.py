@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 
-from zeropp.emulate.log import Issued, Log, Message
+from zeropp.emulate.log import Issued, Log, Logs, Message
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.schedule.generators import interleaved_orders
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import (
@@ -23,6 +24,9 @@ from zeropp.schedule.program import (
 
 GroupOf = Callable[[int, int], Hashable]  # of a message between two pipeline ranks
 COMPUTE_STREAM = "compute"
+# Communication kernels that fit on a device at a time: of those that could start, any does, or the
+# one that was issued first. A pipeline rank has at most six in a step: two lanes, four of messages.
+ANY_FIRST, IN_ORDER = 5, 3
 
 
 def channels(schedule: Schedule) -> GroupOf:
@@ -310,3 +314,14 @@ def first_uses(logs: dict[int, list[Issued]]) -> dict[int, list[Issued]]:
                 found[rank].append(Issued("sync", what=f"the first {kind}"))
             found[rank].append(one)
     return found
+
+
+def check(logs: Logs, waits_of: int) -> None:
+    """Everything ends; a wait for the device in one of the first ``waits_of`` ranks does, too."""
+    assert mismatches(logs) == []
+    assert stuck(logs) == {}
+    assert stuck(logs, resident=IN_ORDER) == {}
+    assert stuck(logs, resident=ANY_FIRST, seed=1) == {}
+    assert {rank: hanging_waits(logs, rank) for rank in range(waits_of)} == {
+        rank: [] for rank in range(waits_of)
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,10 +13,17 @@ MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_A_FILE = 700
 
 
+@cache
 def sources() -> dict[str, str]:
     """The text of every file of the packages, by its path."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The same, parsed."""
+    return {path: ast.parse(text) for path, text in sources().items()}
 
 
 def functions(inside: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -36,8 +44,8 @@ def test_no_file_is_too_long() -> None:
 def test_no_function_is_too_long() -> None:
     lengths = {
         f"{path}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path, text in sources().items()
-        for node in functions(ast.parse(text))
+        for path, tree in trees().items()
+        for node in functions(tree)
     }
     assert len(lengths) > 500
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
@@ -55,8 +63,8 @@ def writes_text(call: ast.Call) -> bool:
 def test_text_files_are_utf_8_in_every_locale() -> None:
     calls = {
         f"{path}:{node.lineno}": node
-        for path, text in sources().items()
-        for node in ast.walk(ast.parse(text))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and writes_text(node)
     }
     assert len(calls) > 30

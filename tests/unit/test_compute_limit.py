@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
@@ -60,7 +60,6 @@ def any_setting(draw: st.DrawFn) -> tuple[Contender[Any], Candidate[Any]]:
     return contender, Candidate(knobs, size)
 
 
-@settings(max_examples=60, deadline=None)
 @given(any_setting())
 def test_losses_add_up_to_the_step_and_none_is_negative(
     setting: tuple[Contender[Any], Candidate[Any]],

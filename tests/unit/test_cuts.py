@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
@@ -32,7 +32,6 @@ def work_of_ranks(
     return work
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from([loop_placement(2, 2), loop_placement(3, 1), loop_placement(2, 1)])
     | st.sampled_from([v_placement(2), loop_placement(1, 1), loop_placement(1, 3)]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
@@ -65,7 +65,6 @@ def equal_cost_plan(plan: Plan, cap: int) -> Plan:
     st.sampled_from(["none", "full"]),
     st.sampled_from(["unit", "step"]),
 )
-@settings(max_examples=30, deadline=None)
 def test_a_plan_is_never_slower_than_its_own_order_for_equal_durations(
     cluster: str, pp: int, chunks: int, m: int, unit: int, recompute: str, reduce_every: str
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.unbuffered_run import UnbufferedRun
@@ -87,7 +87,6 @@ def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
 
 
 @given(any_schedule())
-@settings(max_examples=80, deadline=None)
 def test_every_generator_is_legal(schedule: Schedule) -> None:
     validate(schedule)
     seen = Counter(
@@ -101,7 +100,6 @@ def test_every_generator_is_legal(schedule: Schedule) -> None:
 
 
 @given(any_zeropp(), st.data())
-@settings(max_examples=60, deadline=None)
 def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
     sizes: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -115,7 +113,6 @@ def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
 
 
 @given(any_zeropp())
-@settings(max_examples=40, deadline=None)
 def test_the_backward_is_split_or_not(sizes: dict[str, Any]) -> None:
     ops = {a.op for program in build("zeropp", **sizes).programs for a in program}
     parts = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
@@ -134,7 +131,6 @@ def test_zeropp_meets_its_bound_within_1f1b_memory(ranks: int, chunks: int, unit
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
     ranks, chunks = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
     unit = data.draw(st.integers(ranks, 2 * ranks))
@@ -147,7 +143,6 @@ def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
 
 
 @given(zeropp_sizes(), st.data())
-@settings(max_examples=40, deadline=None)
 def test_weight_gradients_of_one_chunk_at_a_time_are_open(
     sizes: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -164,7 +159,6 @@ def test_weight_gradients_of_one_chunk_at_a_time_are_open(
 
 
 @given(any_schedule(), st.integers(0, 3), st.sampled_from(["unit", "step"]))
-@settings(max_examples=80, deadline=None)
 def test_lowered_programs_gather_and_reduce_once(
     schedule: Schedule, prefetch: int, reduce_every: str
 ) -> None:
@@ -206,7 +200,6 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 
 
 @given(any_schedule())
-@settings(max_examples=80, deadline=None)
 def test_no_deadlock_even_if_a_send_blocks_until_its_receive_is_posted(schedule: Schedule) -> None:
     """No buffers at all. Each rank's next step is enabled or not whatever the others' speed, and
     stays enabled once it is, so one run without deadlock proves it for any timing."""
@@ -233,7 +226,6 @@ def _needed_before(compute: Schedule) -> dict[tuple[int, bool, int | None], list
 
 
 @given(any_schedule())
-@settings(max_examples=80, deadline=None)
 def test_a_receive_is_posted_after_all_that_its_message_depends_on(schedule: Schedule) -> None:
     """Otherwise a rank whose host waits for its device, at any place, may wait for ever."""
     needed = _needed_before(schedule)
@@ -289,7 +281,6 @@ def test_a_step_ends_with_what_its_plan_asks_for(
 
 
 @given(any_schedule(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_the_end_of_a_step_adds_to_its_passes_alone(
     compute: Schedule, tied: bool, replicas: bool, zero1: bool, parts: bool
 ) -> None:

@@ -52,17 +52,6 @@ def zeropp_plan(pp: int, m: int, unit: int, **knobs: object) -> Plan:
     return ZEROPP.plan(task(64, m * 64 // pp), Candidate(chosen, 1))
 
 
-def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
-    plan = one_f_one_b(4, 8)
-    result = simulate(
-        plan,
-        task().cluster,
-        price=flat_price(plan, StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0)),
-    )
-    assert result.step_s == pytest.approx((8 + 4 - 1) * 3.0)
-    assert result.bubble == pytest.approx(3 / 11)
-
-
 def test_a_rank_whose_layers_cost_nothing_has_a_price() -> None:
     """A stage of views alone, beside collectives that slow compute."""
     plan = zeropp_plan(2, 4, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 from pathlib import Path
@@ -15,13 +14,10 @@ from benchmarks.launch.attempt import Ending, killed
 from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points, only_one
-from benchmarks.launch.sweep_status import sweep_status
 from benchmarks.records.events import Events
-from benchmarks.records.record import find_records, read_record
+from benchmarks.records.record import find_records
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.slurm.commands import Command
-from tests.slurm.ranks import use_stand_ins
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
 
@@ -95,22 +91,3 @@ def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
     if codes[0]:
         said[0] |= {"type": "RuntimeError", "message": "connection closed by peer"}
     assert local._ending_by_codes(codes, failed_first, {0: said, 2: []}) == ending
-
-
-def test_two_local_sweeps_at_once_run_every_point_once(tmp_path: Path) -> None:
-    runs, wait = tmp_path / "runs", tmp_path / "wait"
-    wait.touch()
-    words = ["-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,10,20"]
-    words += ["global_batch=4", f"runs_dir={runs}", f"report_dir={tmp_path}"]
-    both = [Command("benchmarks.run", words, os.environ, use_stand_ins) for _ in range(2)]
-    waits = "which runs or submits points in this folder"
-    wait_until(lambda: any(waits in sweep.printed for sweep in both), "one of them to wait")
-    wait.unlink()
-    assert [sweep.wait() for sweep in both] == [0, 0], [sweep.printed for sweep in both]
-    records = [read_record(path) for path in find_records([runs])]
-    assert sorted(r.spec["seed"] for r in records) == [0, 10, 20]
-    assert {r.status for r in records} == {"ok"}
-    said = "0 of 3 points to run with launcher=local, 3 already recorded"
-    assert sum(said in sweep.printed for sweep in both) == 1
-    points = sweep_status(runs).points
-    assert {point.spec_id for point in points} == {r.spec_id for r in records}

@@ -70,16 +70,6 @@ def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
         assert winner.step_s == pytest.approx(min(fitting))
 
 
-@pytest.mark.parametrize("name", PRICED)
-def test_bounds_hold_for_longer_pipelines(name: str) -> None:
-    contender = PRICED[name]
-    found = everything(name, FEWER)
-    chosen = found[:: max(1, len(found) // 20)]
-    assert len(chosen) >= 10
-    for candidate, plan in chosen:
-        check_bounds(FEWER, plan, contender.simulated(FEWER, candidate))
-
-
 def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> None:
     first = search(task(), DEEPSPEED_3D, runner_up=False)
     assert first.winner is not None
