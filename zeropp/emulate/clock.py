@@ -26,7 +26,12 @@ from zeropp.price.network import all_reduce_s, gather_s, group, message_s
 from zeropp.price.price import stragglers
 from zeropp.timeline import Lane, Span, Timeline
 
-_LANES: dict[str, Lane] = {"allgather": "gather", "reduce_scatter": "reduce", "send": "transfer"}
+_LANES: dict[str, Lane] = {
+    "allgather": "gather",
+    "reducescatter": "reduce",
+    "send": "transfer",
+    "irecv": "transfer",
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class _Links:
             for issued in log:
                 for part in issued.parts:
                     self.holders[part.key].add(rank)
-                if lane_of(issued) in ("gather", "reduce") and issued.stream != COMPUTE:
+                if _is_beside_compute(issued):
                     self._crossed.add(self._group(issued.parts[0]).nodes > 1)
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
@@ -142,7 +147,7 @@ class _Links:
             moved = part.moved * (2 if crosses in self._crossed else 1)
             return message_s(self._cluster, self._stride, self._world, crosses=crosses, size=moved)
         among = self._group(part)
-        price = all_reduce_s if "allreduce" in issued.what else gather_s
+        price = all_reduce_s if "allreduce" in issued.what.replace("_", "") else gather_s
         return price(self._cluster, among, part.moved)
 
     def _group(self, part: RankPart) -> Any:
@@ -152,10 +157,19 @@ class _Links:
         return group(self._cluster, len(ranks), stride, self._world)
 
 
+def _is_beside_compute(issued: Issued) -> bool:
+    """Whether it is a collective of shards: compute waits at once for those of tensor parallelism,
+    be they on its own stream or functional."""
+    is_functional = issued.what.startswith("_c10d_functional")
+    return (
+        lane_of(issued) in ("gather", "reduce") and issued.stream != COMPUTE and not is_functional
+    )
+
+
 def lane_of(issued: Issued) -> Lane:
     """The lane of a timeline in which a message or a collective is."""
-    names = (lane for text, lane in _LANES.items() if text in issued.what.replace("irecv", "send"))
-    return next(names, "replicas")
+    name = issued.what.replace("_", "")
+    return next((lane for text, lane in _LANES.items() if text in name), "replicas")
 
 
 class _Run(NamedTuple):

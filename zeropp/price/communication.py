@@ -211,7 +211,7 @@ def replica_s(
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
     pieces = sizes
-    if not program.flat_chunks:
+    if not program.flat_chunks and not program.fsdp_hooks:
         sizes = [sum(sizes)]
     scatters = layout.replicate_zero and not state.zero1_all_reduces
     reduce = gather_s if scatters else all_reduce_s
@@ -226,7 +226,8 @@ def replica_s(
         seconds += more * reduce(cluster, replicas, 0.0)
     if state.copied:
         seconds += stream_s(work.device, state.copied * sum(sizes), len(sizes))
-    if program.overlap_reduction:  # what comes last is exposed: the first piece, or its bucket
+    if program.overlap_reduction and not cost.waits_for_reduction:
+        # What comes last is exposed: the first piece, or its bucket.
         hidden = cost.backward_input + cost.backward_weight
         last = max(pieces[0], min(bucket, sum(sizes))) / sum(sizes)
         seconds = _slowed(cluster, seconds, max(seconds - hidden, seconds * last))

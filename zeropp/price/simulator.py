@@ -136,6 +136,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
     for rank, collectives in enumerate(plan.schedule.collectives):
         beside = crossing = 0.0
         for stage, op, _ in collectives:
+            if costs[stage].waits_for_reduction and op is not Op.UNSHARD:
+                continue
             if op is Op.REDUCE_REPLICAS:  # all but the last one have compute beside them
                 beside, crossing = beside + crossing, costs[stage].reduce_replicas
             else:
