@@ -76,11 +76,13 @@ class PassTimes:
 
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
-    """(k, n) of the matrix products of a block on one rank; Llama's parallel ones are fused."""
+    """(k, n) of the matrix products of a block on one rank; the parallel ones of a gated MLP are
+    fused, as are those of attention, unless the program has separate ones."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    separate = work.program.separate_projections
     return (
-        (h, (h + 2 * kv) // tp),
+        *([(h, h // tp or 1), *[(h, kv // tp or 1)] * 2] if separate else [(h, (h + 2 * kv) // tp)]),
         (h // tp or 1, h),
         (h, shape.gates * shape.ffn // tp),
         (shape.ffn // tp or 1, h),
@@ -132,18 +134,19 @@ def _block_kernels(work: Work) -> KernelSeconds:
         return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
 
     products = [product(tokens, k, n) for k, n in linears(work)]
+    forward, backward = _elementwise_kernels(work)
     return KernelSeconds(
         products=sum(products),
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
         weights=sum(product(k, tokens, n) for k, n in linears(work)),
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
-        elementwise=stream_s(device, block_traffic(work) + cast, kernels=12),
+        elementwise=stream_s(device, block_traffic(work) + cast, forward),
         elementwise_backward=stream_s(
-            device, block_traffic_backward(work) + cast_backward, kernels=18
+            device, block_traffic_backward(work) + cast_backward, backward
         ),
         accumulation=stream_s(device, work.accumulated * parameters, kernels=4),
-        mlp=sum(products[2:]) + stream_s(device, mlp_traffic(work), kernels=4),
+        mlp=sum(products[-2:]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
 
@@ -258,14 +261,27 @@ def _head(work: Work) -> PassTimes:
     return PassTimes(forward, backward, weight)
 
 
+def _elementwise_kernels(work: Work) -> tuple[int, int]:
+    """Element-wise kernels of a block's forward and backward. With separate projections there are
+    two norms, two sums and a non-linearity, and of rotary embedding one each for queries and keys;
+    in the backward two more sums, and one of each bias."""
+    if not work.program.separate_projections:
+        return 12, 18
+    return (5, 13) if work.shape.family == "gpt" else (7, 9)
+
+
 def block_traffic(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's forward: two norms, two residual adds, the
-    layout changes around attention, and the MLP's non-linearity."""
+    layout changes around attention (none with separate projections, but for rotary embedding, which
+    reads and writes queries and keys), and the MLP's non-linearity."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
-    inside = (6 * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
+    around = 6
+    if work.program.separate_projections:
+        around = 0 if shape.family == "gpt" else 4
+    inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
 
 
@@ -285,19 +301,24 @@ def _activation_passes(work: Work) -> int:
 def block_traffic_backward(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's backward. A norm reads its input and the
     gradient twice (for its own gradient and for that of its parameters) and writes once; the
-    residual's gradient is added; the gradients of queries, keys and values are joined; GPT's biases
-    sum the gradients of their outputs. GELU's backward reads two tensors and writes one, and its
+    residual's gradient is added; the gradients of queries, keys and values are joined, or, with
+    separate projections, those of their inputs added; GPT's biases sum the gradients of their
+    outputs. GELU's backward reads two tensors and writes one, and its
     bias sums one; that of a gated MLP is assumed to move 1.5 times what its forward moves."""
     shape = work.shape
     biases = 1 if shape.family == "gpt" else 0
     whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)  # of each residual branch
     if work.sequence_parallel:
         whole /= work.tp
-    joined = 11 if biases else 12  # layout, joining and, of biases or rotary embedding, 3 or 4
+    around, added = 3 if biases else 4, 0  # of biases or rotary embedding
+    if work.program.separate_projections:
+        added = 6
+    else:  # layout and joining
+        around += 8
     passes = 4 if shape.gates == 1 else 7.5
-    inside = (joined * shape.hidden + passes * shape.ffn) / work.tp
+    inside = (around * shape.hidden + passes * shape.ffn) / work.tp
     scale = work.tokens * element_bytes(work.precision) * work.program.traffic_factor
-    return scale * (2 * whole * shape.hidden + inside)
+    return scale * ((2 * whole + added) * shape.hidden + inside)
 
 
 def cast_bytes(work: Work) -> tuple[int, int]:
