@@ -40,7 +40,7 @@ from zeropp.training import OptimizerConfig
 
 OUT = REFERENCE / "replays.csv"
 _KEY = [*CELL, "contender"]
-
+_CLIPPED = OptimizerConfig(kind="adamw", clip_norm=1.0)  # as the simulator prices an update
 
 # Megatron-Core's plans are replayed with its own layers, as nothing here has Transformer Engine.
 _OWN_LAYERS = {"megatron_core": "megatron_core_local"}
@@ -95,7 +95,7 @@ def _cell(record: RunRecord) -> Cell:
 def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
     """Trace one plan, and compare it in all cells that have it."""
     begin = time.perf_counter()
-    traces = trace_plan(shared[0][1], OptimizerConfig(kind="adamw"))
+    traces = trace_plan(shared[0][1], _CLIPPED)
     traced_s = time.perf_counter() - begin
     rows = []
     for cell, plan in shared:

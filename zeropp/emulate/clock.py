@@ -86,12 +86,12 @@ def replay(
         logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)
     ).run()
     slowdown = cluster.device.overlap_slowdown
+    last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     factors = {
-        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives())
+        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives(ran.end_of(last - 1)))
         for rank, ran in alone.items()
     }
     ranks = _Machine(logs, links.holders, seconds, prices, launch_s, factors).run()
-    last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
     spans = [
@@ -219,9 +219,13 @@ class _Rank:
         """When all has ended that was issued until the end of a step."""
         return max((time for step, time in self.ends.items() if step <= last), default=0.0)
 
-    def share_beside_collectives(self) -> float:
-        """The share of its compute beside which collectives run."""
-        compute = [span[2:] for span in self.spans if span[0] == "compute"]
+    def share_beside_collectives(self, since: float) -> float:
+        """The share of its compute since some time beside which collectives run."""
+        compute = [
+            (max(begin, since), end)
+            for lane, _, begin, end in self.spans
+            if lane == "compute" and end > since
+        ]
         others = [span[2:] for span in self.spans if span[0] not in ("compute", "transfer")]
         total = sum(end - begin for begin, end in compute)
         return _overlap_s(compute, others) / total if total else 0.0
