@@ -26,7 +26,7 @@ from zeropp.price.network import (
     group_of,
     start_s,
 )
-from zeropp.price.pieces import TENSORS, Work, attention_backward_s, attention_s, linears
+from zeropp.price.pieces import Work, attention_backward_s, attention_s, linears, tensors_of
 from zeropp.price.programs import Program, gathers
 from zeropp.schedule.program import StageCost
 
@@ -188,16 +188,18 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
+    # FSDP2 copies and casts tensor by tensor where nothing is sharded.
+    kernels = len(sizes) * (tensors_of(work) if program.fsdp_hooks and shards == 1 else 1)
     if program.shard_copies:  # every byte is read once and written once
         sent, made = wire["reduce_grad"], _gradient_bytes(plan, work)
-        seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], len(sizes))
+        seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], kernels)
         seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
         if shards == 1:  # a copy stands for the reduction
             seconds["reduce_grad"] += stream_s(work.device, 2 * sum(sizes) * sent, len(sizes))
     casts = program.state(plan.precision).casts_parameters
     if casts and not sends_compute_type(plan, program):
         cast = "copy_out" if program.torch_stages else "unshard"  # which stream casts
-        seconds[cast] += stream_s(work.device, _CAST * sum(sizes) / shards, len(sizes))
+        seconds[cast] += stream_s(work.device, _CAST * sum(sizes) / shards, kernels)
     if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
         seconds["copy_in"] = stream_s(work.device, _FP32 * sum(sizes), len(sizes))
         if shards > 1:
@@ -340,7 +342,7 @@ def gather_updated_s(
     if program.updated == "broadcasts":  # each takes all steps of a ring
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif program.updated == "slices":
-        copies = TENSORS[plan.shape.family] * pieces * ranks
+        copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s
     if program.overlap_updated:  # the next forward hides all but the first piece's
         seconds = _slowed(cluster, seconds, seconds / pieces)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
 TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
+SEPARATE = {"gpt": 16, "llama": 9}  # with separate projections
 TENSOR_KERNELS = 8  # additional launches with tensor parallelism
 
 
@@ -73,6 +74,11 @@ class PassTimes:
     def total(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward_input + self.backward_weight
+
+
+def tensors_of(work: Work) -> int:
+    """The parameter tensors of a block."""
+    return (SEPARATE if work.program.separate_projections else TENSORS)[work.shape.family]
 
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
@@ -135,6 +141,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
 
     products = [product(tokens, k, n) for k, n in linears(work)]
     forward, backward = _elementwise_kernels(work)
+    added = tensors_of(work) if work.program.fsdp_hooks and work.accumulated else 4
     return KernelSeconds(
         products=sum(products),
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
@@ -145,7 +152,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
         elementwise_backward=stream_s(
             device, block_traffic_backward(work) + cast_backward, backward
         ),
-        accumulation=stream_s(device, work.accumulated * parameters, kernels=4),
+        accumulation=stream_s(device, work.accumulated * parameters, added),
         mlp=sum(products[-2:]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
