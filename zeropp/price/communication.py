@@ -174,9 +174,10 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     """Seconds of a stage's gather and reduction, by the fields of StageCost.
 
     They include what runs on the streams of these collectives: shards are cast before their gather
-    (by torch's stages on the compute stream), gradients are cast before their reduction or added to those of earlier units. FSDP2's copies and
-    the clearing of a flat buffer take time on the compute stream. With a single shard (bf16 copies
-    of fp32 masters) there are only casts and copies.
+    (by torch's stages on the compute stream), gradients are cast before their reduction or added to
+    those of earlier units. FSDP2's copies and the clearing of a flat buffer take time on the
+    compute stream. With a single shard (bf16 copies of fp32 masters) there are only casts and
+    copies.
     """
     if not gathers(plan):
         return {}
@@ -277,7 +278,10 @@ def _by_bucket_s(
     own. Before a reduction compute waits for those before it. The backward is divided among the
     matrices by their size; a bias is there just before its matrix.
     """
-    replicas, state = group_of(cluster, plan.layout, "replicate"), work.program.state(plan.precision)
+    replicas, state = (
+        group_of(cluster, plan.layout, "replicate"),
+        work.program.state(plan.precision),
+    )
     sent = sent_bytes(plan, work.program)
 
     def reduced_s(elements: float) -> float:

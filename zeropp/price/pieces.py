@@ -88,7 +88,11 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     separate = work.program.separate_projections
     return (
-        *([(h, h // tp or 1), *[(h, kv // tp or 1)] * 2] if separate else [(h, (h + 2 * kv) // tp)]),
+        *(
+            [(h, h // tp or 1), *[(h, kv // tp or 1)] * 2]
+            if separate
+            else [(h, (h + 2 * kv) // tp)]
+        ),
         (h // tp or 1, h),
         (h, shape.gates * shape.ffn // tp),
         (shape.ffn // tp or 1, h),

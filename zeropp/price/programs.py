@@ -105,11 +105,11 @@ class Program:
     # A gated MLP's two input products are two layers. Without sequence parallelism, each of them
     # all-reduces its input gradient over the TP ranks.
     split_gate: bool = False
-    # With sequence parallelism, a gather or reduce-scatter of activations goes with a copy, because
-    # slices lie side by side within each sequence of a microbatch.
+    # With sequence parallelism, a gather or reduce-scatter of activations goes with a copy: tensors
+    # are [sequence, token, width], so that a rank's slice is not in one piece.
     copies_slices: bool = False
-    # The collective of a column-parallel product's input gradient, and with sequence parallelism the
-    # gather of its input, run beside the product of its weight gradient.
+    # The product of a column-parallel layer's weight gradient runs beside the collective of its
+    # input gradient.
     overlap_input_gradient: bool = False
     overlap_tensor: bool = False  # with sequence parallelism, TP collectives overlap the products
     overlap_reduction: bool = False  # gradient reductions overlap the last backward
