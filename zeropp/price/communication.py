@@ -366,7 +366,12 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
         moved += parameters * 3 * state.gradients
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
-    return stream_s(cluster.device, moved, kernels=4)
+    kernels = 4
+    if program.checks_gradients:
+        moved += updated * 3 * _FP32
+        blocks = plan.shape.layers / plan.layout.pp
+        kernels += round(12 * blocks * tensors_of(work) * updated / parameters)
+    return stream_s(cluster.device, moved, kernels)
 
 
 def tied_s(plan: SizedPlan, cluster: Cluster) -> float:
