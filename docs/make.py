@@ -343,6 +343,22 @@ def _closed_circle(name: str) -> str:
     return markdown_table(["", *heads], lines)
 
 
+def _tuned(name: str) -> str:
+    """Plans on two CPU cores: measured, priced, and in which places."""
+    rows = pd.read_csv(_REFERENCE / f"{name}.csv")
+    lines = []
+    for place, row in enumerate(rows.to_dict("records")):
+        model = "" if place and rows["model"][place - 1] == row["model"] else row["model"]
+        low, high, priced = (
+            f"{1e3 * row[key]:.0f}" for key in ("lowest_s", "highest_s", "priced_s")
+        )
+        measured = f"{1e3 * row['measured_s']:.0f} ({low} to {high})"
+        behind = f"{row['behind']:.1f}%"
+        lines.append([model, row["plan"], measured, behind, priced, str(row["place_by_price"])])
+    heads = ["", "plan", "measured ms", "behind the fastest", "priced ms", "place by price"]
+    return markdown_table(heads, lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -363,6 +379,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
     "closed_circle": _closed_circle,
+    "tuned": _tuned,
 }
 
 

@@ -58,9 +58,11 @@ def of_rank(times: Times, preset: Cluster, *, half: bool) -> dict[str, tuple[flo
     device, rate = preset.device, _product_rate(times, preset)
     found = {
         f"device.matmul_{'bf16' if half else 'fp32'}_tflops": (rate / 1e12, 0.0),
-        "device.kernel_us": (times.tiny.seconds * 1e6, times.tiny.spread),
         "device.launch_us": (times.launch.seconds * 1e6, times.launch.spread),
+        "device.kernel_us": (0.0, 0.0),  # on a CPU all of it is the host's
     }
+    if times.tiny is not None:
+        found["device.kernel_us"] = times.tiny.seconds * 1e6, times.tiny.spread
     attention = times.attention_flops / times.attention.seconds
     found["device.attention_efficiency"] = min(1.0, attention / rate), times.attention.spread
     stream = times.stream_bytes / times.stream.seconds / 1e9

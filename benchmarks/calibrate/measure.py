@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import quantiles
 from typing import Any
@@ -18,12 +18,15 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
+from zeropp.model import build_piece
 from zeropp.price.kernels import ATTENTION_TILE
+from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
 from zeropp.shape import ModelShape
 
 _LEAST_S = 0.15  # of repetitions of one kernel
 _MOST = 200  # repetitions
 _TINY = 300  # kernels in a row, of which one takes the gap between launches
+_LAUNCHED = 100  # blocks, of which the first fifth warms up
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)  # bytes of a collective's result
 _ON_CPU = 2**22  # the largest of them on CPUs
 
@@ -49,8 +52,8 @@ class Times:
     attention_flops: float = 0.0  # with those of whole tiles, and as if heads were wide
     stream: Timed = _NOT_YET
     stream_bytes: int = 0
-    tiny: Timed = _NOT_YET  # a small kernel, in a row of many
-    launch: Timed = _NOT_YET  # the host's part of it
+    tiny: Timed | None = None  # a small kernel in a row of many; None on a CPU, whose host runs it
+    launch: Timed = _NOT_YET  # the host's part of a kernel, with Python, in a block
     collectives: dict[tuple[str, str, int], Timed] = field(default_factory=dict)
     group_sizes: dict[str, int] = field(default_factory=dict)
     gather: Timed = _NOT_YET  # an all-gather alone
@@ -121,27 +124,43 @@ def kernels(times: Times, shape: ModelShape, device: torch.device, dtype: torch.
     read, written = random(many), random(many)
     times.stream_bytes = 2 * many * read.element_size()
     times.stream = watch.time(lambda: torch.mul(read, 2.0, out=written))
-    few, sums = random(64), random(64)
+    if device.type == "cuda":
+        times.tiny = _tiny(watch, device)
+    times.launch = _launch(shape, device)
 
-    def tiny() -> None:
+
+def _tiny(watch: Stopwatch, device: torch.device) -> Timed:
+    """A small kernel in a row of many: a graph, because the host is slower than such kernels."""
+    few = torch.randn(64, device=device)
+
+    def row() -> None:
         for _ in range(_TINY):
-            torch.add(few, 1.0, out=sums)
+            few.mul_(1.0)
 
-    in_a_row: Callable[[], object] = tiny
-    if device.type == "cuda":  # a graph, because the host is slower than such kernels
-        tiny()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            tiny()
-        in_a_row = graph.replay
-    whole = watch.time(in_a_row, most=20)
-    times.tiny = Timed(whole.seconds / _TINY, whole.spread)
-    launched = []
-    for _ in range(20):
+    row()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        row()
+    whole = watch.time(graph.replay, most=20)
+    return Timed(whole.seconds / _TINY, whole.spread)
+
+
+def _launch(shape: ModelShape, device: torch.device) -> Timed:
+    """The host's time per launch, as ``zeropp.price`` counts launches: what it takes to start the
+    forward and the backward of a block so narrow that arithmetic is nothing."""
+    narrow = replace(shape, layers=1, hidden=64, heads=4, kv_heads=4, ffn=128, seq=32)
+    block = build_piece(narrow, 1, seed=0, device=device)
+    hidden = torch.randn(1, narrow.seq, narrow.hidden, device=device, requires_grad=True)
+    seconds = []
+    for _ in range(_LAUNCHED):
         start = time.perf_counter()
-        tiny()
-        launched.append((time.perf_counter() - start) / _TINY)
-    times.launch = timed(launched)
+        block(hidden).sum().backward()
+        seconds.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    whole = timed(seconds[_LAUNCHED // 5 :])
+    launches = (1 + BACKWARD_LAUNCHES) * KERNELS[shape.family]
+    return Timed(whole.seconds / launches, whole.spread)
 
 
 def collectives(

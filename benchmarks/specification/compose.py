@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from benchmarks.specification import CONF, SpecError
 from benchmarks.specification.command import CommandParser
@@ -58,7 +59,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
 
             each = track(points, len(points), "configurations read")
             return [_plain(hydra.compose(config_name, list(point))) for point in each]
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, MarkedYAMLError) as error:
         raise SpecError(_one_line(error, overrides)) from None
 
 
@@ -210,6 +211,8 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
     for a misspelt one, a group's options for an unknown one."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key}: missing; it has no default"
+    if isinstance(error, MarkedYAMLError) and (place := error.problem_mark):
+        return f"{place.name}, line {place.line + 1}: no YAML: {error.problem}"
     lines = [line.strip(" \t;") for line in str(error).splitlines() if line.strip()]
     if "Ambiguous value" in lines[0]:
         listed = next((w for w in words if "," in w and w in lines[0]), lines[0])

@@ -62,7 +62,8 @@ def passes_of_layer(
         accumulation=stream_s(device, moved, adding),
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
-    return passes_of(kernels, program, recompute, host_s=host_s)
+    in_line = program.blocking_launches or device.is_cpu
+    return passes_of(kernels, program, recompute, host_s=host_s, in_line=in_line)
 
 
 def _backwards(layer: LayerOperators, gradient: Gradient) -> list[int]:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
+BACKWARD_LAUNCHES = 1.5  # those of a backward, over the forward's
+# What starting one pass of a stage takes on the host, in launches: it receives, builds or walks
+# autograd's graph, sends. On a GPU the host does it while kernels run.
+PASS_LAUNCHES = 40
 TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
 SEPARATE = {"gpt": 16, "llama": 9}  # with separate projections
 TENSOR_KERNELS = 8  # additional launches with tensor parallelism
@@ -60,6 +64,16 @@ class Work:
     def launch_s(self) -> float:
         """The host's seconds per kernel launch."""
         return self.device.launch_us * self.program.launch_factor * 1e-6
+
+    @property
+    def launches_in_line(self) -> bool:
+        """Whether kernels wait for the host: on a CPU it runs them itself."""
+        return self.program.blocking_launches or self.device.is_cpu
+
+    @property
+    def transfers_in_line(self) -> bool:
+        """Whether compute stops while its rank sends: on a CPU the core that computes copies."""
+        return self.program.blocking_transfers or self.device.is_cpu
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,8 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
     of a block's tensor-parallel collectives, without those of recomputation."""
     block = passes_of(
         _block_kernels(work), work.program, work.recompute,
-        host_s=_host(work), forward_tp=forward_tp, backward_tp=backward_tp,
+        host_s=_host(work), in_line=work.launches_in_line,
+        forward_tp=forward_tp, backward_tp=backward_tp,
     )  # fmt: skip
     return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
 
@@ -167,13 +182,14 @@ def passes_of(
     recompute: Recompute,
     *,
     host_s: float,
+    in_line: bool,
     forward_tp: float = 0.0,
     backward_tp: float = 0.0,
 ) -> PassTimes:
     """The passes of a block, or of any other layer, whose forward the host starts in ``host_s``
-    seconds, and its backward in 1.5 times as many. For the others see ``piece_times``."""
+    seconds, and its backward in 1.5 times as many: before the kernels run (``in_line``) or while
+    they do. For the others see ``piece_times``."""
     core, elementwise = kernels.attention, kernels.elementwise
-    in_line = program.blocking_launches
     forward = kernels.products + core + elementwise + forward_tp
     forward = forward + host_s if in_line else max(forward, host_s)
     again = {"none": 0.0, "selective": 0.0, "full": forward}
@@ -187,7 +203,7 @@ def passes_of(
     input_ += kernels.elementwise_backward + backward_tp
     if not input_ + weight:  # nothing in it has a gradient
         return PassTimes(forward, again[recompute], 0.0)
-    back = 1.5 * host_s / (input_ + weight)
+    back = BACKWARD_LAUNCHES * host_s / (input_ + weight)
     stretch = 1.0 + back if in_line else max(1.0, back)
     return PassTimes(forward, input_ * stretch + again[recompute], weight * stretch)
 

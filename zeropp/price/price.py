@@ -28,7 +28,14 @@ from zeropp.price.compute_limit import compute_limit
 from zeropp.price.kernels import element_bytes
 from zeropp.price.memory import shares_ends, stage_memory
 from zeropp.price.network import crosses_nodes, gather_s, group_of, transfer_s
-from zeropp.price.pieces import PassTimes, PieceTimes, Work, accumulation_bytes, piece_times
+from zeropp.price.pieces import (
+    PASS_LAUNCHES,
+    PassTimes,
+    PieceTimes,
+    Work,
+    accumulation_bytes,
+    piece_times,
+)
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_as_run
 from zeropp.schedule.program import StageCost
@@ -234,7 +241,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     repeated = plan.recomputed_blocks(stage)
     unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
-    blocking = job.work.program.blocking_transfers
+    blocking = job.work.transfers_in_line
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends_s + logits,
         tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends_s,
@@ -264,7 +271,7 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
     plan = job.plan
     forward, input_, weight = passes_s(plan, job.work, job.tensor)[stage]
     transfer = _transfer_s(job, stage)
-    if job.work.program.blocking_transfers:
+    if job.work.transfers_in_line:
         forward, transfer = forward + transfer, 0.0
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
@@ -304,6 +311,7 @@ def _passes_s(
     recomputed: tuple[int, ...],
 ) -> tuple[tuple[float, float, float], ...]:
     times, plain, _ = _piece_times(work, tensor)
+    start = PASS_LAUNCHES * work.launch_s if work.device.is_cpu else 0.0
     passes = []
     for (begin, end), count, repeated in zip(pairwise(cuts), blocks, recomputed, strict=True):
         ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
@@ -316,7 +324,7 @@ def _passes_s(
             forward += piece.forward
             input_ += piece.backward_input
             weight += piece.backward_weight
-        passes.append((forward, input_, weight))
+        passes.append((start + forward, start + input_, start + weight))
     return tuple(passes)
 
 
