@@ -214,7 +214,7 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
     return rows
 
 
-def _logs(plan: Plan) -> dict[int, Sequence[Issued]]:
+def _logs(plan: Plan) -> Logs:
     program = CONTENDERS[plan.contender]
     traces = trace_ranks(plan, (0, 1), optimizer=ADAMW, program=program, steps=2, here=True)
     return _on_one_core({trace.rank: trace.log for trace in traces})

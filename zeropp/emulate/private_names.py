@@ -70,7 +70,7 @@ def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
     """The name of a process group and its ranks, if that is what an operator of c10d was given, or
     a functional one as the name of its group."""
     if isinstance(argument, str):
-        group = distributed_c10d._resolve_process_group(argument)
+        group = distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined,arg-type]
     elif isinstance(argument, torch.ScriptObject):
         try:
             group = dist.ProcessGroup.unbox(argument)

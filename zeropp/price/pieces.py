@@ -96,19 +96,17 @@ def tensors_of(work: Work) -> int:
 
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
-    """(k, n) of the matrix products of a block on one rank; the parallel ones of a gated MLP are
-    fused, as are those of attention, unless the program has separate ones."""
+    """(k, n) of the matrix products of a block on one rank. Those of one input are fused (of
+    queries, keys and values; of a gated MLP), unless the program has separate ones."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    separate = work.program.separate_projections
+    attended, gated = [h + 2 * kv], [shape.gates * shape.ffn]
+    if work.program.separate_projections:
+        attended, gated = [h, kv, kv], [shape.ffn] * shape.gates
     return (
-        *(
-            [(h, h // tp or 1), *[(h, kv // tp or 1)] * 2]
-            if separate
-            else [(h, (h + 2 * kv) // tp)]
-        ),
+        *((h, max(1, n // tp)) for n in attended),
         (h // tp or 1, h),
-        (h, shape.gates * shape.ffn // tp),
+        *((h, n // tp) for n in gated),
         (shape.ffn // tp or 1, h),
     )
 
@@ -160,6 +158,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
 
     products = [product(tokens, k, n) for k, n in linears(work)]
     forward, backward = _elementwise_kernels(work)
+    mlp = 1 + (work.shape.gates if work.program.separate_projections else 1)  # products
     added = tensors_of(work) if work.program.fsdp_hooks and work.accumulated else 4
     return KernelSeconds(
         products=sum(products),
@@ -172,7 +171,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
             device, block_traffic_backward(work) + cast_backward, backward
         ),
         accumulation=stream_s(device, work.accumulated * parameters, added),
-        mlp=sum(products[-2:]) + stream_s(device, mlp_traffic(work), kernels=4),
+        mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
 
@@ -290,11 +289,14 @@ def _head(work: Work) -> PassTimes:
 
 def _elementwise_kernels(work: Work) -> tuple[int, int]:
     """Element-wise kernels of a block's forward and backward. With separate projections there are
-    two norms, two sums and a non-linearity, and of rotary embedding one each for queries and keys;
-    in the backward two more sums, and one of each bias."""
+    two norms, two sums and a non-linearity, of rotary embedding one each for queries and keys, and
+    of a gate its product; in the backward a sum for every further product of the same input, and
+    one of each bias."""
     if not work.program.separate_projections:
         return 12, 18
-    return (5, 13) if work.shape.family == "gpt" else (7, 9)
+    gated = work.shape.gates - 1
+    rotary, biases = (0, 6) if work.shape.family == "gpt" else (2, 0)
+    return 5 + rotary + gated, 7 + rotary + 2 * gated + biases
 
 
 def block_traffic(work: Work) -> float:
@@ -339,7 +341,7 @@ def block_traffic_backward(work: Work) -> float:
         whole /= work.tp
     around, added = 3 if biases else 4, 0  # of biases or rotary embedding
     if work.program.separate_projections:
-        added = 6
+        added = 3 * (1 + shape.gates)
     else:  # layout and joining
         around += 8
     passes = 4 if shape.gates == 1 else 7.5

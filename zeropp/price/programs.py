@@ -83,7 +83,8 @@ class Program:
     pads_vocabulary: bool = False
     eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
-    # Queries, keys and values are products of their own, which attention takes as they are.
+    # Queries, keys and values are products of their own, which attention takes as they are; so are
+    # both parts of a gated MLP's input.
     separate_projections: bool = False
     fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
