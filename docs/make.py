@@ -13,10 +13,16 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
+import yaml
+from rich.console import Console
 
+from benchmarks.explain.answer import answer
+from benchmarks.explain.question import Question, ask
+from benchmarks.explain.screen import show
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
@@ -24,6 +30,7 @@ from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.assumptions import REPRICED
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
@@ -272,6 +279,42 @@ def _overhead(name: str) -> str:
     return markdown_table([*heads, "new MiB, latter", "new MiB"], lines)
 
 
+def _configurations(folder: str) -> str:
+    """What ``zeropp explain`` reads in the files of a folder of docs/examples."""
+    place = _DOCS / "examples" / folder
+    lines = []
+    for line in yaml.safe_load((place / "index.yaml").read_text(encoding="utf-8")):
+        words = line.split()
+        files = [str(place / word) for word in words if "=" not in word]
+        given = [word for word in words if "=" in word]
+        try:
+            said, named = _as_read(ask(files, ["cluster=h100", *given], []))
+        except SpecError as error:
+            said, named = "refused", [str(error).replace(f"{place}/", "")]
+        lines.append([f"`{line}`", said, "; ".join(named).replace("|", "\\|")])
+    return markdown_table(["files and words", "read as", "named, or why"], lines)
+
+
+def _as_read(question: Question) -> tuple[str, list[str]]:
+    """A question's program, model and degrees in a line, and what has no price."""
+    task, knobs = question.task, vars(question.knobs)
+    words = [question.reading.program or question.contender.label, task.shape.name]
+    words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
+    size = question.microbatch_size
+    words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
+    degrees: dict[str, object] = {
+        key: knobs[key] for key in ("tp", "pp", "shard", "replicate") if key in knobs
+    }
+    degrees |= {"cp": question.reading.slices, "chunks": knobs.get("chunks", 1)}
+    words += [f"{key}={value}" for key, value in degrees.items() if value not in (1, "auto")]
+    words += [f"zero{knobs['replicate_zero']}"] if knobs.get("replicate_zero", 0) in (1, 2) else []
+    words += ["sequence parallel"] if knobs.get("sequence_parallel") is True else []
+    recompute = knobs["recompute"]
+    words += [f"{recompute} recompute"] if recompute not in ("none", "auto") else []
+    words += ["the rest is searched"] if "auto" in degrees.values() else []
+    return ", ".join(words), question.reading.named
+
+
 def _replays(name: str) -> str:
     """Replayed steps over described ones, by contender."""
     rows = pd.read_csv(_REFERENCE / f"{name}.csv")
@@ -319,11 +362,16 @@ def _orders(kind: str) -> str:
 
 
 def _longer(steps: pd.DataFrame, kind: str) -> str:
-    """How much longer a step is in torch's runtime than in the engine, in the same order
-    (``engine``), and how much longer in torch's fastest order than in that one (``order``)."""
+    """How much longer ZeroPP's order takes in torch's runtime than in the engine (``engine``) and
+    than torch's fastest order (``order``), and that one than the engine's fastest (``best``)."""
     same = steps.loc["ZeroPP's order, torch's runtime, unit=4"]
     own = steps[~steps.index.str.startswith("ZeroPP")].min()
-    longer = {"engine": same / steps.loc["ZeroPP's order, its engine, unit=4"], "order": own / same}
+    engine = steps[steps.index.str.contains("its engine")]
+    longer = {
+        "engine": same / engine.loc["ZeroPP's order, its engine, unit=4"],
+        "order": same / own,
+        "best": own / engine.min(),
+    }
     words = (f"{ratio - 1:.1%} ({str(cluster).upper()})" for cluster, ratio in longer[kind].items())
     return " and ".join(words)
 
@@ -374,6 +422,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_ranks": _plan_ranks,
     "fitted": _fitted,
     "causes": _causes,
+    "configurations": _configurations,
     "overhead": _overhead,
     "replays": _replays,
     "simulators": lambda name: simulator_tables()[name](),
@@ -433,6 +482,16 @@ def main() -> None:
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
+    _explained(["num_gpus=16", "cluster=h100"])
+
+
+def _explained(words: list[str]) -> None:
+    """Draw what ``zeropp explain`` prints for the example of its page."""
+    console = Console(record=True, width=100, file=StringIO(), highlight=False)
+    file = _DOCS / "examples" / "llama3_8b.toml"
+    show(answer(ask([str(file)], words, [])), console, verbose=False)
+    title = f"zeropp explain {file.name} {' '.join(words)}"
+    console.save_svg(str(_IMAGES / "explain.svg"), title=title, unique_id="explain")
 
 
 if __name__ == "__main__":

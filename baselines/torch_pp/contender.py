@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -83,6 +83,7 @@ class TorchtitanKnobs(TorchPPKnobs):
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
     compile: Literal[True] = True
     placement: Literal["dp_inner"] = "dp_inner"  # torchtitan has no key for another
+    recompute_blocks: Literal["auto"] = "auto"  # all blocks: it has no key for some
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -352,6 +353,13 @@ def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
     return UNSPLIT if asked.compile is True else SCHEDULES
 
 
+def _recomputing_all(point: SearchPoint[TorchPPKnobs]) -> Iterable[TorchPPKnobs]:
+    """All knobs to try at a point, without those that recompute some blocks of a stage."""
+    asked = replace(point.asked, recompute_blocks=point.task.shape.layers)
+    found = families(replace(point, asked=asked))
+    return (replace(knobs, recompute_blocks="auto") for knobs in found)
+
+
 SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))
 
 
@@ -374,7 +382,7 @@ TORCHTITAN = Contender(
     knobs=TorchtitanKnobs,
     size=size,
     orders=one_order(programs),
-    space=SPACE,
+    space=replace(SPACE, families=_recomputing_all),
     check=check,
     search_effort=1,
 )

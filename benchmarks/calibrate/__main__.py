@@ -16,10 +16,12 @@ import os
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.calibrate.nccl_tests import read_tests
 from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
@@ -43,6 +45,10 @@ def _calibrate() -> int:
     parser.add_argument("--like", default="", help="the preset of the machine's kind")
     parser.add_argument("--model", default="", help="of conf/model (GPUs: llama_8b)")
     parser.add_argument("--ranks", type=int, default=0, help="without torchrun (GPUs: all)")
+    parser.add_argument(
+        "--nccl-tests", nargs="+", default=[], type=Path, metavar="FILE",
+        help="outputs of all_gather_perf and others on one node, used instead of own times",
+    )  # fmt: skip
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not re.fullmatch(r"\w+", given.name):
@@ -50,13 +56,18 @@ def _calibrate() -> int:
     if on_gpu and not given.like:
         raise SpecError("--like: name the preset of these GPUs' kind, such as h100")
     model = given.model or ("llama_8b" if on_gpu else "llama_mini")
-    asked = Asked(given.name, given.like or "cpu_gloo", model)
+    tests = read_tests(given.nccl_tests)
+    asked = Asked(given.name, given.like or "cpu_gloo", model, tests)
     preset("cluster", asked.like, Cluster)
     preset("model", asked.model, ModelShape)
+    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
+    if "RANK" in os.environ:
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if tests.ranks not in (0, ranks):
+        raise SpecError(f"--nccl-tests: of {tests.ranks} ranks, but {ranks} are on this node")
     if "RANK" in os.environ:
         be_rank(int(os.environ["LOCAL_RANK"]), asked, "env://", 0)
         return 0
-    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
     with tempfile.TemporaryDirectory() as folder:
         spawn(be_rank, (asked, f"file://{folder}/store", ranks), ranks)  # type: ignore[no-untyped-call]
     return 0

@@ -19,7 +19,8 @@ from benchmarks.calibrate.constants import (
     preset_text,
     wrong,
 )
-from benchmarks.calibrate.measure import Times, collectives, kernels, overlap, product_shapes
+from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap, product_shapes
+from benchmarks.calibrate.nccl_tests import NodeTests
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import preset
@@ -29,11 +30,13 @@ from zeropp.shape import ModelShape
 
 @dataclass(frozen=True)
 class Asked:
-    """The name of the preset to write, that of the machine's kind, and a model of conf/model."""
+    """The name of the preset to write, that of the machine's kind, a model of conf/model, and times
+    of a node's collectives that are used instead of measured ones."""
 
     name: str
     like: str
     model: str
+    tests: NodeTests
 
 
 def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
@@ -64,8 +67,19 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
     every: list[Times] = [times] * dist.get_world_size()
     dist.all_gather_object(every, times)
     if dist.get_rank() == 0:
+        for of in every:
+            take_tests(of, asked.tests)
         _write(every, asked, shape, half=on_gpu)
     dist.destroy_process_group()
+
+
+def take_tests(times: Times, tests: NodeTests) -> None:
+    """Put the times of nccl-tests in the place of a rank's own of the same kinds."""
+    kinds, node = {kind for kind, _ in tests.seconds}, "within a node"
+    own = times.collectives.items()
+    times.collectives = {key: of for key, of in own if key[1] != node or key[0] not in kinds}
+    for (kind, count), seconds in tests.seconds.items():
+        times.collectives[kind, node, count] = Timed(seconds, 0.0)
 
 
 def _local_world() -> int:

@@ -72,7 +72,7 @@ def _explain() -> int:
         comparison = compare(question, given.measured, *asked)
         question = on_fitted(question, comparison.fitted)
     answered = answer(question)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if comparison is not None:
         from benchmarks.explain.measured_screen import show_measured
 

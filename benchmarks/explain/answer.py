@@ -5,20 +5,19 @@ Every search here is the tuner's, under the same memory limit and global batch.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks import CHECKOUT
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
+from benchmarks.studies.ratio_errors import priced_runs
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
@@ -59,7 +58,9 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
         waiting = [pool.submit(_search, question.task, o, budget_s=search_s) for o in others]
-        tell = partial(bar.update, bar.add_task("best plans", total=None))
+        tell = partial(
+            bar.update, bar.add_task(f"best plans (at most {search_s:.0f} s)", total=None)
+        )
         own = _search(task, contender, budget_s=search_s)
         tell(description="the plan itself")
         candidate = settled(question, search_s, own)
@@ -146,13 +147,11 @@ def measured_errors(question: Question) -> str:
     name, label = question.contender.name, question.contender.label
     if question.reading.program and question.reading.contender == name:
         name = label = question.reading.program
-    path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
-    errors = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            own = row["program"].startswith(name) and row["first_of_run"] == "yes"
-            if own and row["relative_error"]:
-                errors.append(abs(float(row["relative_error"])))
+    errors = [
+        abs(float(row["relative_error"]))
+        for row in priced_runs()
+        if row["program"].startswith(name)
+    ]
     if len(errors) < 2:
         return f"no published run of {label} to compare with"
     high = quantiles(errors, n=10)[-1]

@@ -24,6 +24,10 @@ from benchmarks.specification import SpecError
 _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
+_AGAINST = {  # what a log says, and the flag that switches it off
+    "add_bias_linear": "--disable-bias-linear",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+}
 _OF_A_MODEL = ("--num-layers", "--hidden-size")
 
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
@@ -49,7 +53,10 @@ def arguments_of_log(text: str) -> Arguments:
     if the text has no such list."""
     if "- arguments -" not in text:
         return {}
-    values = {f"--{name.replace('_', '-')}": value for name, value in _LOGGED.findall(text)}
+    logged = dict(_LOGGED.findall(text))
+    switched = {flag: logged.pop(name, "") == "False" for name, flag in _AGAINST.items()}
+    values = {f"--{name.replace('_', '-')}": value for name, value in logged.items()}
+    values |= {flag: "True" for flag, off in switched.items() if off}
     given = {flag: value for flag, value in values.items() if value not in ("None", "False", "[]")}
     return {flag: True if value == "True" else value for flag, value in given.items()}
 

@@ -7,14 +7,12 @@ preset of its cluster is where the fit of the constants begins.
 
 from __future__ import annotations
 
-import csv
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
-from benchmarks import CHECKOUT
 from benchmarks.explain.answer import settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.measured.causes import Explanation, explain
@@ -22,6 +20,7 @@ from benchmarks.measured.fit import Fitted, Priced, Run, fit, scaled_cluster
 from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
+from benchmarks.studies.ratio_errors import priced_runs
 from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, PublishedRow
 from benchmarks.studies.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task
@@ -132,15 +131,12 @@ def on_fitted(question: Question, fitted: Fitted) -> Question:
 
 def nearest(question: Question) -> list[PublishedNear]:
     """The published runs that are nearest to a configuration, of the same device."""
-    path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
     near = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for cells in csv.DictReader(file):
-            priced = cells["first_of_run"] == "yes" and cells["relative_error"]
-            same = cells["device"] == question.task.cluster.device.name
-            if priced and same and METRICS[cells["metric"]].kind in _SPEEDS:
-                row = _row(cells)
-                near.append((_distance(row, question), row, float(cells["predicted"])))
+    for cells in priced_runs():
+        same = cells["device"] == question.task.cluster.device.name
+        if same and METRICS[cells["metric"]].kind in _SPEEDS:
+            row = _row(cells)
+            near.append((_distance(row, question), row, float(cells["predicted"])))
     near.sort(key=lambda found: found[0])
     return [_near(row, price) for far, row, price in near[:_NEAREST] if far < _FAR]
 

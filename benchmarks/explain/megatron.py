@@ -74,7 +74,7 @@ _HARMLESS = (
     *("--use-checkpoint", "--override-opt", "--finetune", "--initial-loss-scale", "--loss-scale"),
     *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
-    *("--no-masked-softmax-fusion", "--use-persistent", "--disable-bias-linear", "--hysteresis"),
+    *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis"),
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
 )
@@ -84,14 +84,25 @@ def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
     """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
     sources. Raises SpecError, in one line, for what has no price."""
     world, named = None, list[str]()
-    values = arguments_of_log(text)
+    logged = values = arguments_of_log(text)
     if not values and "MODEL_ARGS:" in text:
         values = _arguments_of_yaml(text)
     elif not values:
         values, world, named = arguments_of_script(text, folder)
     reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
     reading.named += named
+    if logged:
+        _count_unknown(reading)
     return reading
+
+
+def _count_unknown(reading: Reading) -> None:
+    """Only count the unknown keys of a file that has nearly all of them, with their defaults."""
+    unknown = [line for line in reading.named if line.endswith(UNKNOWN)]
+    reading.named = [line for line in reading.named if line not in unknown]
+    reading.harmless += [line.partition(":")[0] for line in unknown]
+    if unknown:
+        reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
 
 
 def read_words(words: list[str], num_gpus: int | None) -> Reading:
@@ -175,6 +186,14 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
             f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: priced as "
             + ("Llama's layers" if rope else "GPT's layers")
         )
+    biases = not keys.take("--disable-bias-linear")
+    if rope and biases:
+        reading.named.append(
+            "--disable-bias-linear: not given, but Llama's layers are priced without biases "
+            "(--as megatron writes it)"
+        )
+    if not rope and not biases:
+        reading.named.append("--disable-bias-linear: GPT's layers are priced with biases")
     gated = any([keys.take("--swiglu"), keys.take("--quick-geglu")])
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
@@ -342,6 +361,8 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
         values["--group-query-attention"] = True
     if not model.get("share_embeddings_and_output_weights", True):
         values["--untie-embeddings-and-output-weights"] = True
+    if not model.get("bias", True):
+        values["--disable-bias-linear"] = True
     if not model.get("gradient_accumulation_fusion", True):
         values["--no-gradient-accumulation-fusion"] = True
     optimizer = model.get("optim", {})
@@ -359,7 +380,7 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     values = {flag: value for flag, value in values.items() if value is not False}
     reading = read_arguments(values, num_gpus or own, stated=num_gpus is not None)
     reading.dialect = "nemo"
-    read_keys = {*_NEMO, "activation", "normalization", "optim"}
+    read_keys = {*_NEMO, "activation", "normalization", "optim", "bias"}
     left = {key: value for key, value in model.items() if key not in read_keys}
     reading.named += [f"model.{k}={left[k]}: {w}" for k, w in _NEMO_PRICED.items() if left.get(k)]
     reading.harmless += [f"model.{key}" for key in left if key not in _NEMO_PRICED]
@@ -376,6 +397,7 @@ _BRIDGE = {  # keys of Megatron-Bridge whose flag has another name
     "fp8": "--fp8-format",
 }
 _BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
+    "add_bias_linear": "--disable-bias-linear",
     "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
@@ -401,11 +423,7 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     values["--group-query-attention"] = bool(model.get("num_query_groups"))
     values = {flag: v for flag, v in values.items() if v is not None and v is not False}
     reading = read_arguments(values, num_gpus, stated=True)
-    unknown = [line for line in reading.named if line.endswith(UNKNOWN)]
-    reading.named = [line for line in reading.named if line not in unknown]
-    reading.harmless += [line.partition(":")[0] for line in unknown]
-    if unknown:
-        reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
+    _count_unknown(reading)
     reading.dialect = "bridge"
     return reading
 

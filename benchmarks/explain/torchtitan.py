@@ -243,6 +243,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     if mode == "selective" and option not in ("op", "1", "2"):
         reading.named.append(f"selective_ac_option={option}: priced as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
+    reading.knobs["recompute_blocks"] = "auto"  # all, however many there are
 
 
 def written(plan: SizedPlan) -> str:
@@ -279,8 +280,9 @@ def written(plan: SizedPlan) -> str:
         per_stage = -(-(plan.shape.layers + 2) // stages)
         if -(-(plan.shape.layers + 2) // per_stage) != stages:
             raise SpecError(
-                f"--as torchtitan: chunks={layout.chunks}: {plan.shape.layers} layers cannot be "
-                f"cut into {stages} stages by pipeline_parallel_layers_per_stage"
+                f"--as torchtitan: chunks={layout.chunks}: no pipeline_parallel_layers_per_stage "
+                f"cuts {plan.shape.layers} layers into {stages} stages (name them in a file's "
+                "parallelism.module_fqns_per_model_part, which has no words on a command line)"
             )
         keys["parallelism.pipeline_parallel_layers_per_stage"] = per_stage
     flags = {

@@ -5,7 +5,9 @@ or setting that the run may have had although its configuration says otherwise. 
 with each. If a variant were what happened, the measured time would differ from its price only by
 the simulator's own error, so each variant has a likelihood, a cause has the mean of its variants',
 and Bayes's rule with equal priors says how probable each cause is, beside the simulator's error
-alone and a cause that is not among these. With several runs a variant must explain all of them.
+alone and a cause that is not among these. Within a cause every constant and every switch counts the
+same, and the places of a constant share its weight as the normal prior of the fit has it. With
+several runs a variant must explain all of them.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ NO_CAUSE = "the simulator's own error"
 OTHER = "none of these"
 _ANY = 0.5  # the standard deviation of a gap's logarithm whose cause is not among these
 _PLACES = 7  # in the range of a constant
+_LOST = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of a step's time, between steps
 _UNCHANGED = 0.005  # a variant whose logarithm of time is closer to the price's explains nothing
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way in which a run may differ from its price."""
+    """A way in which a run may differ from its price; ``weight`` is its own in the mean of its
+    cause."""
 
     cause: str
     words: str
     step_s: Callable[[Priced], float]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,13 @@ def explain(runs: Sequence[Run]) -> list[Explanation]:
             entry = (_likelihood(runs, changed), variant, changed)
             found.setdefault(variant.cause, []).append(entry)
     weights = {NO_CAUSE: nothing, OTHER: _of_any_size(runs, steps)}
-    weights |= {cause: sum(v[0] for v in of) / len(of) for cause, of in found.items()}
+    for cause, of in found.items():
+        likely = sum(variant.weight * likelihood for likelihood, variant, _ in of)
+        weights[cause] = likely / sum(variant.weight for _, variant, _ in of)
     whole = sum(weights.values()) or 1.0
     explanations = [Explanation(c, weights[c] / whole, "", steps) for c in (NO_CAUSE, OTHER)]
     for cause, of in found.items():
-        _, variant, changed = max(of, key=lambda v: v[0])
+        _, variant, changed = max(of, key=lambda v: v[0] * v[1].weight)
         explanations.append(Explanation(cause, weights[cause] / whole, variant.words, changed))
     return sorted(explanations, key=lambda e: -e.probability)
 
@@ -78,9 +85,11 @@ def _of_any_size(runs: Sequence[Run], steps_s: Sequence[float]) -> float:
 
 def _constants() -> Iterator[Variant]:
     for constant in CONSTANTS:
-        for factor in np.geomspace(constant.low, constant.high, _PLACES).tolist():
+        factors = np.geomspace(constant.low, constant.high, _PLACES)
+        weights = np.exp(-((np.log(factors) / constant.spread) ** 2) / 2)
+        for factor, weight in zip(factors, weights / weights.sum(), strict=True):
             words = f"{constant.name} at {factor:.2f} of the preset's"
-            yield Variant(constant.cause, words, _at(constant, factor))
+            yield Variant(constant.cause, words, _at(constant, float(factor)), float(weight))
 
 
 def _at(constant: Constant, factor: float) -> Callable[[Priced], float]:
@@ -131,7 +140,9 @@ VARIANTS = (
     Variant("precision", "products of 16 bits", _with_bits(16)),
     Variant("precision", "products of 8 bits", _with_bits(8)),
     *(
-        Variant("data", f"{share:.0%} of a step's time lost between steps", _slowed(share))
-        for share in (0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+        Variant(
+            "data", f"{lost:.0%} of a step's time lost between steps", _slowed(lost), 1 / len(_LOST)
+        )
+        for lost in _LOST
     ),
 )

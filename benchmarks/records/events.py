@@ -117,7 +117,7 @@ def measured(
     step_s, code = _slowest(ranks, "step"), _code_fields(ranks, launched_digest)
     return {
         "gate": _gate(first),
-        "loss_error": _loss_error(first),
+        **_losses_compared(first),
         "losses": [event["loss"] for event in steps if "loss" in event],
         "grad_norms": [event["grad_norm"] for event in steps if "grad_norm" in event],
         "warmup_s": _slowest(ranks, "warmup"),
@@ -170,9 +170,12 @@ def _gate(events: Events) -> GateResult | None:
         return None
 
 
-def _loss_error(events: Events) -> float | None:
-    error = _last(events, "losses").get("error")
-    return float(error) if isinstance(error, _NUMBER) else None
+def _losses_compared(events: Events) -> dict[str, Any]:
+    error, steps = (_last(events, "losses").get(name) for name in ("error", "steps"))
+    return {
+        "loss_error": float(error) if isinstance(error, _NUMBER) else None,
+        "loss_steps": steps if isinstance(steps, int) else 0,
+    }
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:

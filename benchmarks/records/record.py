@@ -117,6 +117,7 @@ class RunRecord:
     losses: list[float] = field(default_factory=list)  # every step, warm-up included
     grad_norms: list[float] = field(default_factory=list)  # before clipping
     loss_error: float | None = None  # largest relative distance from one process's; None: too long
+    loss_steps: int = 0  # that were compared so; all, if one process had the time
     warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)

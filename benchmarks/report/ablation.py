@@ -193,6 +193,7 @@ def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: disp
             f" {text}",
             va="center",
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},  # over the line of 1
         )
     axis.set_yticks(list(places), list(group["change"]), fontsize=8)
     axis.invert_yaxis()

@@ -27,6 +27,14 @@ _SAME = (
 )  # fmt: skip
 
 
+@cache
+def priced_runs() -> list[dict[str, str]]:
+    """The published runs that have a price: the cells of their first row in the validation."""
+    with (_VALIDATION / "validation.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if row["first_of_run"] == "yes" and row["relative_error"]]
+
+
 def ratio_text(ratio: float, *, one_program: bool) -> str:
     """``1.18 [1.02, 1.37]``; without brackets where both plans are the same."""
     if ratio == 1:
@@ -43,12 +51,10 @@ def factor(*, one_program: bool) -> float:
             rows = [row for row in csv.DictReader(file) if row["kind"] == "ratio"]
         return 1 + next(float(row["p90"]) for row in rows if row["source"] == "all sources")
     groups = defaultdict(list)
-    with (_VALIDATION / "validation.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            priced = row["first_of_run"] == "yes" and row["relative_error"]
-            if priced and "memory" not in row["metric"]:
-                run = row["program"], log(float(row["predicted"]) / float(row["value"]))
-                groups[tuple(row[key] for key in _SAME)].append(run)
+    for row in priced_runs():
+        if "memory" not in row["metric"]:
+            run = row["program"], log(float(row["predicted"]) / float(row["value"]))
+            groups[tuple(row[key] for key in _SAME)].append(run)
     errors = [
         abs(first[1] - second[1])
         for runs in groups.values()

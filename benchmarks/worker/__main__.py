@@ -109,7 +109,8 @@ def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     until = now + (began + spec.measure.timeout_s - now) / 2
     right = losses_of_one_process(spec, contender, batches, device, known, until=until)
     if right:
-        events.write("losses", error=distance(losses[: len(right)], right))
+        error = distance(losses[: len(right)], right)
+        events.write("losses", error=error, steps=len(right))
     if why := beyond(losses, right, spec.precision):
         raise RuntimeError(f"losses: {why}")
     events.write("done")

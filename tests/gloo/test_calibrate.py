@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import yaml
 
 from benchmarks.calibrate.constants import calibrated, constants_of, preset_text, wrong
 from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap
+from benchmarks.calibrate.nccl_tests import read_tests
+from benchmarks.calibrate.ranks import take_tests
+from benchmarks.specification import SpecError
 from benchmarks.specification.reading import preset, validated
 from tests.gloo.world import World
 from zeropp.cluster import Cluster
@@ -90,3 +95,47 @@ def test_what_looks_wrong_is_named() -> None:
     lines = wrong(ranks, constants_of(ranks, like, half=True), like)
     assert any(line.startswith("Rank 3 on node: products take 20% longer") for line in lines)
     assert any(line.startswith("Rank 5 on node: messages within a node") for line in lines)
+
+
+def as_nccl_tests(operator: str, passes: float, us: float, hosts: int = 1) -> str:
+    """What a test of eight ranks prints of one collective of 64 MiB."""
+    size, text = 2**26, "# nThread 1 nGpus 1 minBytes 67108864 warmup iters: 5\n# Using devices\n"
+    for rank in range(8):
+        host = f"node{rank * hosts // 8}"
+        text += f"#  Rank  {rank} Group  0 Pid  132{rank} on {host} device  {rank} [0x0] NVIDIA\n"
+    text += "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
+    by_size = size / us / 1e3
+    row = f"{us:8.2f} {by_size:7.2f} {passes * 7 / 8 * by_size:7.2f}      0"
+    return text + f"    {size}      16777216     float    {operator}      -1 {row} {row}\n"
+
+
+def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
+    """Gathers, reduce-scatters and all-reduces are told apart by what their rows say."""
+    rows = {"gather": ("none", 1, 400.0), "scatter": ("sum", 1, 500.0), "reduce": ("sum", 2, 600.0)}
+    paths = [tmp_path / name for name in rows]
+    for path, row in zip(paths, rows.values(), strict=True):
+        path.write_text(as_nccl_tests(*row))
+    tests = read_tests(paths)
+    assert tests.ranks == 8
+    microseconds = {kind: round(1e6 * of) for (kind, _), of in tests.seconds.items()}
+    assert microseconds == {"all_gather": 400, "reduce_scatter": 500, "all_reduce": 600}
+    times = synthetic()
+    take_tests(times, tests)
+    assert times.collectives["all_reduce", GROUP, 2**26].seconds == pytest.approx(6e-4)
+    assert [key for key in times.collectives if key[0] == "send"]  # which they do not time
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("loss 3.2\n", "no table of nccl-tests"),
+        (as_nccl_tests("none", 1, 1.0, hosts=2), "ran on 2 nodes"),
+        ("broadcast_perf -b 8\n" + as_nccl_tests("none", 1, 1.0), "broadcast_perf: must be among"),
+    ],
+)
+def test_what_is_of_no_use_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "out"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=said) as refused:
+        read_tests([path])
+    assert "\n" not in str(refused.value)

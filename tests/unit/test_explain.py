@@ -70,7 +70,7 @@ model:
    pipeline_model_parallel_size: 2, encoder_seq_length: 4096, num_layers: 32, hidden_size: 4096,
    ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8, activation: fast-swiglu,
    normalization: rmsnorm, position_embedding_type: rope, sequence_parallel: true,
-   share_embeddings_and_output_weights: false, optim: {name: distributed_fused_adam}}
+   share_embeddings_and_output_weights: false, bias: false, optim: {name: distributed_fused_adam}}
 """
 LLAMA = {
     "model_type": "llama",
@@ -162,6 +162,8 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
     assert arguments_of_log(log) == values
+    off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
+    assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
     assert arguments_of(words) == values
     lines = "\n".join(f"  {flag}: {str(v).lower()}" for flag, v in values.items() if v is not None)
@@ -375,15 +377,10 @@ def test_trainers_around_a_model_of_hugging_face(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", ACCELERATE, "give its config.json, too"),
         ("d.json", DEEPSPEED, "give its config.json, too"),
-        ("x.yaml", "base_model: m", "axolotl or LLaMA-Factory names its model alone"),
-        ("x.yaml", "model_name_or_path: m\nstage: pt", "names its model alone .model_name_or_path"),
-        ("x.yaml", "model: {_component_: torchtune.models}", "not a YAML file of NeMo"),
         ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
-        ("r.py", "def recipe(): ...", "a recipe in Python is not run here"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
     ],
 )
@@ -402,6 +399,7 @@ model: {_target_: megatron.bridge.models.llama.Llama3ModelProvider8B, num_layers
   kv_channels: 128, gated_linear_unit: true, normalization: RMSNorm, vocab_size: 128256,
   position_embedding_type: rope, share_embeddings_and_output_weights: false, seq_length: 8192,
   hidden_dropout: 0.0, attention_dropout: 0.0, tensor_model_parallel_size: 2, made_up: 3,
+  add_bias_linear: false,
   pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 4,
   context_parallel_size: 2, sequence_parallel: true, recompute_granularity: null,
   cross_entropy_loss_fusion: true, cross_entropy_fusion_impl: te, fp8: null,
@@ -467,6 +465,11 @@ def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
     asked = ask([str(path)], ["cluster=h100", "contender.tp=4", "model.layers=16"], [])
     assert (asked.knobs.tp, asked.knobs.shard) == (4, 2)  # type: ignore[attr-defined]
     assert asked.task.global_batch == 8 * 2
+    assert asked.knobs.recompute_blocks == "auto"  # type: ignore[attr-defined]
+    path = tmp_path / "a.sh"
+    full = "--recompute-granularity full --recompute-method uniform --bf16"
+    path.write_text(SCRIPT.replace("--bf16", full), encoding="utf-8")
+    asked = ask([str(path)], ["cluster=h100", "model.layers=16"], [])
     assert asked.knobs.recompute_blocks == 16  # type: ignore[attr-defined]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.records.events import measured
 from benchmarks.records.losses import Losses, apart_from_others, beyond
 from benchmarks.records.recorded_spec import unchecked
 from benchmarks.report.charts import throughput_bars
@@ -76,3 +77,9 @@ def test_a_run_without_the_usual_gate_is_marked_wherever_it_is_shown(
 
 def test_a_run_with_the_usual_gate_is_not_marked() -> None:
     assert unchecked({"measure": {"gate": True, "gate_tolerance": 1e-4}}) == unchecked({}) == ""
+
+
+def test_a_record_says_how_many_steps_were_compared() -> None:
+    compared = measured({0: [{"event": "losses", "error": 1e-6, "steps": 5}]})
+    assert (compared["loss_error"], compared["loss_steps"]) == (1e-6, 5)
+    assert measured({0: []})["loss_error"] is None

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced
 from benchmarks.explain.measured_screen import show_measured
 from benchmarks.explain.question import Question, ask
-from benchmarks.measured.causes import NO_CAUSE, OTHER, explain
+from benchmarks.measured.causes import NO_CAUSE, OTHER, VARIANTS, explain
 from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
 from benchmarks.measured.logs import Step, measurement
 from benchmarks.specification import SpecError
@@ -134,10 +134,20 @@ def test_causes_are_named() -> None:
     run = priced_run(tp=1)
     full = replace(run, plan=replace(run.plan, recompute="full", recomputed=()))
     gates = replace(run, program=replace(run.program, eight_bit=True))
-    for changed, cause in ((full, "recomputation"), (gates, "precision")):
+    sent = replace(run, program=replace(run.program, overlap_reduction=True))
+    for changed, cause in ((full, "recomputation"), (gates, "precision"), (sent, "overlap")):
         first, *_ = explain([Run(run, changed.step_s())])
         assert first.cause == cause
         assert sum(e.probability for e in explain([Run(run, changed.step_s())])) == pytest.approx(1)
+
+
+def test_a_constant_weighs_as_much_as_a_switch() -> None:
+    """However many places it is tried at: they share its weight, those near the preset's most."""
+    for constant in CONSTANTS:
+        places = [v.weight for v in VARIANTS if v.words.startswith(constant.name)]
+        assert sum(places) == pytest.approx(1)
+        assert max(places) > 2 * min(places)
+    assert all(v.weight == 1 for v in VARIANTS if v.cause == "precision")
 
 
 def test_a_gap_that_nothing_explains_has_another_cause() -> None:

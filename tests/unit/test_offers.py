@@ -45,7 +45,7 @@ def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> Non
             for candidate, _ in contender.candidates(task(4, 8))
         }
         counts = found - {"auto"}
-        assert len(counts) > 1, (name, found)
+        assert (len(counts) > 1) == (name != "torchtitan"), (name, found)
 
 
 def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() -> None:

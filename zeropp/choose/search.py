@@ -314,7 +314,13 @@ class _Search(Generic[K]):
         half are missed.
         """
         winner = self._outcome.winner
-        if winner is None or winner.plan.recompute == "none" or not self._may_choose_blocks:
+        if winner is None or winner.plan.recompute == "none":
+            return
+        asked, found = (
+            getattr(knobs, "recompute_blocks", None)
+            for knobs in (self._asked, winner.candidate.knobs)
+        )
+        if asked != "auto" or found == "auto":  # set by the user, or all that the contender can
             return
         most = max(map(winner.plan.recomputed_blocks, range(winner.plan.schedule.num_stages)))
         if winner.plan.layout.chunks == winner.plan.shape.num_pieces:  # every piece is a stage
@@ -337,12 +343,6 @@ class _Search(Generic[K]):
             if result.peak_bytes <= self._limit:
                 return Evaluated(candidate, result)
         return None
-
-    @property
-    def _may_choose_blocks(self) -> bool:
-        """Whether the contender can recompute some blocks of a stage, and their number is
-        ``auto``."""
-        return getattr(self._asked, "recompute_blocks", None) == "auto"
 
     def _families(self, microbatch_size: int | Auto) -> Iterator[QueueEntry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""

@@ -140,7 +140,7 @@ def head_kept(work: Work) -> float:
     """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
     loss, or the logits if the loss is fused. Torch's pipeline stages keep their outputs, so that
     the logits are always kept."""
-    size = element_bytes(work.precision) if work.program.fused_loss else FP32
+    size = element_bytes(work.precision) if work.program.fused_loss else _loss_element(work)
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
     if work.program.torch_stages and not work.program.fused_loss:
         kept += logits_bytes(work, element_bytes(work.precision))
@@ -162,7 +162,12 @@ def head_forward(work: Work) -> float:
         return 0.0
     if work.program.loss_gradient == "in_place":
         return logits_bytes(work, e) if e < FP32 else 0.0
-    return logits_bytes(work, e + (FP32 if e < FP32 else 0))
+    return logits_bytes(work, e + (_loss_element(work) if e < FP32 else 0))
+
+
+def _loss_element(work: Work) -> int:
+    """Bytes of one element in which torch's or Megatron's loss computes."""
+    return element_bytes(work.precision) if work.program.short_loss else FP32
 
 
 def head_backward(work: Work) -> float:
@@ -172,7 +177,7 @@ def head_backward(work: Work) -> float:
     gradient of the logits."""
     if work.program.fused_loss or work.program.loss_in_place(work.tp):
         return logits_bytes(work, element_bytes(work.precision))
-    return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
+    return logits_bytes(work, (3 if work.tp > 1 else 2) * _loss_element(work))
 
 
 def sequence_split(work: Work) -> int:

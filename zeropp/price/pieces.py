@@ -386,6 +386,8 @@ def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int
     e = element_bytes(precision)
     if program.fused_loss:
         return e, 2 * e
+    if program.short_loss:  # torch's, without casts
+        return 2 * e, 4 * e
     cast = e + 4 if e < 4 else 0
     if program.loss_in_place(tp):
         return cast + 8 * 4, cast + 2 * 4

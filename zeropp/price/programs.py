@@ -89,6 +89,7 @@ class Program:
     fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
+    short_loss: bool = False  # torch's loss computes in the type of the logits, not in fp32
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
@@ -123,6 +124,9 @@ class Program:
 
     # Memory. ``zeropp/price/memory.py`` says what each trait costs.
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
+    # Without a pipeline it adds whole gradients and reduces them once per step, at the price of
+    # memory for them (FSDP's ``no_sync``); False: it reduces every microbatch's.
+    reduces_once: bool = False
     keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
     # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.
     fsdp_hooks: bool = False

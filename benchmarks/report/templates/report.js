@@ -71,8 +71,12 @@ for (const input of document.querySelectorAll(".filter")) {
   input.addEventListener("input", () => filterRows(input));
 }
 
-function markWide() {
-  for (const box of document.querySelectorAll(".scroll, figure")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+function markCut() { // what goes on to the right, or below, says so
+  for (const box of document.querySelectorAll(".scroll, figure")) {
+    box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+    box.classList.remove("tall"); // whose words have a height, too
+    box.classList.toggle("tall", box.scrollHeight > box.clientHeight + 1);
+  }
 }
-markWide();
-window.addEventListener("resize", markWide);
+markCut();
+window.addEventListener("resize", markCut);

@@ -18,7 +18,7 @@ from benchmarks.studies.validation.stated import cluster_of, preset_of
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Precision, Recompute
+from zeropp.literals import Precision, Recompute, ReduceEvery
 from zeropp.plan import Plan, SizedPlan
 from zeropp.price import balanced_cuts, cut_by_cost
 from zeropp.price.memory import zero1_ranks
@@ -170,11 +170,13 @@ def _cuts(case: Case, stages: int) -> tuple[int, ...]:
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
     cuts: tuple[int, ...]
+    every: ReduceEvery = "unit"
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
         if case.zero3 and case.layout.pp == 1:
-            schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
+            every = "step" if case.program.reduces_once else "unit"
+            schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches, every)
         else:
             schedule = _pipeline_schedule(case)
             cuts = _cuts(case, schedule.num_stages)
@@ -191,6 +193,7 @@ def plan_of(case: Case) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
         recomputed=_recomputed(case, cuts),
+        reduce_every=every,
     )
     if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:
         plan = replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
@@ -251,11 +254,14 @@ def _pipeline_schedule(case: Case) -> Schedule:
 
 
 @lru_cache(maxsize=1024)
-def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, ...]]:
+def _fsdp_schedule(
+    shape: ModelShape, count: int, reduce_every: ReduceEvery
+) -> tuple[Schedule, tuple[int, ...]]:
     """A schedule in which every piece is a stage, which is gathered for each forward and backward
-    and reduced after the backward."""
+    and reduced after the backward of each microbatch (``unit``) or of the last one."""
     order = accumulation(shape.num_pieces, count)
-    return lower(order, gather=True, reduce_every="unit"), tuple(range(shape.num_pieces + 1))
+    lowered = lower(order, gather=True, reduce_every=reduce_every)
+    return lowered, tuple(range(shape.num_pieces + 1))
 
 
 def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:

@@ -1,0 +1,63 @@
+"""Reads what nccl-tests print: a table of one collective's times by size, on one node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.specification import SpecError
+
+# size, count, type, operator, root, then time in microseconds and two rates in GB/s out of place.
+_ROW = re.compile(r"(?m)^\s*(\d+) +\d+ +\w+ +(none|sum) +-1 +([\d.]+) +([\d.]+) +([\d.]+) ")
+_RANK = re.compile(r"(?m)^# +Rank +\d+ .* on +(\S+) device")
+_NAME = re.compile(r"\b(\w+)_perf\b")  # in the header of newer versions, or in the command
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class NodeTests:
+    """Seconds of collectives within a node by kind and bytes, and the number of ranks."""
+
+    ranks: int = 0
+    seconds: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+
+def read_tests(paths: Sequence[Path]) -> NodeTests:
+    """What the outputs say together; raises SpecError, in one line, for one that is of something
+    else. A kind that the output does not name follows from its operator and rates, by which an
+    all-to-all cannot be told from an all-gather."""
+    ranks, seconds = set[int](), dict[tuple[str, int], float]()
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"--nccl-tests {path}: cannot be read: {error}") from None
+        rows, hosts = _ROW.findall(text), _RANK.findall(text)
+        rows = [row for row in rows if int(row[0]) and float(row[3])]
+        if not rows or len(hosts) < 2:
+            raise SpecError(
+                f"--nccl-tests {path}: no table of nccl-tests (rows of size, count, type, redop, "
+                "root, time, algbw, busbw, below lines that name two ranks or more)"
+            )
+        if len(set(hosts)) > 1:
+            raise SpecError(f"--nccl-tests {path}: ran on {len(set(hosts))} nodes (give one's)")
+        ranks.add(len(hosts))
+        kind = _kind(text, rows[-1], len(hosts))
+        if kind not in _KINDS:
+            raise SpecError(f"--nccl-tests {path}: {kind}_perf: must be among {', '.join(_KINDS)}")
+        seconds |= {(kind, int(size)): 1e-6 * float(us) for size, _, us, _, _ in rows}
+    if len(ranks) > 1:
+        raise SpecError(f"--nccl-tests: of {min(ranks)} and of {max(ranks)} ranks (give one's)")
+    return NodeTests(max(ranks, default=0), seconds)
+
+
+def _kind(text: str, row: Sequence[str], ranks: int) -> str:
+    if named := _NAME.search(text):
+        return named[1]
+    _, operator, _, by_size, on_bus = row
+    if operator == "none":
+        return "all_gather"
+    passes = float(on_bus) / float(by_size) * ranks / (ranks - 1)
+    return "all_reduce" if passes > 1.5 else "reduce_scatter"
