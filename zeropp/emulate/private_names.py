@@ -70,7 +70,8 @@ def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
     """The name of a process group and its ranks, if that is what an operator of c10d was given, or
     a functional one as the name of its group."""
     if isinstance(argument, str):
-        group = distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined,arg-type]
+        known: Any = distributed_c10d  # which does not say that it exports this
+        group = known._resolve_process_group(argument)
     elif isinstance(argument, torch.ScriptObject):
         try:
             group = dist.ProcessGroup.unbox(argument)
