@@ -286,7 +286,8 @@ def test_what_waits_for_a_functional_collective_follows_it(fake: bool) -> None:
     functional = torch.ops._c10d_functional
     values = FakeTensorMode() if fake else nullcontext()
     with fake_world(rank=0, size=2), values, emulate.emulated() as device:
-        group = dist.group.WORLD.group_name
+        world: Any = dist.group.WORLD
+        group = world.group_name
         made = functional.all_reduce(torch.zeros(4), "sum", group)
         functional.wait_tensor(made).add_(1.0)
         assert not device.faults
