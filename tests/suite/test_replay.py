@@ -119,7 +119,7 @@ def test_a_point_is_replayed_and_its_record_says_so(tmp_path: Path) -> None:
         "contender.compile=true",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "runs no torch.compile" in done.stdout
+    assert "runs no torch.compile" in done.stderr
     (path,) = tmp_path.glob("*/*/record.json")
     record = read_record(path)
     assert (record.provenance, record.status) == ("replayed", "ok")
