@@ -34,6 +34,7 @@ from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
 from zeropp.plan import Plan, SizedPlan
 from zeropp.price import cut_by_cost
+from zeropp.price.programs import gathers
 from zeropp.schedule import lower, validate
 from zeropp.schedule.build import build
 from zeropp.schedule.program import (
@@ -161,25 +162,24 @@ def programs(plan: SizedPlan) -> Schedule:
     name, layout = plan.schedule.name, plan.layout
     if name == "accumulation":
         return fsdp.programs(plan)
-    gathers = layout.shard > 1
     return _schedule(
         name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=plan.num_microbatches,
-        gathers=gathers,
+        gathered=gathers(plan),
     )
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathered: bool
 ) -> Schedule:
     compute = _compute(name, num_ranks, chunks, num_microbatches)
     if name == "zeropp":
         return lower_for_torch(compute)
     schedule = lower(compute, gather=False, reduce_every="step")
-    if not gathers:
+    if not gathered:
         return schedule
     programs = (
         with_torch_gathers(program, order)

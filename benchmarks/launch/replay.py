@@ -8,7 +8,7 @@ has the simulator's price, while which there are and in what order the code itse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.launch.attempt import OK, Ending, close_abandoned, new_header, write_unstarted
 from benchmarks.launch.options import ReplayOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one
+from benchmarks.launch.running import SweepProgress, one_by_one, say
 from benchmarks.launch.simulate import MOST_SPANS
-from benchmarks.launch.trace import check_fake
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import check_priced
@@ -34,11 +33,12 @@ if TYPE_CHECKING:
 
 
 def check(points: Sequence[Point], options: ReplayOptions) -> None:
-    """Raise SpecError for points whose code cannot run without peers, or has no price."""
+    """Raise SpecError for points that have no price."""
     del options
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
-        check_fake(point, "replay")
+    if any(point.plan is not None and point.plan.compile for point in points):
+        say("launcher=replay runs no torch.compile: each operator of a block is one kernel")
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
@@ -98,9 +98,11 @@ def _replay(point: Point, plan: Plan, runs_dir: Path, progress: SweepProgress) -
 def trace_plan(
     plan: Plan, optimizer: OptimizerConfig, tell: Callable[[int], None] = lambda _: None
 ) -> list[Trace]:
-    """Trace the ranks of a plan's first pipeline; ``tell`` is called with how many are traced."""
+    """Trace the ranks of a plan's first pipeline, without ``torch.compile``, which needs values;
+    ``tell`` is called with how many are traced."""
     from zeropp.emulate.trace import trace_ranks
 
+    plan = replace(plan, compile=False)
     traces: list[Trace] = []
     program, ranks = CONTENDERS[plan.contender], plan.layout.pipeline(0)
     tell(0)

@@ -128,7 +128,7 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
         if options.tensors == "real":
             _check_real(point)
         else:
-            check_fake(point, "trace")
+            _check_fake(point)
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
             if not -pp <= rank < pp:
@@ -138,13 +138,11 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
                 )
 
 
-def check_fake(point: Point, kind: str) -> None:
-    """Raise SpecError for a point whose code does not run with fake tensors, which a launcher of
-    such a kind needs."""
+def _check_fake(point: Point) -> None:
     if point.plan is not None and point.plan.compile:
         raise SpecError(
-            f"contender.compile=true: launcher={kind} cannot compile with fake tensors (use false, "
-            "or launcher=trace launcher.tensors=real)"
+            "contender.compile=true: launcher=trace cannot compile with fake tensors (use false, "
+            "or launcher.tensors=real)"
         )
 
 

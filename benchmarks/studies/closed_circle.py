@@ -38,7 +38,7 @@ from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import replay
-from zeropp.emulate.log import Issued, Kernel, Logs, RankPart
+from zeropp.emulate.log import COMPUTE, Issued, Kernel, Logs, RankPart
 from zeropp.emulate.timing import seconds_of
 from zeropp.emulate.trace import trace_ranks
 from zeropp.plan import Plan
@@ -85,8 +85,12 @@ def plan_of(case: Mapping[str, Any], shape: ModelShape) -> Plan:
 
 def transfer_of(issued: Issued, part: RankPart) -> Transfer:
     """What is measured of a message or a collective."""
+    return "message" if _is_message(part) else issued.what, part.moved
+
+
+def _is_message(part: RankPart) -> bool:
     name: Any = part.key
-    return "message" if len(name[0]) == 3 else issued.what, part.moved
+    return len(name[0]) == 3
 
 
 def last_step(log: Sequence[Issued]) -> list[Issued]:
@@ -210,10 +214,29 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
     return rows
 
 
-def _logs(plan: Plan) -> dict[int, Sequence[Issued]]:
+def _logs(plan: Plan) -> Logs:
     program = CONTENDERS[plan.contender]
     traces = trace_ranks(plan, (0, 1), optimizer=ADAMW, program=program, steps=2, here=True)
-    return {trace.rank: trace.log for trace in traces}
+    return _on_one_core({trace.rank: trace.log for trace in traces})
+
+
+def _on_one_core(logs: Logs) -> Logs:
+    """The logs where a rank has one core: what a GPU would run beside compute, kernels of other
+    streams and collectives, takes its turn. A message alone stays beside compute."""
+    streams = {
+        issued.stream
+        for log in logs.values()
+        for issued in log
+        for part in issued.parts
+        if issued.kind == "communication" and _is_message(part)
+    }
+    return {
+        rank: [
+            issued if issued.stream in {None, *streams} else issued._replace(stream=COMPUTE)
+            for issued in log
+        ]
+        for rank, log in logs.items()
+    }
 
 
 def _sum(log: Sequence[Issued], seconds: Mapping[Kernel, float]) -> float:

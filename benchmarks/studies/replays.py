@@ -4,7 +4,7 @@
 the program's own code on an emulated device, at the same prices (``benchmarks.launch.replay``). Of
 both there are the step, the compute of the rank with the most, and what a rank's compute waits for,
 on the average of the ranks. Plans that were traced are not traced again: delete the rows of a
-program whose code has changed. Plans with few actions come first.
+program whose code has changed. Plans with few passes come first.
 
     python -m benchmarks.studies.replays --minutes 60 [results/reference/replays.csv]
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,7 @@ from zeropp.training import OptimizerConfig
 
 OUT = REFERENCE / "replays.csv"
 _KEY = [*CELL, "contender"]
-
+_CLIPPED = OptimizerConfig(kind="adamw", clip_norm=1.0)  # as the simulator prices an update
 
 # Megatron-Core's plans are replayed with its own layers, as nothing here has Transformer Engine.
 _OWN_LAYERS = {"megatron_core": "megatron_core_local"}
@@ -48,8 +48,9 @@ _OWN_LAYERS = {"megatron_core": "megatron_core_local"}
 
 def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
     """The verdict's best plans whose code runs here, with their cells, by what one trace serves,
-    the name of the row first; those with the fewest passes of a block first. DeepSpeed is replayed
-    as it comes, and not once more with the type in which all others sum gradients."""
+    the name of the row first. Those with the fewest passes of a block come first, one of each row
+    after another. DeepSpeed is replayed as it comes, and not once more with the type in which all
+    others sum gradients."""
     found: dict[tuple[Any, ...], list[tuple[Cell, Plan]]] = defaultdict(list)
     for record in read_table(REFERENCE / "claim_33" / TABLE):
         name = record.spec["contender"]["name"]
@@ -78,7 +79,12 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
         plan = found[key][0][1]
         return plan.num_microbatches * plan.shape.layers
 
-    return {key: found[key] for key in sorted(found, key=passes)}
+    earlier: Counter[str] = Counter()
+    turns = {}
+    for key in sorted(found, key=passes):
+        turns[key] = earlier[key[0]]
+        earlier[key[0]] += 1
+    return {key: found[key] for key in sorted(turns, key=turns.__getitem__)}
 
 
 def _cell(record: RunRecord) -> Cell:
@@ -95,7 +101,7 @@ def _cell(record: RunRecord) -> Cell:
 def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
     """Trace one plan, and compare it in all cells that have it."""
     begin = time.perf_counter()
-    traces = trace_plan(shared[0][1], OptimizerConfig(kind="adamw"))
+    traces = trace_plan(shared[0][1], _CLIPPED)
     traced_s = time.perf_counter() - begin
     rows = []
     for cell, plan in shared:

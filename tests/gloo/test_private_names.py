@@ -104,6 +104,11 @@ CONTRACTS = [
     Contract("torch:ops.c10d.send.default", "zeropp.emulate: messages"),
     Contract("torch:ops.c10d.recv_.default", "zeropp.emulate: messages"),
     Contract("torch.distributed:ProcessGroup.unbox", "zeropp.emulate: whose collective it is"),
+    Contract(
+        "torch.distributed.distributed_c10d:_resolve_process_group",
+        "zeropp.emulate: whose functional collective it is",
+    ),
+    Contract("torch:ops._c10d_functional.wait_tensor.default", "zeropp.emulate: who waits for one"),
     Contract("torch.distributed.distributed_c10d:isend", "zeropp.emulate: batches of messages"),
     Contract("torch.distributed.distributed_c10d:irecv", "zeropp.emulate: batches of messages"),
     Contract("torch.nn:Module._apply", "replay: modules that a script moves to its device"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from tests.gloo.world import World
 from zeropp import emulate
+from zeropp.emulate.log import COMPUTE
+from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.world import fake_world
 from zeropp.engine.collectives import reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
@@ -269,3 +272,21 @@ def test_an_older_name_of_a_collective_waits_only_where_the_program_does() -> No
         after = [(one.kind, one.stream) for one in device.log.issued]
     assert ("wait", "compute") not in before
     assert after[len(before) :] == [("wait", "compute")]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_what_waits_for_a_functional_collective_follows_it(fake: bool) -> None:
+    functional = torch.ops._c10d_functional
+    values = FakeTensorMode() if fake else nullcontext()
+    with fake_world(rank=0, size=2), values, emulate.emulated() as device:
+        world: Any = dist.group.WORLD
+        group = world.group_name
+        made = functional.all_reduce(torch.zeros(4), "sum", group)
+        functional.wait_tensor(made).add_(1.0)
+        assert not device.faults
+        early = functional.all_reduce(torch.zeros(4), "sum", group)
+        early.add_(1.0)
+        assert [fault.kind for fault in device.faults] == ["race"]
+        functional.wait_tensor(early)
+        streams = {one.stream for one in device.log.issued if one.kind == "communication"}
+    assert len(streams - {COMPUTE}) == len(streams) == 1

@@ -116,9 +116,10 @@ def test_a_point_is_replayed_and_its_record_says_so(tmp_path: Path) -> None:
         *("benchmarks.run", "model=gpt_tiny", "num_gpus=4", "cluster=a800", "precision=bf16"),
         *("data=synthetic", "global_batch=8", "launcher=replay", f"runs_dir={tmp_path}"),
         *("contender=zeropp", "contender.pp=2", "contender.shard=2", "microbatch_size=1"),
-        "contender.compile=false",
+        "contender.compile=true",
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs no torch.compile" in done.stderr
     (path,) = tmp_path.glob("*/*/record.json")
     record = read_record(path)
     assert (record.provenance, record.status) == ("replayed", "ok")

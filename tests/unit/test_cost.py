@@ -212,7 +212,7 @@ def test_deepspeed_without_a_pipeline_hides_its_reduction() -> None:
     (behind,), (beside,) = open_.stages, hidden.stages
     backward = beside.backward_input + beside.backward_weight
     assert behind.reduce_replicas < backward  # so that it can be hidden
-    assert beside.reduce_replicas < 0.4 * behind.reduce_replicas
+    assert beside.reduce_replicas < 0.5 * behind.reduce_replicas
     assert beside.backward_weight < behind.backward_weight  # adds in bf16
     # Its sums have two bytes instead of four, but gradients also stand in buckets.
     less = open_.memory[0].gradients - hidden.memory[0].gradients

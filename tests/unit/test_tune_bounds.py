@@ -258,7 +258,7 @@ def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
         replicate_zero=0,
         chunks=4,
         unit=2,
-        activation_cap=10,
+        activation_cap=8,
         recompute="none",
         reduce_every="unit",
         placement="dp_inner",

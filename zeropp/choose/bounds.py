@@ -332,8 +332,8 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         stages = plan.schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
-        work, slowed = _work_s(plan, price, stages, beside)
-        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan)
+        work, slowed = _work_s(plan, price, stages)
+        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * slowed
         start = max(latency.to[first], first_gather_s(plan, price, first))
         rank_s = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
@@ -361,7 +361,7 @@ def least_of_order_s(
         return 0.0
     costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
     for stages in map(plan.schedule.stages_of, ranks):
-        _, slowed = _work_s(plan, price, stages, _link_s(plan, price, stages))
+        _, slowed = _work_s(plan, price, stages)
         for s in stages:
             costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
     ends = (_Ends.of(plan, price, rank) for rank in ranks)
@@ -418,20 +418,24 @@ def _capped_s(
     return first_backward + between + after_forward + latency.last_weight
 
 
-def _work_s(
-    plan: SizedPlan, price: StepTimes, stages: tuple[int, ...], beside: float
-) -> tuple[float, float]:
-    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives of the
-    shard group and by reductions over the replicas, and the factor by which they slow it. The
-    copies of gathers are part of it; those of reductions are not, as they may come last."""
-    m = plan.num_microbatches
-    crossings = [price.stages[s].reduce_replicas for s in stages]
-    beside += sum(crossings) - max(crossings)  # the last one slows nothing
-    work = sum(price.stages[s].compute for s in stages) * m
-    slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
+def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of a rank's compute, and the factor by which at least collectives slow it: all but
+    the first gather and the last reductions. The copies of gathers are part of it; those of
+    reductions are not, as they may come last."""
+    m, costs = plan.num_microbatches, [price.stages[s] for s in stages]
+    gathers = [(price.stages[s], n) for s, n in _gathers(plan, stages)]
+    beside = sum(cost.unshard * n for cost, n in gathers) - max(cost.unshard for cost in costs)
+    reduced = [c.reduce_grad for c in costs if not c.waits_for_reduction]
+    crossings = [c.reduce_replicas for c in costs if not c.waits_for_reduction]
+    beside += sum(reduced) * _reductions(plan) - max(reduced, default=0.0)
+    beside += sum(crossings) - max(crossings, default=0.0)
+    work = sum(cost.compute for cost in costs) * m
+    copied = sum(cost.copy_out * n for cost, n in gathers)
+    most = work + copied + sum(cost.copy_in for cost in costs) * _reductions(plan)
+    share = min(1.0, max(0.0, beside) / (most * price.stragglers))
+    slowed = price.stragglers * (1.0 + price.overlap_slowdown * share)
     tensor = sum(price.extras[s].tensor for s in stages) * m
-    copied = sum(price.stages[s].copy_out * n for s, n in _gathers(plan, stages))
-    return (work - tensor) * slowed + tensor + copied, slowed
+    return (work - tensor + copied) * slowed + tensor, slowed
 
 
 def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:

@@ -8,9 +8,8 @@ write them by hand for GPUs:
   (scales, masks, positions), and writes what others read.
 * What joins two tensors (a residual, the product of a gate and a value) is a kernel of its own.
 * Tensors that are made of no input and no parameter (angles, causal masks) are not counted.
-* Attention is one kernel. It reads queries, keys and values in a layout of its own, into which they
-  are copied unless a kernel has just made them, and its backward reads the gradient of its output
-  so. What it writes lies as it is wanted.
+* Attention is one kernel. It takes queries, keys and values as they lie, and what it writes lies as
+  it is wanted.
 * In the backward, a kernel reads the gradients of what it wrote, reads what it read, and writes the
   gradients of that; where it reduces, as norms do, it reads both twice. Sums hand gradients on, and
   copies copy them. Where several kernels read a tensor, its gradients are added up, one after
@@ -263,13 +262,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._launches += 1
         reader = object()
         for x in (query, key, value):
-            read = self._value_of(x)
-            if read.made_by is None:
-                self._elementwise.append(Elementwise(2 * x.numel(), 0))
-            self._read(read, reader)
+            self._read(self._value_of(x), reader)
         self._remember(result, is_attended=True)
-        if result.requires_grad:
-            self._elementwise.append(Elementwise(0, 2 * result.numel()))
         attention = Attention(
             heads=prod(query.shape[:-2]),
             queries=query.shape[-2],

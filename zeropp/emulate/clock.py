@@ -26,7 +26,12 @@ from zeropp.price.network import all_reduce_s, gather_s, group, message_s
 from zeropp.price.price import stragglers
 from zeropp.timeline import Lane, Span, Timeline
 
-_LANES: dict[str, Lane] = {"allgather": "gather", "reduce_scatter": "reduce", "send": "transfer"}
+_LANES: dict[str, Lane] = {
+    "allgather": "gather",
+    "reducescatter": "reduce",
+    "send": "transfer",
+    "irecv": "transfer",
+}
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,12 @@ def replay(
         logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)
     ).run()
     slowdown = cluster.device.overlap_slowdown
+    last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     factors = {
-        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives())
+        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives(ran.end_of(last - 1)))
         for rank, ran in alone.items()
     }
     ranks = _Machine(logs, links.holders, seconds, prices, launch_s, factors).run()
-    last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
     spans = [
@@ -128,7 +133,7 @@ class _Links:
             for issued in log:
                 for part in issued.parts:
                     self.holders[part.key].add(rank)
-                if lane_of(issued) in ("gather", "reduce") and issued.stream != COMPUTE:
+                if _is_beside_compute(issued):
                     self._crossed.add(self._group(issued.parts[0]).nodes > 1)
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
@@ -142,7 +147,7 @@ class _Links:
             moved = part.moved * (2 if crosses in self._crossed else 1)
             return message_s(self._cluster, self._stride, self._world, crosses=crosses, size=moved)
         among = self._group(part)
-        price = all_reduce_s if "allreduce" in issued.what else gather_s
+        price = all_reduce_s if "allreduce" in issued.what.replace("_", "") else gather_s
         return price(self._cluster, among, part.moved)
 
     def _group(self, part: RankPart) -> Any:
@@ -152,10 +157,19 @@ class _Links:
         return group(self._cluster, len(ranks), stride, self._world)
 
 
+def _is_beside_compute(issued: Issued) -> bool:
+    """Whether it is a collective of shards: compute waits at once for those of tensor parallelism,
+    be they on its own stream or functional."""
+    is_functional = issued.what.startswith("_c10d_functional")
+    return (
+        lane_of(issued) in ("gather", "reduce") and issued.stream != COMPUTE and not is_functional
+    )
+
+
 def lane_of(issued: Issued) -> Lane:
     """The lane of a timeline in which a message or a collective is."""
-    names = (lane for text, lane in _LANES.items() if text in issued.what.replace("irecv", "send"))
-    return next(names, "replicas")
+    name = issued.what.replace("_", "")
+    return next((lane for text, lane in _LANES.items() if text in name), "replicas")
 
 
 class _Run(NamedTuple):
@@ -205,9 +219,13 @@ class _Rank:
         """When all has ended that was issued until the end of a step."""
         return max((time for step, time in self.ends.items() if step <= last), default=0.0)
 
-    def share_beside_collectives(self) -> float:
-        """The share of its compute beside which collectives run."""
-        compute = [span[2:] for span in self.spans if span[0] == "compute"]
+    def share_beside_collectives(self, since: float) -> float:
+        """The share of its compute since some time beside which collectives run."""
+        compute = [
+            (max(begin, since), end)
+            for lane, _, begin, end in self.spans
+            if lane == "compute" and end > since
+        ]
         others = [span[2:] for span in self.spans if span[0] not in ("compute", "transfer")]
         total = sum(end - begin for begin, end in compute)
         return _overlap_s(compute, others) / total if total else 0.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log
-from zeropp.emulate.private_names import group_of, is_known
+from zeropp.emulate.private_names import group_of, is_fake, is_known
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.engine.private_names import TorchDispatchMode
 
@@ -41,6 +41,8 @@ _READ_BY_HOST = {
     f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
 }
 _BARRIER = "c10d::barrier"
+_FUNCTIONAL = "_c10d_functional::"  # collectives with a result, those of DTensor for example
+_WAIT = f"{_FUNCTIONAL}wait_tensor"
 
 
 def extent(tensor: Tensor) -> Extent:
@@ -182,6 +184,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._issued: list[str] | None = None  # inside ``asynchronously``
+        # Of functional collectives nobody has waited for, by the identity of their results' memory:
+        # the event of their end, and what they read, which NCCL keeps until then.
+        self._unwaited: dict[int, tuple[int, Tensors]] = {}
 
     @contextmanager
     def asynchronously(self, is_so: bool = True) -> Iterator[list[str]]:
@@ -202,18 +207,23 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: its own operators come back here
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name: str = func._schema.name
+        if name == _WAIT and is_fake(args[0]):  # torch's own stand-in for it makes a copy
+            return self._waited(args[0])
+        result = func(*args, **kwargs)
         if not self._device.sees or name in ("c10d::send", "c10d::recv_"):
             return result  # told by who called them, who know the peer
         if name.startswith("c10d::"):
             self._collective(name, args)
+        elif name == _WAIT:
+            return self._waited(result)
         elif name not in _NOTHING and not name.startswith(("prim::", "profiler::")):
             known = func._schema.arguments
             by_name = {argument.name: argument for argument in known}
             arguments = [*zip(known, args, strict=False)]
             arguments += [(by_name[key], value) for key, value in kwargs.items()]
-            self._operator(name, arguments, result)
+            tell = self._functional if name.startswith(_FUNCTIONAL) else self._operator
+            tell(name, arguments, result)
         return result
 
     def _operator(self, name: str, arguments: Sequence[tuple[Any, Any]], result: Any) -> None:
@@ -244,18 +254,45 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotImplementedError(
                 f"{name}: not known to zeropp.emulate (add it to COLLECTIVES)"
             )
-        device, stream = self._device, self._device.current
-        group, ranks = next(known for argument in args if (known := group_of(argument)) is not None)
-        if self._issued is not None:
-            device.follow(f"nccl {group}", device.record(stream))
-            stream = f"nccl {group}"
-            self._issued.append(stream)
+        group = next(known for argument in args if (known := group_of(argument)) is not None)
         read, written = (tensors_in(args[place]) for place in COLLECTIVES[name])
+        stream = self._issue(name, group, read, written)
+        if name == _BARRIER:
+            self._device.wait_on_host(stream, "barrier")
+
+    def _functional(self, name: str, arguments: Sequence[tuple[Any, Any]], result: Any) -> None:
+        """A collective on its group's stream, after which a stream is that waits for its result."""
+        device, given = self._device, {argument.name: value for argument, value in arguments}
+        read, written = tensors_in([value for _, value in arguments]), tensors_in(result)
+        group = group_of(given["group_name"])
+        assert group is not None
+        for tensor in written:
+            device.allocate(tensor.untyped_storage(), name)
+        with self.asynchronously():
+            event = device.record(self._issue(name, group, read, written))
+        for tensor in written:
+            self._unwaited[id(tensor.untyped_storage())] = event, read
+
+    def _waited(self, result: Tensor) -> Tensor:
+        """What a collective has made, for which the current stream waits."""
+        event, _ = self._unwaited.pop(id(result.untyped_storage()), (0, ()))
+        if event:
+            self._device.follow(self._device.current, event)
+        return result
+
+    def _issue(
+        self, name: str, group: tuple[str, tuple[int, ...]], read: Tensors, written: Tensors
+    ) -> str:
+        """Note a collective; returns its stream."""
+        device, stream = self._device, self._device.current
+        if self._issued is not None:
+            device.follow(f"nccl {group[0]}", device.record(stream))
+            stream = f"nccl {group[0]}"
+            self._issued.append(stream)
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
-        device.log.collective(stream, (group, ranks), len(ranks), name, moved)
-        if name == _BARRIER:
-            device.wait_on_host(stream, "barrier")
+        device.log.collective(stream, group, len(group[1]), name, moved)
+        return stream
 
 
 def _has_mask(indices: Tensors) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -66,12 +67,17 @@ def autograd_run() -> int:
 
 
 def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
-    """The name of a process group and its ranks, if that is what an operator of c10d was given."""
-    if not isinstance(argument, torch.ScriptObject):
-        return None
-    try:
-        group = dist.ProcessGroup.unbox(argument)
-    except RuntimeError:  # how to reduce, for example
+    """The name of a process group and its ranks, if that is what an operator of c10d was given, or
+    a functional one as the name of its group."""
+    if isinstance(argument, str):
+        known: Any = distributed_c10d  # which does not say that it exports this
+        group = known._resolve_process_group(argument)
+    elif isinstance(argument, torch.ScriptObject):
+        try:
+            group = dist.ProcessGroup.unbox(argument)
+        except RuntimeError:  # how to reduce, for example
+            return None
+    else:
         return None
     return f"{group.group_desc} {group.group_name}", tuple(dist.get_process_group_ranks(group))
 

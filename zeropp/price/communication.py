@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
 from zeropp.price.flops import linear_weights, piece_parameters
-from zeropp.price.kernels import element_bytes, stream_s
+from zeropp.price.kernels import element_bytes, matmul_s, stream_s
 from zeropp.price.memory import optimizer_shards, sends_compute_type, zero1_ranks
 from zeropp.price.network import (
     Group,
@@ -26,7 +26,7 @@ from zeropp.price.network import (
     group_of,
     start_s,
 )
-from zeropp.price.pieces import TENSORS, Work, attention_backward_s, attention_s
+from zeropp.price.pieces import Work, attention_backward_s, attention_s, linears, tensors_of
 from zeropp.price.programs import Program, gathers
 from zeropp.schedule.program import StageCost
 
@@ -53,8 +53,10 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     A block has two all-reduces of its hidden states in the forward and two in the backward (arXiv
     1909.08053, section 3). With sequence parallelism a reduce-scatter and an all-gather replace
     each of them (arXiv 2205.05198, section 4.2.2), and the backward gathers the inputs of both
-    column-parallel products again; a product hides that gather, but is slowed by it. Gathered
-    logits are copied twice: into one tensor, and to make it contiguous.
+    column-parallel products again, unless the program keeps them; a product hides that gather, but
+    is slowed by it, and so it is with the last collective of their input gradients in programs with
+    ``overlap_input_gradient``. Gathered logits are copied twice: into one tensor, and to make it
+    contiguous.
     """
     tensor = TensorTimes()
     if plan.layout.tp > 1:
@@ -90,17 +92,24 @@ def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]
 
 @lru_cache(maxsize=4096)
 def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
+    program, slowdown = work.program, cluster.device.overlap_slowdown
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
-    collective, more = all_reduce_s(cluster, among, size), 0.0
+    collective = last = all_reduce_s(cluster, among, size)
+    more = 0.0
     if work.sequence_parallel:
-        half = gather_s(cluster, among, size)
-        collective, more = 2 * half, 2 * half * cluster.device.overlap_slowdown
-    if (
-        work.program.overlap_tensor and work.sequence_parallel
-    ):  # the first slice is exposed, the others slow products
-        collective *= 1 / work.tp + cluster.device.overlap_slowdown
-    again = {"none": 0, "selective": int(work.program.selective == "mlp"), "full": 2}
-    if work.program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
+        last = gather_s(cluster, among, size)
+        collective = 2 * last
+        if program.copies_slices:  # without a copy if a microbatch is one sequence
+            collective += stream_s(cluster.device, 2.0 * size) * (1 + (work.microbatch > 1))
+        if not program.keeps_gathered_inputs:
+            more = 2 * last * slowdown
+    if program.overlap_tensor and work.sequence_parallel:
+        # the first slice is exposed, the others slow products
+        collective *= 1 / work.tp + slowdown
+    elif program.overlap_input_gradient:
+        more -= (1 - slowdown) * sum(min(last, seconds) for seconds in _column_weights_s(work))
+    again = {"none": 0, "selective": int(program.selective == "mlp"), "full": 2}
+    if program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += collective
     logits = _logits_s(cluster, among, work)
     return TensorTimes(
@@ -110,6 +119,16 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         again=again[work.recompute] * collective,
         logits=logits,
     )
+
+
+def _column_weights_s(work: Work) -> list[float]:
+    """Seconds of the weight gradients of a block's column-parallel products: those before attention
+    and in the MLP."""
+    *before, _, up, _ = linears(work)
+    return [
+        sum(matmul_s(work.device, work.precision, m=k, k=work.tokens, n=n) for k, n in products)
+        for products in (before, [up])
+    ]
 
 
 def _logits_s(cluster: Cluster, among: Group, work: Work) -> float:
@@ -154,10 +173,11 @@ def _pieces(plan: SizedPlan, stage: int) -> list[float]:
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
     """Seconds of a stage's gather and reduction, by the fields of StageCost.
 
-    They include what runs on the streams of these collectives: shards are cast before their gather,
-    gradients are cast before their reduction or added to those of earlier units. FSDP2's copies and
-    the clearing of a flat buffer take time on the compute stream. With a single shard (bf16 copies
-    of fp32 masters) there are only casts and copies.
+    They include what runs on the streams of these collectives: shards are cast before their gather
+    (by torch's stages on the compute stream), gradients are cast before their reduction or added to
+    those of earlier units. FSDP2's copies and the clearing of a flat buffer take time on the
+    compute stream. With a single shard (bf16 copies of fp32 masters) there are only casts and
+    copies.
     """
     if not gathers(plan):
         return {}
@@ -169,18 +189,32 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
+    # FSDP2 copies and casts tensor by tensor where nothing is sharded.
+    kernels = len(sizes) * (tensors_of(work) if program.fsdp_hooks and shards == 1 else 1)
+    if program.shard_copies:  # every byte is read once and written once
+        sent, made = wire["reduce_grad"], _gradient_bytes(plan, work)
+        seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], kernels)
+        seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
+        if shards == 1:  # a copy stands for the reduction
+            seconds["reduce_grad"] += stream_s(work.device, 2 * sum(sizes) * sent, len(sizes))
     casts = program.state(plan.precision).casts_parameters
     if casts and not sends_compute_type(plan, program):
-        seconds["unshard"] += stream_s(work.device, _CAST * sum(sizes) / shards, len(sizes))
-    if program.shard_copies:  # every byte is read once and written once
-        for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
-            seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+        cast = "copy_out" if program.torch_stages else "unshard"  # which stream casts
+        seconds[cast] += stream_s(work.device, _CAST * sum(sizes) / shards, kernels)
     if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
         seconds["copy_in"] = stream_s(work.device, _FP32 * sum(sizes), len(sizes))
         if shards > 1:
             several = plan.reduce_every == "unit" and plan.num_units > 1
             seconds["reduce_grad"] += _summing_s(plan, work, sizes, 1 / shards, several=several)
     return seconds
+
+
+def _gradient_bytes(plan: SizedPlan, work: Work) -> int:
+    """Bytes of a gradient that is copied to be reduced: in the type of compute, if FSDP2 has added
+    no other to it."""
+    if work.program.fsdp_hooks and not work.accumulated:
+        return element_bytes(plan.precision)
+    return work.program.state(plan.precision).gradients
 
 
 def _summing_s(
@@ -211,7 +245,7 @@ def replica_s(
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
     pieces = sizes
-    if not program.flat_chunks:
+    if not program.flat_chunks and not program.fsdp_hooks:
         sizes = [sum(sizes)]
     scatters = layout.replicate_zero and not state.zero1_all_reduces
     reduce = gather_s if scatters else all_reduce_s
@@ -221,16 +255,65 @@ def replica_s(
         part = 1 / layout.replicate if scatters else 1.0
         seconds += _summing_s(plan, work, sizes, part, several=False)
     bucket = state.bucket if layout.replicate_zero else 0
+    if bucket and program.overlap_reduction:
+        return _by_bucket_s(plan, cluster, work, stage=stage, cost=cost)
     if bucket:  # each is a collective of its own, or one for every rank with a part of it
         more = sum(sizes) // bucket + (replicas.size if scatters else 0)
         seconds += more * reduce(cluster, replicas, 0.0)
     if state.copied:
         seconds += stream_s(work.device, state.copied * sum(sizes), len(sizes))
-    if program.overlap_reduction:  # what comes last is exposed: the first piece, or its bucket
+    if program.overlap_reduction and not cost.waits_for_reduction:  # the first piece is exposed
         hidden = cost.backward_input + cost.backward_weight
-        last = max(pieces[0], min(bucket, sum(sizes))) / sum(sizes)
-        seconds = _slowed(cluster, seconds, max(seconds - hidden, seconds * last))
+        seconds = _slowed(cluster, seconds, max(seconds - hidden, seconds * pieces[0] / sum(sizes)))
     return seconds
+
+
+def _by_bucket_s(
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
+) -> float:
+    """Exposed seconds in which DeepSpeed all-reduces the gradients of a stage beside its backward
+    (``average_tensor`` of its ``stage_1_and_2.py``).
+
+    A bucket is reduced once the next gradient does not fit into it; a larger one is a bucket of its
+    own. Before a reduction compute waits for those before it. The backward is divided among the
+    matrices by their size; a bias is there just before its matrix.
+    """
+    replicas, state = (
+        group_of(cluster, plan.layout, "replicate"),
+        work.program.state(plan.precision),
+    )
+    sent = sent_bytes(plan, work.program)
+
+    def reduced_s(elements: float) -> float:
+        copied_s = stream_s(work.device, state.copied * elements)
+        return copied_s + all_reduce_s(cluster, replicas, elements * sent)
+
+    gradients = _gradients_of(plan, work, stage)
+    backward_s = (cost.backward_input + cost.backward_weight) / sum(gradients)
+    now = end = held = total = 0.0
+    for elements in gradients:
+        now += elements * backward_s
+        if held and held + elements > state.bucket:
+            now = max(now, end)
+            total += reduced_s(held)
+            end, held = now + reduced_s(held), 0.0
+        held += elements
+    total += reduced_s(held)
+    exposed = max(now, end) + reduced_s(held) - (cost.backward_input + cost.backward_weight)
+    return _slowed(cluster, total, exposed)
+
+
+def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[float]:
+    """The elements of a stage's gradients in the order in which a backward makes them."""
+    shape, pieces = plan.shape, plan.pieces_of(stage)
+    biases = shape.family == "gpt"
+    block: list[float] = []
+    for k, n in reversed(linears(work)):
+        block += [float(n)] * biases + [float(k * n)]
+    table = float(shape.vocab * shape.hidden / plan.layout.tp)
+    ends = [0 in pieces, shape.num_pieces - 1 in pieces]
+    head = [table] if ends[1] and not (shape.tied_embeddings and ends[0]) else []
+    return head + block * plan.blocks_of(stage) + [table] * ends[0]
 
 
 def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
@@ -263,7 +346,7 @@ def gather_updated_s(
     if program.updated == "broadcasts":  # each takes all steps of a ring
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif program.updated == "slices":
-        copies = TENSORS[plan.shape.family] * pieces * ranks
+        copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s
     if program.overlap_updated:  # the next forward hides all but the first piece's
         seconds = _slowed(cluster, seconds, seconds / pieces)
@@ -272,16 +355,23 @@ def gather_updated_s(
 
 def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float) -> float:
     """Seconds of a rank's optimizer step. Adam reads the gradient, the master weight and two
-    moments, and writes all but the gradient; the norm reads gradients, scaling reads and writes
-    them, and the next step clears them."""
-    program = work.program
+    moments, and writes all but the gradient, and parameters in the type of compute where they are
+    kept; the norm reads gradients, scaling reads and writes them, and the next step clears those
+    that stay."""
+    program, state = work.program, work.program.state(plan.precision)
     updated = parameters / optimizer_shards(plan.layout, program)
-    moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + _FP32)
+    kept = 0 if state.casts_parameters else element_bytes(plan.precision)
+    moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
     if program.gradient_buffer:
-        moved += parameters * 3 * program.state(plan.precision).gradients
+        moved += parameters * 3 * state.gradients
     else:
+        moved += updated * (2 + program.resident_gradients) * _FP32
+    kernels = 4
+    if program.checks_gradients:
         moved += updated * 3 * _FP32
-    return stream_s(cluster.device, moved, kernels=4)
+        blocks = plan.shape.layers / plan.layout.pp
+        kernels += round(12 * blocks * tensors_of(work) * updated / parameters)
+    return stream_s(cluster.device, moved, kernels)
 
 
 def tied_s(plan: SizedPlan, cluster: Cluster) -> float:

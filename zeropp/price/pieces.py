@@ -37,6 +37,7 @@ BACKWARD_LAUNCHES = 1.5  # those of a backward, over the forward's
 # autograd's graph, sends. On a GPU the host does it while kernels run.
 PASS_LAUNCHES = 40
 TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
+SEPARATE = {"gpt": 16, "llama": 9}  # with separate projections
 TENSOR_KERNELS = 8  # additional launches with tensor parallelism
 
 
@@ -89,14 +90,23 @@ class PassTimes:
         return self.forward + self.backward_input + self.backward_weight
 
 
+def tensors_of(work: Work) -> int:
+    """The parameter tensors of a block."""
+    return (SEPARATE if work.program.separate_projections else TENSORS)[work.shape.family]
+
+
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
-    """(k, n) of the matrix products of a block on one rank; Llama's parallel ones are fused."""
+    """(k, n) of the matrix products of a block on one rank. Those of one input are fused (of
+    queries, keys and values; of a gated MLP), unless the program has separate ones."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    attended, gated = [h + 2 * kv], [shape.gates * shape.ffn]
+    if work.program.separate_projections:
+        attended, gated = [h, kv, kv], [shape.ffn] * shape.gates
     return (
-        (h, (h + 2 * kv) // tp),
+        *((h, max(1, n // tp)) for n in attended),
         (h // tp or 1, h),
-        (h, shape.gates * shape.ffn // tp),
+        *((h, n // tp) for n in gated),
         (shape.ffn // tp or 1, h),
     )
 
@@ -147,18 +157,21 @@ def _block_kernels(work: Work) -> KernelSeconds:
         return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
 
     products = [product(tokens, k, n) for k, n in linears(work)]
+    forward, backward = _elementwise_kernels(work)
+    mlp = 1 + (work.shape.gates if work.program.separate_projections else 1)  # products
+    added = tensors_of(work) if work.program.fsdp_hooks and work.accumulated else 4
     return KernelSeconds(
         products=sum(products),
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
         weights=sum(product(k, tokens, n) for k, n in linears(work)),
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
-        elementwise=stream_s(device, block_traffic(work) + cast, kernels=12),
+        elementwise=stream_s(device, block_traffic(work) + cast, forward),
         elementwise_backward=stream_s(
-            device, block_traffic_backward(work) + cast_backward, kernels=18
+            device, block_traffic_backward(work) + cast_backward, backward
         ),
-        accumulation=stream_s(device, work.accumulated * parameters, kernels=4),
-        mlp=sum(products[2:]) + stream_s(device, mlp_traffic(work), kernels=4),
+        accumulation=stream_s(device, work.accumulated * parameters, added),
+        mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
 
@@ -274,14 +287,30 @@ def _head(work: Work) -> PassTimes:
     return PassTimes(forward, backward, weight)
 
 
+def _elementwise_kernels(work: Work) -> tuple[int, int]:
+    """Element-wise kernels of a block's forward and backward. With separate projections there are
+    two norms, two sums and a non-linearity, of rotary embedding one each for queries and keys, and
+    of a gate its product; in the backward a sum for every further product of the same input, and
+    one of each bias."""
+    if not work.program.separate_projections:
+        return 12, 18
+    gated = work.shape.gates - 1
+    rotary, biases = (0, 6) if work.shape.family == "gpt" else (2, 0)
+    return 5 + rotary + gated, 7 + rotary + 2 * gated + biases
+
+
 def block_traffic(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's forward: two norms, two residual adds, the
-    layout changes around attention, and the MLP's non-linearity."""
+    layout changes around attention (none with separate projections, but for rotary embedding, which
+    reads and writes queries and keys), and the MLP's non-linearity."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
-    inside = (6 * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
+    around = 6
+    if work.program.separate_projections:
+        around = 0 if shape.family == "gpt" else 4
+    inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
 
 
@@ -301,19 +330,24 @@ def _activation_passes(work: Work) -> int:
 def block_traffic_backward(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's backward. A norm reads its input and the
     gradient twice (for its own gradient and for that of its parameters) and writes once; the
-    residual's gradient is added; the gradients of queries, keys and values are joined; GPT's biases
-    sum the gradients of their outputs. GELU's backward reads two tensors and writes one, and its
+    residual's gradient is added; the gradients of queries, keys and values are joined, or, with
+    separate projections, those of their inputs added; GPT's biases sum the gradients of their
+    outputs. GELU's backward reads two tensors and writes one, and its
     bias sums one; that of a gated MLP is assumed to move 1.5 times what its forward moves."""
     shape = work.shape
     biases = 1 if shape.family == "gpt" else 0
     whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)  # of each residual branch
     if work.sequence_parallel:
         whole /= work.tp
-    joined = 11 if biases else 12  # layout, joining and, of biases or rotary embedding, 3 or 4
+    around, added = 3 if biases else 4, 0  # of biases or rotary embedding
+    if work.program.separate_projections:
+        added = 3 * (1 + shape.gates)
+    else:  # layout and joining
+        around += 8
     passes = 4 if shape.gates == 1 else 7.5
-    inside = (joined * shape.hidden + passes * shape.ffn) / work.tp
+    inside = (around * shape.hidden + passes * shape.ffn) / work.tp
     scale = work.tokens * element_bytes(work.precision) * work.program.traffic_factor
-    return scale * (2 * whole * shape.hidden + inside)
+    return scale * ((2 * whole + added) * shape.hidden + inside)
 
 
 def cast_bytes(work: Work) -> tuple[int, int]:

@@ -83,6 +83,9 @@ class Program:
     pads_vocabulary: bool = False
     eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
+    # Queries, keys and values are products of their own, which attention takes as they are; so are
+    # both parts of a gated MLP's input.
+    separate_projections: bool = False
     fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
@@ -104,6 +107,12 @@ class Program:
     # A gated MLP's two input products are two layers. Without sequence parallelism, each of them
     # all-reduces its input gradient over the TP ranks.
     split_gate: bool = False
+    # With sequence parallelism, a gather or reduce-scatter of activations goes with a copy: tensors
+    # are [sequence, token, width], so that a rank's slice is not in one piece.
+    copies_slices: bool = False
+    # The product of a column-parallel layer's weight gradient runs beside the collective of its
+    # input gradient.
+    overlap_input_gradient: bool = False
     overlap_tensor: bool = False  # with sequence parallelism, TP collectives overlap the products
     overlap_reduction: bool = False  # gradient reductions overlap the last backward
     overlap_updated: bool = False  # ZeRO-1's parameter gathers overlap the next forward
@@ -129,8 +138,9 @@ class Program:
     # chunk's first backward after a reduction and freed by the next reduction, which reads it.
     flat_chunks: bool = False
     # The stages are those of torch.distributed.pipelining: there are buffers for all messages of a
-    # step, stage outputs are kept, a split backward frees no saved tensor early, and compute waits
-    # for the reduction of a stage's gradients (``perform_reduce_grad`` of its ``stage.py``).
+    # step, stage outputs are kept, a split backward frees no saved tensor early, compute waits for
+    # the reduction of a stage's gradients over shards and replicas (``perform_reduce_grad`` of its
+    # ``stage.py``), and shards are cast on its stream (``UNSHARD`` of its ``schedules.py``).
     torch_stages: bool = False
     # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
     separate_weight_gradient: bool = False
@@ -140,6 +150,9 @@ class Program:
     # holds the logits of two microbatches.
     pipe_buffers: bool = False
     flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
+    # Before an update the greatest and the least of every gradient are looked at, tensor by tensor
+    # and in a dozen kernels each, and the norm is taken once more.
+    checks_gradients: bool = False
     # Gradients are cleared and scaled in one buffer of all parameters of a rank, of which ZeRO-1
     # updates a part.
     gradient_buffer: bool = False

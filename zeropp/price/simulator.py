@@ -134,14 +134,27 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         return list(price.stages)
     costs = list(price.stages)
     for rank, collectives in enumerate(plan.schedule.collectives):
-        beside = crossing = 0.0
+        beside = copies = 0.0
+        first: dict[Op, float] = {}
+        last: dict[Op, float] = {}
         for stage, op, _ in collectives:
-            if op is Op.REDUCE_REPLICAS:  # all but the last one have compute beside them
-                beside, crossing = beside + crossing, costs[stage].reduce_replicas
+            cost = costs[stage]
+            if op is Op.UNSHARD:
+                seconds, copies = cost.unshard, copies + cost.copy_out
+                first.setdefault(op, seconds)
             else:
-                beside += costs[stage].unshard if op is Op.UNSHARD else costs[stage].reduce_grad
+                is_shard = op is Op.REDUCE_GRAD
+                seconds = cost.reduce_grad if is_shard else cost.reduce_replicas
+                copies += cost.copy_in * is_shard
+                if cost.waits_for_reduction:
+                    continue
+                last[op] = seconds
+            beside += seconds
+        # All but the first gather and the last reductions have compute beside them.
+        beside -= sum(first.values()) + sum(last.values())
         stages = plan.schedule.stages_of(rank)
-        compute = plan.num_microbatches * sum(costs[s].compute for s in stages)
+        compute = plan.num_microbatches * sum(costs[s].compute for s in stages) + copies
+        compute *= price.stragglers
         share = (
             min(1.0, beside / compute) if compute else 0.0
         )  # layers that only reshape cost nothing
@@ -160,4 +173,6 @@ def slowed_cost(cost: StageCost, extras: StageExtras, factor: float) -> StageCos
         forward=(cost.forward - forward) * factor + forward,
         backward_input=(cost.backward_input - backward) * factor + backward,
         backward_weight=cost.backward_weight * factor,
+        copy_out=cost.copy_out * factor,
+        copy_in=cost.copy_in * factor,
     )

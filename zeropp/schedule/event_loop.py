@@ -286,6 +286,8 @@ class _Loop:
         if op is Op.REDUCE_REPLICAS:
             start = max(start, self._reduced[stage])
             end = link[rank] = start + cost.reduce_replicas
+            if cost.waits_for_reduction:
+                compute[rank] = end
         elif op is Op.GATHER_UPDATED:
             end = link[rank] = start + cost.gather_updated
         else:
