@@ -179,11 +179,13 @@ class MegatronTrainer:
         data parallelism."""
         layout = self._plan.layout
         models = [self._build_model(chunk, seed) for chunk in range(layout.chunks)]
+        zero, several = layout.replicate_zero == 1, layout.chunks > 1
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=layout.replicate_zero == 1,
+            use_distributed_optimizer=zero,
             overlap_grad_reduce=True,
-            overlap_param_gather=layout.replicate_zero == 1,
+            overlap_param_gather=zero,
+            align_param_gather=zero and several,
         )
         # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
         # Without a ``grad_sync_func`` each rank's reduction begins in its own last backward; with
@@ -193,7 +195,9 @@ class MegatronTrainer:
             for index, model in enumerate(models)
         ]
         syncs = [chunk.no_sync for chunk in chunks]
-        self._config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
+        self._config.no_sync_func = syncs if several else syncs[0]
+        if zero and several:  # otherwise a chunk is gathered once its first forward needs it
+            self._config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         self._config.finalize_model_grads_func = finalize_model_grads
         return chunks
 
