@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
 BACKWARD_LAUNCHES = 1.5  # those of a backward, over the forward's
 # What starting one pass of a stage takes on the host, in launches: it receives, builds or walks
-# autograd's graph, sends. On a GPU the host does it while kernels run.
+# autograd's graph, sends (the last two rows of results/reference/host_time.csv, which are 72 passes
+# apart). On a GPU the host does it while kernels run.
 PASS_LAUNCHES = 40
 TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
 SEPARATE = {"gpt": 16, "llama": 9}  # with separate projections
