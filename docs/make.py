@@ -38,6 +38,7 @@ from benchmarks.studies.claim_33.changes import CHANGES_TABLE
 from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
 from benchmarks.studies.simulators.compare import tables as simulator_tables
+from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -407,6 +408,22 @@ def _tuned(name: str) -> str:
     return markdown_table(heads, lines)
 
 
+def _host_time(name: str) -> str:
+    """CPU time of a block, by how it is split and which program runs it, or microseconds per launch
+    of a ``plain`` one."""
+    rows = pd.read_csv(_REFERENCE / "host_time.csv")
+    if name == "plain":
+        launches = KERNELS["llama"] * (1 + BACKWARD_LAUNCHES)
+        return f"{1e3 * rows['block_ms'][0] / launches:.1f}"
+    lines = []
+    for row in rows[rows["block_ms"].notna()].to_dict("records"):
+        block = f"{row['block_ms']:.2f} ({row['block_low_ms']:.2f} to {row['block_high_ms']:.2f})"
+        rest = "" if pd.isna(row["rest_of_step_ms"]) else f"{row['rest_of_step_ms']:.1f}"
+        lines.append([row["way"], block, f"{row['over_plain']:.2f}", rest])
+    heads = ["", "ms per block and microbatch", "over plain modules", "ms of a step besides"]
+    return markdown_table(heads, lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -429,6 +446,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "orders": _orders,
     "closed_circle": _closed_circle,
     "tuned": _tuned,
+    "host_time": _host_time,
 }
 
 
