@@ -183,7 +183,7 @@ def _real_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     steps = [_step_ms("zeropp", knobs, REAL_MICROBATCHES, ranks=2) for knobs in REAL]
     if rank == 0:
-        Path(folder, "steps").write_text("\n".join(map(str, steps)))
+        Path(folder, "steps").write_text("\n".join(map(str, steps)), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -224,7 +224,7 @@ def measure() -> list[Row]:
         )
     with tempfile.TemporaryDirectory() as folder:
         spawn(_real_rank, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
-        steps = map(float, Path(folder, "steps").read_text().split())
+        steps = map(float, Path(folder, "steps").read_text(encoding="utf-8").split())
         for knobs, step_ms in zip(REAL, steps, strict=True):
             name = f"{_label('zeropp', knobs)}, two ranks over gloo"
             rows.append(Row(name, None, None, None, None, round(step_ms, 2), **machine))

@@ -55,8 +55,6 @@ LANES: dict[Op, Lane] = {
     Op.RECV_B: "transfer",
 }
 
-_NAMES = {op: op.value for op in Op}
-
 
 @dataclass(frozen=True, kw_only=True)
 class EventResult:
@@ -116,7 +114,7 @@ class EventResult:
         for (stage, op, j), start, end in zip(self.sequence, self.starts, self.ends, strict=True):
             if end > start:
                 rank, lane = where[stage], LANES[op]
-                action = texts[stage] + _NAMES[op] + ("" if j is None else f"{j}")
+                action = texts[stage] + op.value + ("" if j is None else f"{j}")
                 add[rank](Span(rank, lane, action, start, end))
         return tuple(chain.from_iterable(ranks))
 
