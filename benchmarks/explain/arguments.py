@@ -69,7 +69,13 @@ def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None,
     """
     commands, complaint = _expanded(text, folder)
     launches = [words for words in commands if any(w.endswith(".py") for w in words)]
-    launches += [words for words in commands if words[0].startswith("--")]
+    alone = [words for words in commands if words[0].startswith("--")]
+    if launches and alone:
+        raise SpecError(
+            f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
+            "behind the backslash of the line before it?)"
+        )
+    launches += alone
     of_models = [words for words in launches if set(_OF_A_MODEL) & set(arguments_of(words))]
     launches = of_models or [w for w in launches if any(word.startswith("--") for word in w)]
     if not launches:

@@ -53,7 +53,7 @@ def _print_causes(comparison: Comparison, console: Console) -> None:
         words = f": {cause.words} (a step would take {steps} s)" if cause.words else ""
         indented(f"{100 * cause.probability:3.0f} %  {cause.cause}{words}", console)
     if comparison.causes[0].probability < _SURE:
-        console.print("None stands out; one more run, on other GPUs or degrees, would tell more.")
+        console.print("None stands out; runs that differ more in GPUs or degrees would tell more.")
 
 
 def _print_constants(comparison: Comparison, console: Console) -> None:

@@ -74,7 +74,7 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
 
 def indented(words: str, console: Console, style: str = "") -> None:
     """Print a line below another one; where it is wrapped, all of it is indented."""
-    console.print(Padding(words, (0, 0, 0, 2)), style=style)
+    console.print(Padding(words, (0, 0, 0, 2), expand=False), style=style)
 
 
 def _speed(answer: Answer) -> str:

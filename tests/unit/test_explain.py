@@ -334,6 +334,12 @@ def test_bash_expands_what_a_run_would_get(
     assert arguments_of_script(script, tmp_path)[0] == (wanted or {"--num-layers": "2"})
 
 
+def test_flags_that_no_training_gets_are_refused() -> None:
+    script = 'o="--hidden-size 64 \\ \n --num-layers 2"\nsrun sh -c "python a.py ${o}"'
+    with pytest.raises(SpecError, match="--num-layers: begins a command of its own"):
+        arguments_of_script(script, Path())
+
+
 def test_what_bash_could_not_follow_is_named() -> None:
     script = "source gone.sh\nif true; then exit 1; fi\n" + SCRIPT
     named = " ".join(megatron.read(script, None).named)
