@@ -86,6 +86,8 @@ def settled(
     if own is None or asked != (question.contender.knobs(), "auto"):
         own = _search(question.own_task, question.contender, *asked, budget_s=search_s)
     winner = own.winner
+    if winner is None and size != "auto" and not set(opened) & set(_DEGREES):
+        return Candidate(question.knobs, size)  # by simple rules: the screen says what is missing
     if winner is None:
         raise SpecError(
             f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
@@ -144,9 +146,8 @@ def mfu(result: SimResult, question: Question) -> float | None:
 
 def measured_errors(question: Question) -> str:
     """How far the simulator was from published runs of this program in any version, as words."""
-    name, label = question.contender.name, question.contender.label
-    if question.reading.program and question.reading.contender == name:
-        name = label = question.reading.program
+    label = question.contender.label
+    name = label if label == question.reading.program else question.contender.name
     errors = [
         abs(float(row["relative_error"]))
         for row in priced_runs()

@@ -8,25 +8,20 @@ from rich.console import Console
 
 from benchmarks.explain.answer import Answer
 from benchmarks.explain.measured import Comparison, MeasuredRun, Training, priced
-from benchmarks.explain.screen import table_of
+from benchmarks.explain.screen import indented, table_of
 from benchmarks.measured.fit import CONSTANTS
 
 _LEAST_PROBABILITY = 0.05
+_SURE = 0.5  # a probability from which on a cause is worth acting on
 _LEAST_CHANGE = 0.02  # of a constant that is shown
 
 
 def show_measured(comparison: Comparison, console: Console) -> None:
     """Print the runs, the causes, the constants, and the nearest published runs."""
     table = table_of("Measured beside the price")
-    for heading in (
-        "measured",
-        "step s",
-        "tokens/s/GPU",
-        "priced s",
-        "measured/priced",
-        "fitted s",
-    ):
-        table.add_column(heading, justify="left" if heading == "measured" else "right")
+    table.add_column("measured", overflow="fold")
+    for heading in ("step s", "tokens/s/GPU", "priced s", "of priced", "fitted s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
         table.add_row(
             _source(run),
@@ -55,24 +50,32 @@ def _print_causes(comparison: Comparison, console: Console) -> None:
         if cause.probability < _LEAST_PROBABILITY:
             continue
         steps = ", ".join(f"{step_s:.3f}" for step_s in cause.steps_s)
-        words = f", best by: {cause.words}, priced {steps} s" if cause.words else ""
-        console.print(f"  {100 * cause.probability:3.0f} %  {cause.cause}{words}")
+        words = f": {cause.words} (a step would take {steps} s)" if cause.words else ""
+        indented(f"{100 * cause.probability:3.0f} %  {cause.cause}{words}", console)
+    if comparison.causes[0].probability < _SURE:
+        console.print("None stands out; one more run, on other GPUs or degrees, would tell more.")
 
 
 def _print_constants(comparison: Comparison, console: Console) -> None:
-    words = [
-        f"{name} {factor:.2f} ({low:.2f} to {high:.2f})"
+    changed = [
+        f"{factor:.2f} ({low:.2f} to {high:.2f})  {name}"
         for name, (factor, low, high) in comparison.fitted.intervals().items()
         if abs(factor - 1) >= _LEAST_CHANGE
     ]
-    if words:
-        console.print(f"Fitted, over the preset's, with 90 %: {'; '.join(words)}.")
-        console.print("All that follows is priced with these constants.")
+    if changed:
+        console.print(
+            "Constants of this cluster that explain the runs, as factors on those of the preset "
+            f"{comparison.runs[0].task.cluster.name} (and where they are with 90 %); all prices "
+            "below are with these:"
+        )
+    for line in changed:
+        indented(line, console)
     for constant, factor in zip(CONSTANTS, comparison.fitted.factors, strict=True):
         if not constant.low <= factor <= constant.high:
-            console.print(
-                f"  {constant.name}: {factor:.2f} is beyond {constant.low} to {constant.high}, by "
+            indented(
+                f"{constant.name}: {factor:.2f} is beyond {constant.low} to {constant.high}, by "
                 "which machines of one kind differ; did another configuration run?",
+                console,
                 style="yellow",
             )
 
@@ -86,10 +89,11 @@ def _print_nearest(comparison: Comparison, console: Console) -> None:
     for near in comparison.near:
         row = near.row
         ratio = mine.tokens_per_s_per_gpu / near.tokens_per_s_per_gpu
-        console.print(
-            f"  {row.model} on {row.num_gpus} x {row.device}, sequence {row.seq}, {row.dtype} "
-            f"({row.source}, {row.table}): {near.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; yours is "
-            f"{ratio:.2f} of it, and {own / near.priced:.2f} by the prices of both"
+        indented(
+            f"{row.model} on {row.num_gpus} x {row.device}, sequence {row.seq}, {row.dtype}: "
+            f"{near.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; yours is {ratio:.2f} of it, and would "
+            f"be {own / near.priced:.2f} by the prices of both ({row.source}, {row.table})",
+            console,
         )
 
 

@@ -143,7 +143,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     if num_gpus is None:
         raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
     if not stated:
-        reading.derived.append(f"num_gpus={num_gpus}, from the script's own launcher")
+        reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
     replicate = cp * share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
     reading.slice_sequences("--context-parallel-size", cp)
     size = keys.needed("--micro-batch-size")

@@ -26,6 +26,7 @@ from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
 KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
 
 
@@ -173,7 +174,9 @@ def _record(text: str) -> Reading | None:
 
 def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     settings = reading.settings | {key: given[key] for key in KEYS if key in given}
-    model = reading.model | _below("model.", given)
+    model = reading.model | (changed := _below("model.", given))
+    if "name" not in changed:
+        model["name"] += "".join(f"_{changed[size]}_{size}" for size in _SIZES if size in changed)
     own = settings.get("contender", reading.contender) == reading.contender
     chosen = (reading.knobs if own else {}) | _below("contender.", given)
     if own:
@@ -254,7 +257,7 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
             )
         return replace(plan, program=_program(reading.program or plan.program, traits))
 
-    return replace(contender, size=size)
+    return replace(contender, size=size, label=reading.program or contender.label)
 
 
 @lru_cache

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
@@ -25,6 +26,12 @@ from zeropp.price.simulator import SimResult
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 
 _LOST_TO = {"tensor": "tensor parallelism"}
+_WORDS = (
+    "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
+    "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
+    "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism); of ZeroPP, "
+    "too, U microbatches per gather, cap (activations kept), reduce (gradients every so often)."
+)
 
 
 def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
@@ -51,17 +58,23 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     )
     console.print(f"Plan as understood: {describe(result.plan)}")
     for line in reading.named:
-        console.print(f"  not priced: {line}", style="yellow")
+        indented(f"not priced: {line}", console, style="yellow")
     for line in reading.derived:
-        console.print(f"  derived: {line}", style="dim")
+        indented(f"derived: {line}", console, style="dim")
     if verbose:
-        console.print(f"  changes nothing: {', '.join(reading.harmless)}", style="dim")
+        indented(f"changes nothing: {', '.join(reading.harmless)}", console, style="dim")
     console.print(_speed(answer))
-    console.print(f"  simulated; {measured_errors(question)}")
+    indented(f"simulated; {measured_errors(question)}", console)
     console.print(_memory(answer))
     console.print(_lost(result))
     _print_changes(answer, console)
     _print_best(answer, console)
+    console.print(_WORDS, style="dim")
+
+
+def indented(words: str, console: Console, style: str = "") -> None:
+    """Print a line below another one; where it is wrapped, all of it is indented."""
+    console.print(Padding(words, (0, 0, 0, 2)), style=style)
 
 
 def _speed(answer: Answer) -> str:

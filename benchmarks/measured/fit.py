@@ -81,7 +81,7 @@ def _between_nodes(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _steps_between_nodes(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, inter=replace(cluster.inter, hop_us=factor * cluster.inter.hop_us))
+    return replace(cluster, ring_half_mb=factor * cluster.ring_half_mb)
 
 
 CONSTANTS = (
@@ -102,7 +102,7 @@ CONSTANTS = (
     ),
     Constant("rate within a node", "network", 0.4, 1.3, _within_node),
     Constant("rate between nodes", "network", 0.15, 1.3, _between_nodes),
-    Constant("time per step of a ring between nodes", "network", 0.5, 8.0, _steps_between_nodes),
+    Constant("time per step of a ring between nodes", "network", 0.25, 4.0, _steps_between_nodes),
     Constant(
         "slowdown of compute beside collectives", "overlap", 0.4, 3.0,
         _of_device("overlap_slowdown"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -35,9 +36,12 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
 
     After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
     ``interrupted`` and returns 130. If the reader of the output has closed it (``| head``), it
-    prints nothing. SIGTERM ends its worker processes with it.
+    prints nothing. SIGTERM ends its worker processes with it. What the terminal's character set
+    lacks is printed as a question mark.
     """
     raise_on_ctrl_c()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tests and notebooks have others
+        sys.stdout.reconfigure(errors="replace")
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_with_workers)
     try:

@@ -67,8 +67,8 @@ class _Logged(Progress):
         if not self.disable or now < self._next or task.completed == task.total:
             return
         self._next = now + _LOG_EVERY_S
-        of = "" if task.total is None else f" of {task.total:.0f}"
-        line = f"  {now - self._started:.0f} s: {task.completed:.0f}{of}, {task.description}"
+        done = "" if task.total is None else f"{task.completed:.0f} of {task.total:.0f}, "
+        line = f"  {now - self._started:.0f} s: {done}{task.description}"
         self.console.print(line, markup=False, soft_wrap=True)
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import zeropp
 from tests.gloo.test_huggingface import RATE, batch, made
@@ -64,7 +67,15 @@ def logits_of(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("how", ["peft", "transformers"])
+# A release of transformers refuses a peft that is older than the one that it was made with, which
+# can be one that is not yet published; an environment then has the newest of both, and cannot.
+too_old = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"transformers {transformers.__version__} needs peft {MIN_PEFT_VERSION}",
+)
+
+
+@pytest.mark.parametrize("how", ["peft", pytest.param("transformers", marks=too_old)])
 def test_an_adapter_is_trained_and_written_as_peft_does(
     world: World, how: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
 import signal
@@ -284,6 +285,19 @@ def _handler_of_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_handler_of_ctrl_c")
+@pytest.mark.usefixtures("_handler_of_ctrl_c")
+def test_what_a_locale_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    def say() -> int:
+        print("1 \u2013 2")
+        return 0
+
+    assert run_command(say) == 0
+    assert written.getvalue() == b"1 ? 2\n"
+
+
 @pytest.mark.parametrize("module", [*COMMANDS, *(f"studies.{name}" for name in STUDIES)])
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

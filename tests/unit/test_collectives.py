@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster
 from zeropp.layout import Layout
-from zeropp.price.network import all_reduce_s, gather_s, group, transfer_s
+from zeropp.price.network import all_reduce_s, gather_s, group, hops_s, start_s, transfer_s, waits_s
 
 A100 = cluster("a100")
 
@@ -45,6 +45,19 @@ def test_groups_across_nodes_share_the_nics() -> None:
     eighth = group(A100, 8, 8, 64)  # eight groups of one GPU per node
     assert (whole.nodes, eighth.nodes) == (8, 8)
     assert whole.rate == pytest.approx(8 * eighth.rate)
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_a_ring_over_nodes_reaches_half_of_its_rate_at_its_half_rate_message(ranks: int) -> None:
+    """Per rank and step; a broadcast of little and an all-reduce by tree do not pay for it."""
+    ring, size = group(A100, ranks, 1, ranks), A100.ring_half_mb * 1e6 * ranks
+    moved = (ranks - 1) / ranks * size / ring.rate
+    assert gather_s(A100, ring, size) - start_s(A100, ring) == pytest.approx(2 * moved, rel=0.1)
+    assert gather_s(A100, ring, 0.0) == waits_s(A100, ring) > 1.5 * hops_s(A100, ring)
+    slower = replace(A100, ring_half_mb=4 * A100.ring_half_mb)
+    assert all_reduce_s(slower, ring, size) == all_reduce_s(A100, ring, size)
+    inside = group(A100, 8, 1, 8)
+    assert gather_s(slower, inside, size) == gather_s(A100, inside, size)
 
 
 def test_in_switch_reduction_helps_all_reduce_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import CHECKOUT
 from benchmarks.explain import answer as answers
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.__main__ import main
@@ -277,6 +278,16 @@ def test_the_command_answers_on_one_screen(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_file_that_says_all_is_priced_though_it_does_not_fit() -> None:
+    place = CHECKOUT / "docs/examples/configurations"
+    files = [str(place / name) for name in ("deepspeed_zero2.json", "llama_config.json")]
+    asked = ask(files, ["num_gpus=16", "cluster=h100", "model.seq=4096", "model.layers=48"], [])
+    found = answer(asked, 0.5)
+    assert not found.fits
+    assert found.asked.plan.layout.replicate == 16
+    assert asked.task.shape.name == "llama_4096_48_layers"
+
+
 HOSTILE = """
 echo gone > {place}/kept
 echo new >> {place}/made
@@ -368,6 +379,7 @@ def test_trainers_around_a_model_of_hugging_face(
     words += ["global_batch=128"] * (name == "a.yaml")
     asked = ask(files, words, [])
     assert asked.contender.name == contender
+    assert asked.contender.label.startswith("nanotron") == (name == "n.yaml")
     assert {key: getattr(asked.knobs, key) for key in degrees} == degrees
     assert asked.task.global_batch == batch
     assert sizes(asked.reading.model) == SHAPE_8B

@@ -189,7 +189,7 @@ def test_the_screen_says_what_was_measured() -> None:
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for words_in_it in ("20s", "20.000", "9.000"):
         assert words_in_it in said
-    assert "All that follows is priced with these constants" in said
+    assert "all prices below are with these" in said
     assert "did another configuration run?" in said
     fitted = on_fitted(asked, comparison.fitted)
     rate = asked.task.cluster.device.matmul_bf16_tflops

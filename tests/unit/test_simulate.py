@@ -65,6 +65,17 @@ def test_a_rank_whose_layers_cost_nothing_has_a_price() -> None:
     assert 2 * 4 * 3.0 <= step_s < simulate(plan, task().cluster, price=price).step_s
 
 
+def test_collectives_that_wait_slow_no_compute() -> None:
+    """Hidden gathers that move bytes make a step longer, and those that only wait do not."""
+    plan = zeropp_plan(2, 4, 2)
+    price = flat_price(plan, StageCost(unshard=0.1, reduce_grad=0.1), overlap_slowdown=0.5)
+    extras = (StageExtras(waits=0.1),) * len(price.stages)
+    waiting = replace(price, extras=extras)
+    unslowed = replace(price, overlap_slowdown=0.0)
+    steps = [simulate(plan, task().cluster, price=p).step_s for p in (price, waiting, unslowed)]
+    assert steps[0] > steps[1] == pytest.approx(steps[2])
+
+
 def test_what_follows_the_last_microbatch_is_added() -> None:
     plan = one_f_one_b(4, 8)
     price = flat_price(

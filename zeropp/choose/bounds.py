@@ -423,9 +423,15 @@ def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple
     the first gather and the last reductions. The copies of gathers are part of it; those of
     reductions are not, as they may come last."""
     m, costs = plan.num_microbatches, [price.stages[s] for s in stages]
+    waits = {s: price.extras[s].waits for s in stages}
     gathers = [(price.stages[s], n) for s, n in _gathers(plan, stages)]
-    beside = sum(cost.unshard * n for cost, n in gathers) - max(cost.unshard for cost in costs)
-    reduced = [c.reduce_grad for c in costs if not c.waits_for_reduction]
+    moving = {s: max(0.0, price.stages[s].unshard - waits[s]) for s in stages}
+    beside = sum(moving[s] * n for s, n in _gathers(plan, stages)) - max(moving.values())
+    reduced = [
+        max(0.0, price.stages[s].reduce_grad - waits[s])
+        for s in stages
+        if not price.stages[s].waits_for_reduction
+    ]
     crossings = [c.reduce_replicas for c in costs if not c.waits_for_reduction]
     beside += sum(reduced) * _reductions(plan) - max(reduced, default=0.0)
     beside += sum(crossings) - max(crossings, default=0.0)

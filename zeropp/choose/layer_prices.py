@@ -21,7 +21,7 @@ from zeropp.plan import SizedPlan
 from zeropp.price import StageExtras, StageMemory, StepBytes, StepTimes
 from zeropp.price.kernels import element_bytes
 from zeropp.price.layers import passes_of_layer
-from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s
+from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s, waits_s
 from zeropp.price.pieces import PassTimes, loss_s
 from zeropp.price.programs import gathers, program_as_run, program_named
 from zeropp.schedule.program import StageCost
@@ -128,7 +128,7 @@ class LayerPrices:
                 )
         return StepTimes(
             stages=tuple(stages),
-            extras=(StageExtras(),) * len(stages),
+            extras=(StageExtras(waits=waits_s(cluster, among)),) * len(stages),
             limit_s=0.0,
             overlap_slowdown=cluster.device.overlap_slowdown,
         )

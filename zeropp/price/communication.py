@@ -24,7 +24,9 @@ from zeropp.price.network import (
     gather_s,
     group,
     group_of,
+    hops_s,
     start_s,
+    waits_s,
 )
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, linears, tensors_of
 from zeropp.price.programs import Program, gathers
@@ -209,6 +211,12 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     return seconds
 
 
+def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> float:
+    """Seconds of a stage's gather, or of its reduction, in which no bytes move."""
+    among = group_of(cluster, plan.layout, "shard")
+    return len(collectives_of(plan, work.program, stage)) * waits_s(cluster, among)
+
+
 def _gradient_bytes(plan: SizedPlan, work: Work) -> int:
     """Bytes of a gradient that is copied to be reduced: in the type of compute, if FSDP2 has added
     no other to it."""
@@ -343,8 +351,8 @@ def gather_updated_s(
     if program.flat_chunks:
         more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
         seconds += more * gather_s(cluster, among, 0.0)
-    if program.updated == "broadcasts":  # each takes all steps of a ring
-        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    if program.updated == "broadcasts":  # each goes once round a ring
+        seconds += (ranks - 1) * (start_s(cluster, among) + hops_s(cluster, among))
     elif program.updated == "slices":
         copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s

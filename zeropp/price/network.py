@@ -2,10 +2,12 @@
 
 The model is that of rings with a latency and a bandwidth (Thakur, Rabenseifner, Gropp 2005,
 section 4): an all-gather or reduce-scatter of S bytes over n ranks moves (n-1)/n S through every
-rank's link, an all-reduce twice that, and every step of the ring costs a hop. An all-reduce may
-also use trees, as NCCL does (Sanders, Speck, Traeff 2009), with a logarithmic number of hops. So
-larger messages reach a higher bandwidth. Between nodes the bottleneck is the node's NICs, which
-all groups across nodes share, because they communicate at the same time.
+rank's link, an all-reduce twice that, and every step of the ring costs a hop. Between nodes a step
+costs at least the time of the bytes with which a ring reaches half of its rate (Hockney, Parallel
+Computing 20, 1994). An all-reduce may also use trees, as NCCL does (Sanders, Speck, Traeff 2009),
+with a logarithmic number of hops. So larger messages reach a higher bandwidth. Between nodes the
+bottleneck is the node's NICs, which all groups across nodes share, because they communicate at the
+same time.
 """
 
 from __future__ import annotations
@@ -66,9 +68,7 @@ def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
 
 def gather_s(cluster: Cluster, group: Group, total: float) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, ``total`` bytes per rank."""
-    if group.size == 1:
-        return 0.0
-    return start_s(cluster, group) + _ring_hops(cluster, group) + _moved(group, total)
+    return waits_s(cluster, group) + _moved(group, total)
 
 
 def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
@@ -76,7 +76,7 @@ def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
     if group.size == 1:
         return 0.0
     gain = cluster.reduction_gain if group.nodes == 1 else 1.0
-    ring = 2 * _ring_hops(cluster, group)
+    ring = 2 * _ring_steps_s(cluster, group)
     local = group.size // group.nodes
     tree = 2 * (local - 1) * cluster.intra.hop_us * 1e-6
     tree += 2 * log2(group.nodes) * cluster.inter.hop_us * 1e-6
@@ -113,11 +113,27 @@ def start_s(cluster: Cluster, group: Group) -> float:
     return (cluster.intra if group.nodes == 1 else cluster.inter).latency_us * 1e-6
 
 
-def _ring_hops(cluster: Cluster, group: Group) -> float:
+def waits_s(cluster: Cluster, group: Group) -> float:
+    """Seconds of an all-gather or reduce-scatter in which a rank only waits for its next bytes."""
+    if group.size == 1:
+        return 0.0
+    return start_s(cluster, group) + _ring_steps_s(cluster, group)
+
+
+def hops_s(cluster: Cluster, group: Group) -> float:
+    """Seconds in which a small message goes once round a ring."""
     if group.nodes == 1:
         return (group.size - 1) * cluster.intra.hop_us * 1e-6
     inside = (group.size - group.nodes) * cluster.intra.hop_us
     return (inside + group.nodes * cluster.inter.hop_us) * 1e-6
+
+
+def _ring_steps_s(cluster: Cluster, group: Group) -> float:
+    """Seconds that a ring's steps take in addition to the bytes that they move."""
+    hops = hops_s(cluster, group)
+    if group.nodes == 1:
+        return hops
+    return max(hops, group.size * cluster.ring_half_mb * 1e6 / group.rate)
 
 
 def _moved(group: Group, total: float) -> float:

@@ -19,6 +19,7 @@ from zeropp.price.communication import (
     gather_updated_s,
     replica_s,
     shard_s,
+    shard_waits_s,
     stage_parameters,
     tensor_times,
     tied_s,
@@ -249,6 +250,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=repeated * again,
         accumulation=unfused,
+        waits=shard_waits_s(plan, job.cluster, job.work, stage),
     )
 
 

@@ -138,13 +138,15 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         first: dict[Op, float] = {}
         last: dict[Op, float] = {}
         for stage, op, _ in collectives:
-            cost = costs[stage]
+            cost, waits = costs[stage], price.extras[stage].waits
             if op is Op.UNSHARD:
-                seconds, copies = cost.unshard, copies + cost.copy_out
+                seconds = max(0.0, cost.unshard - waits)
+                copies += cost.copy_out
                 first.setdefault(op, seconds)
             else:
                 is_shard = op is Op.REDUCE_GRAD
-                seconds = cost.reduce_grad if is_shard else cost.reduce_replicas
+                moving = max(0.0, cost.reduce_grad - waits)
+                seconds = moving if is_shard else cost.reduce_replicas
                 copies += cost.copy_in * is_shard
                 if cost.waits_for_reduction:
                     continue

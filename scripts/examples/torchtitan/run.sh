@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains torchtitan's debug model on four ranks of this machine, in ZeroPP's order and in
-# torchtitan's own; losses and gradient norms are the same. Needs torchtitan 0.3 and torch 2.14 (not 2.15).
+# torchtitan's own; losses and gradient norms are the same. Needs torchtitan 0.3, torch 2.14 (not 2.15) and Triton.
 #
 #     bash scripts/examples/torchtitan/run.sh [FOLDER for what is written]
 set -euo pipefail
@@ -8,6 +8,8 @@ here=$(dirname "$0")
 place=${1:-/tmp/torchtitan_zeropp}
 mkdir -p "$place"
 export OMP_NUM_THREADS=1
+python -c 'import torch, torchtitan, triton; assert torch.__version__.startswith("2.14"), torch.__version__' \
+    2> "$place/log" || { echo "not the versions above: $(tail -n 1 "$place/log")" >&2; exit 1; }
 python -m benchmarks.show schedule name=zeropp ranks=2 chunks=2 microbatches=8 unit=4 --as torch \
     > "$place/zeropp.csv"
 
