@@ -4,7 +4,8 @@
 the program's own code on an emulated device, at the same prices (``benchmarks.launch.replay``). Of
 both there are the step, the compute of the rank with the most, and what a rank's compute waits for,
 on the average of the ranks. Plans that were traced are not traced again: delete the rows of a
-program whose code has changed. Plans with few passes come first.
+program whose code has changed, or of cells that now have other plans. Plans with few passes come
+first, two at a time; the row of each is written once it is there.
 
     python -m benchmarks.studies.replays --minutes 60 [results/reference/replays.csv]
 """
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -151,16 +153,35 @@ def main() -> int:
     until = time.monotonic() + 60 * options.minutes
     table = pd.read_csv(options.out) if options.out.exists() else pd.DataFrame(columns=_KEY)
     known = set(table[_KEY].itertuples(index=False, name=None))
-    for (row, *_), shared in plans().items():
-        keys = [(*cell.key, row) for cell, _ in shared]
-        if known.issuperset(keys) or time.monotonic() > until:
-            continue
-        rows = rows_of(row, shared)
-        table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
-        table.to_csv(options.out, index=False)
-        for each in rows:
-            words = " ".join(str(each[name]) for name in _KEY)
-            print(f"{words}: {each['ratio']:.3f} ({each['trace_s']:.0f} s)", flush=True)
+    todo = {
+        key: shared
+        for key, shared in plans().items()
+        if not known.issuperset((*cell.key, key[0]) for cell, _ in shared)
+    }
+
+    def run(key: tuple[Any, ...]) -> list[dict[str, Any]] | str:
+        if time.monotonic() > until:
+            return "time is over"
+        try:
+            return rows_of(key[0], todo[key])
+        except Exception as error:  # the other plans go on
+            return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+    missing = 0
+    with ThreadPoolExecutor(2) as pool:  # most plans are traced by one process, on one core
+        running = {pool.submit(run, key): key for key in todo}
+        for future in as_completed(running):
+            rows = future.result()
+            if isinstance(rows, str):
+                missing += 1
+                print(f"{running[future]}: not replayed, {rows}", flush=True)
+                continue
+            table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
+            table.to_csv(options.out, index=False)
+            for each in rows:
+                words = " ".join(str(each[name]) for name in _KEY)
+                print(f"{words}: {each['ratio']:.3f} ({each['trace_s']:.0f} s)", flush=True)
+    print(f"{len(todo) - missing} plans replayed, {missing} not")
     return 0
 
 
