@@ -5,8 +5,9 @@ traced with fake tensors; every distinct kernel of the logs is timed once, alone
 and so is every message and collective; the logs are then replayed with those times. So nothing is
 priced: what is tested is whether the sum of the parts, in the order of the logs, is the step.
 
-Python between kernels is measured, too: the step of the same layers so narrow that kernels take no
-time, over the number of its kernels.
+Python between kernels is measured, too: the CPU time that a rank's thread takes for a step of the
+same layers so narrow that kernels take next to none, over the number of its kernels. It leaves out
+what the thread waits for.
 
     python -m benchmarks.studies.closed_circle [results/reference/closed_circle.csv]
 """
@@ -67,9 +68,11 @@ Transfer = tuple[str, int]  # the name of a collective, or "message", and its by
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank has measured: seconds of steps by plan, of kernels and of transfers."""
+    """What one rank has measured: seconds of steps by plan, and of its thread's CPU in them; of
+    kernels; of transfers."""
 
     steps: list[list[float]]
+    cpu: list[list[float]]
     kernels: list[float]
     transfers: list[float]
 
@@ -131,25 +134,27 @@ def measure(
         dist.barrier()
         kernel_s.append(seconds_of(kernel))
     dist.destroy_process_group()
-    return Times(steps, kernel_s, transfer_s)
+    return Times([wall for wall, _ in steps], [cpu for _, cpu in steps], kernel_s, transfer_s)
 
 
-def _steps(plan: Plan) -> list[float]:
+def _steps(plan: Plan) -> tuple[list[float], list[float]]:
     trainer = CONTENDERS[plan.contender].build(plan, ADAMW, torch.device("cpu"), 0)
     rows = plan.num_microbatches * plan.microbatch_size
     generator = torch.Generator().manual_seed(0)  # ranks of one pipeline get the same rows
     batch = torch.randint(plan.shape.vocab, (rows, plan.shape.seq), generator=generator)
     samples = [_together(lambda: trainer.step(batch, batch)) for _ in range(WARMUP + STEPS)]
-    return samples[WARMUP:]
+    wall, cpu = zip(*samples[WARMUP:], strict=True)
+    return list(wall), list(cpu)
 
 
-def _together(run: Callable[[], object]) -> float:
-    """Seconds from when both ranks begin to when both have ended."""
+def _together(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds from when both ranks begin to when both have ended, and of this thread's CPU."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.thread_time()
     run()
+    cpu = time.thread_time() - cpu
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, cpu
 
 
 def _transfer_s(what: str, size: int) -> float:
@@ -196,7 +201,8 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
     rows = []
     for index, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
         small = _logs(narrow[index])
-        between_s = _between(small, seconds, sent, steps[len(plans) + index])
+        cpu_s = [median(t.cpu[len(plans) + index]) for t in times]
+        between_s = _between(small, seconds, cpu_s)
         replayed_s = _replayed(logs[index], seconds, sent, between_s)
         rows.append(
             {
@@ -243,16 +249,11 @@ def _sum(log: Sequence[Issued], seconds: Mapping[Kernel, float]) -> float:
     return sum(seconds[issued.kernel] for issued in last_step(log) if issued.kernel)
 
 
-def _between(
-    logs: Logs,
-    seconds: Mapping[Kernel, float],
-    sent: Mapping[Transfer, float],
-    step_s: float,
-) -> float:
-    """Seconds of Python per kernel, with which the replay of a narrow model takes as long as its
-    step: the replay is linear in them, nearly."""
-    low, high = (_replayed(logs, seconds, sent, between) for between in (0.0, 50e-6))
-    return max(0.0, 50e-6 * (step_s - low) / (high - low))
+def _between(logs: Logs, seconds: Mapping[Kernel, float], cpu_s: Sequence[float]) -> float:
+    """Seconds of Python per kernel, by the CPU time of every rank's step of a narrow model."""
+    of_kernels = sum(_sum(log, seconds) for log in logs.values())
+    count = sum(issued.kernel is not None for log in logs.values() for issued in last_step(log))
+    return max(0.0, sum(cpu_s) - of_kernels) / count
 
 
 def _replayed(
