@@ -42,10 +42,10 @@ class _Event:
         self._stream = self._device.current if stream is None else stream.name
         self._number = self._device.record(self._stream)
 
-    def wait(self, stream: _Stream | None = None) -> None:
+    def wait(self, stream: _Stream | None = None, *, ended: bool = False) -> None:
         if self._number:
             name = self._device.current if stream is None else stream.name
-            self._device.follow(name, self._number)
+            self._device.follow(name, self._number, ended=ended)
 
     def synchronize(self) -> None:
         if self._number:
@@ -94,16 +94,18 @@ class _VirtualWork(dist.Work):
     ) -> None:
         super().__init__()
         self._device, self._inner, self._event, self._kept = device, inner, event, kept
+        self._ended = False  # as far as the host knows
 
     def wait(self, *_: object) -> bool:
-        self._event.wait()
+        self._event.wait(ended=self._ended)
         for work in self._inner:
             work.wait()
         self._kept = None
         return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._inner)
+        self._ended = all(work.is_completed() for work in self._inner)
+        return self._ended
 
 
 @contextmanager
