@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import MarkedYAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from benchmarks.specification import CONF, SpecError
 from benchmarks.specification.command import CommandParser
@@ -59,7 +59,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
 
             each = track(points, len(points), "configurations read")
             return [_plain(hydra.compose(config_name, list(point))) for point in each]
-    except (HydraException, OmegaConfBaseException, ValueError, MarkedYAMLError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise SpecError(_one_line(error, overrides)) from None
 
 

@@ -13,6 +13,11 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.records.record import read_record
+from benchmarks.specification.reading import preset
+from zeropp.cluster import Cluster
+from zeropp.emulate.clock import replay
+from zeropp.emulate.log import STEP
+from zeropp.emulate.script import trace_script
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
@@ -41,6 +46,42 @@ schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=nn.functional.mse_loss)
 optimizer = torch.optim.AdamW(parameters)
 while True:
     batch = torch.randn(32, 1024, device=device)
+    schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+# Tensor parallelism, FSDP2 on parameters that are converted after it, and a mesh by its keyword.
+ONE_F_ONE_B = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("cpu:gloo,cuda:nccl")
+mesh = init_device_mesh(
+    device_type="cuda", mesh_shape=(2, 2, 2), mesh_dim_names=("pp", "shard", "tp")
+)
+rank = mesh.get_local_rank("pp")
+with torch.device("meta"):
+    layers = nn.Sequential(
+        nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
+    )
+parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+fully_shard(layers, mesh=mesh["shard"])
+layers.to_empty(device="cuda")
+layers.to(torch.bfloat16)
+x = torch.empty(8, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
+stage = PipelineStage(
+    layers, rank, 2, torch.device("cuda"), group=mesh.get_group("pp"),
+    input_args=(x if rank else x.detach(),), output_args=(x,),
+)
+schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW(layers.parameters())
+while True:
+    batch = torch.randn(32, 1024, dtype=torch.bfloat16, device="cuda")
     schedule.step(batch) if rank == 0 else schedule.step(target=batch)
     optimizer.step()
     optimizer.zero_grad()
@@ -86,6 +127,30 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
     assert done.returncode == 0, done.stderr
     assert "traced 2 ranks" in done.stderr
     assert seconds_in("messages of the pipeline, mean of the ranks", done.stdout) > 0
+
+
+def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:
+    script = tmp_path / "one_f_one_b.py"
+    script.write_text(ONE_F_ONE_B, encoding="utf-8")
+    traces = trace_script(str(script), [], 8)
+    assert [trace.rank for trace in traces] == [0, 4]
+    first = traces[0].log
+    steps = [place for place, issued in enumerate(first) if issued.what == STEP]
+    step = first[steps[0] : steps[1]]
+    messages = [issued for issued in step if "isend" in issued.what or "irecv" in issued.what]
+    assert [part.moved for issued in messages for part in issued.parts] == [
+        2 * 8 * 1024
+    ] * 8  # 4 microbatches, both ways
+    gathered = [issued.parts[0].moved for issued in step if "allgather" in issued.what]
+    assert set(gathered) == {2 * 2 * 512 * 1024}  # bf16, of two layers' halves
+    replayed = replay(
+        {trace.rank: trace.log for trace in traces},
+        preset("cluster", "a800", Cluster),
+        8,
+        kernel_prices=lambda kernel: 1e-5,
+        launch_s=0.0,
+    )
+    assert replayed.step_s > 0
 
 
 @pytest.mark.parametrize(

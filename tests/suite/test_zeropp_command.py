@@ -8,9 +8,12 @@ import sys
 import tomllib
 from importlib.metadata import version
 
+import hydra
 import pytest
+import yaml
 
 from benchmarks import CHECKOUT, completion
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from zeropp import __main__ as command
 
@@ -116,3 +119,14 @@ def test_the_wheel_has_what_its_commands_read() -> None:
     for path, place in shipped.items():
         assert (CHECKOUT / path).exists()
         assert place == f"zeropp/suite/{path}"
+
+
+@pytest.mark.parametrize("text", ["name: [1,", "name: \x01x"])
+def test_a_preset_that_is_no_yaml_ends_with_one_line(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydra, "compose", lambda *_: yaml.safe_load(text))
+    with pytest.raises(SpecError) as error:
+        compose("config", ["num_gpus=2"])
+    assert "\n" not in str(error.value)
+    assert "unicode string" in str(error.value)  # where a file's name stands

@@ -121,9 +121,11 @@ class VirtualDevice:
             self.races.record(stream, event)
         return event
 
-    def follow(self, stream: str, event: int) -> None:
-        """Let a stream wait for an event."""
-        self.log.wait(stream, event)
+    def follow(self, stream: str, event: int, *, ended: bool = False) -> None:
+        """Let a stream wait for an event. Where the host knows that what it stands for has
+        ``ended``, this orders what follows, but takes no time."""
+        if not ended:
+            self.log.wait(stream, event)
         if self.races:
             self.races.follow(stream, event)
 

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
@@ -203,7 +204,8 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Convert the parameters of modules in place, as on a GPU, where torch's own way refuses fake
-    ones. What moves to another device is made anew; parameters that modules share stay shared."""
+    ones. What moves to another device, and a DTensor, whose local part would stay as it is, is made
+    anew; parameters that modules share stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
         for name, buffer in [*part.named_buffers(recurse=False)]:
@@ -213,7 +215,7 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
                 values = old if old in made else function(old)
             if values is old:
                 pass
-            elif old.device == values.device:
+            elif old.device == values.device and not isinstance(old, DTensor):
                 old.data = values
             else:
                 made[old] = nn.Parameter(values, old.requires_grad)

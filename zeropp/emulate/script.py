@@ -135,7 +135,7 @@ def _as_launched(path: str, arguments: Sequence[str]) -> Iterator[None]:
     mesh = device_mesh.init_device_mesh
 
     @wraps(mesh)
-    def mesh_on_cpu(_: str, *sizes: Any, **keywords: Any) -> Any:
+    def mesh_on_cpu(device_type: str, *sizes: Any, **keywords: Any) -> Any:
         with without_modes():  # it reads the values of tensors
             return mesh("cpu", *sizes, **keywords)
 

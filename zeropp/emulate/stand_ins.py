@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from zeropp.emulate.device import Observer, VirtualDevice, size_of
 from zeropp.emulate.log import Message
-from zeropp.emulate.private_names import COALESCING, is_known
+from zeropp.emulate.private_names import COALESCING, DisableTorchFunction, is_known
 from zeropp.emulate.races import Races
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
@@ -42,10 +42,10 @@ class _Event:
         self._stream = self._device.current if stream is None else stream.name
         self._number = self._device.record(self._stream)
 
-    def wait(self, stream: _Stream | None = None) -> None:
+    def wait(self, stream: _Stream | None = None, *, ended: bool = False) -> None:
         if self._number:
             name = self._device.current if stream is None else stream.name
-            self._device.follow(name, self._number)
+            self._device.follow(name, self._number, ended=ended)
 
     def synchronize(self) -> None:
         if self._number:
@@ -94,16 +94,18 @@ class _VirtualWork(dist.Work):
     ) -> None:
         super().__init__()
         self._device, self._inner, self._event, self._kept = device, inner, event, kept
+        self._ended = False  # as far as the host knows
 
     def wait(self, *_: object) -> bool:
-        self._event.wait()
+        self._event.wait(ended=self._ended)
         for work in self._inner:
             work.wait()
         self._kept = None
         return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._inner)
+        self._ended = all(work.is_completed() for work in self._inner)
+        return self._ended
 
 
 @contextmanager
@@ -298,6 +300,7 @@ def _issue(
     what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in calls)
     device.touch(stream, what, tensors["isend"], tensors["irecv"])
     device.log.messages(stream, messages, what)
-    inner = [call() for *_, call in calls]
+    with DisableTorchFunction():  # a mode would give these to their stand-ins once more
+        inner = [call() for *_, call in calls]
     event = _Stream(device, stream).record_event()
     return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in calls])
