@@ -1,9 +1,10 @@
 """Writes results/reference/closed_circle.csv: replayed steps against measured ones on this machine.
 
 Two ranks, one core each, over gloo. Each contender's step is timed for real. Its code is also
-traced with fake tensors; every distinct kernel of the logs is timed once, alone, with real tensors,
-and so is every message and collective; the logs are then replayed with those times. So nothing is
-priced: what is tested is whether the sum of the parts, in the order of the logs, is the step.
+traced with fake tensors. The kernels of its log are then run with real tensors in the log's order,
+with nothing between them, and each is timed; so is every message and collective, alone. The logs
+are replayed with those times. So nothing is priced: what is tested is whether the sum of the parts,
+in the order of the logs, is the step.
 
 Python between kernels is measured, too: the CPU time that a rank's thread takes for a step of the
 same layers so narrow that kernels take next to none, over the number of its kernels. It leaves out
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -73,7 +75,7 @@ class Times:
 
     steps: list[list[float]]
     cpu: list[list[float]]
-    kernels: list[float]
+    kernels: dict[Kernel, float]
     transfers: list[float]
 
 
@@ -102,17 +104,16 @@ def last_step(log: Sequence[Issued]) -> list[Issued]:
     return list(log[places[-2] : places[-1]])
 
 
-def parts_of(logs: Sequence[Logs]) -> tuple[list[Kernel], list[Transfer]]:
-    """The distinct kernels and transfers of the last steps of logs."""
-    kernels: dict[Kernel, None] = {}
-    transfers: dict[Transfer, None] = {}
-    for log in (log for by_rank in logs for log in by_rank.values()):
-        for issued in last_step(log):
-            if issued.kernel is not None:
-                kernels[issued.kernel] = None
-            for part in issued.parts if issued.kind == "communication" else ():
-                transfers[transfer_of(issued, part)] = None
-    return list(kernels), list(transfers)
+def transfers_of(logs: Sequence[Logs]) -> list[Transfer]:
+    """The distinct transfers of the last steps of logs."""
+    steps = [last_step(log) for by_rank in logs for log in by_rank.values()]
+    communications = [issued for step in steps for issued in step if issued.kind == "communication"]
+    return list(dict.fromkeys(transfer_of(i, part) for i in communications for part in i.parts))
+
+
+def kernels_of(log: Sequence[Issued]) -> list[Kernel]:
+    """The kernels of the last step of a log, in its order."""
+    return [issued.kernel for issued in last_step(log) if issued.kernel is not None]
 
 
 def measure(
@@ -129,10 +130,8 @@ def measure(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     steps = [_steps(plan) for plan in plans]
     transfer_s = [_transfer_s(*transfer) for transfer in transfers]
-    kernel_s = []
-    for kernel in kernels:
-        dist.barrier()
-        kernel_s.append(seconds_of(kernel))
+    dist.barrier()
+    kernel_s = seconds_of(kernels)
     dist.destroy_process_group()
     return Times([wall for wall, _ in steps], [cpu for _, cpu in steps], kernel_s, transfer_s)
 
@@ -186,13 +185,19 @@ def _there_and_back(tensor: Tensor) -> None:
 
 def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any]]:
     """Trace and measure all plans, and replay them."""
-    logs = [_logs(plan) for plan in plans]
-    kernels, transfers = parts_of([*logs, *map(_logs, narrow)])
+    logs = [_logs(plan) for plan in [*plans, *narrow]]
+    kernels = [[k for log in logs for k in kernels_of(log[rank])] for rank in (0, 1)]
+    transfers = transfers_of(logs)
     with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, [*plans, *narrow], kernels, transfers, f"{folder}/s") for rank in (0, 1)]
+        given = [
+            (rank, [*plans, *narrow], kernels[rank], transfers, f"{folder}/s") for rank in (0, 1)
+        ]
         with multiprocessing.get_context("spawn").Pool(2) as pool:
             times = pool.starmap(measure, given, chunksize=1)
-    seconds = {k: fmean(t.kernels[i] for t in times) for i, k in enumerate(kernels)}
+    seconds = {
+        kernel: fmean(t.kernels[kernel] for t in times if kernel in t.kernels)
+        for kernel in chain(*kernels)
+    }
     sent = {key: fmean(t.transfers[i] for t in times) for i, key in enumerate(transfers)}
     steps = [
         median(max(pair) for pair in zip(*(t.steps[index] for t in times), strict=True))
@@ -200,9 +205,9 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
     ]
     rows = []
     for index, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
-        small = _logs(narrow[index])
-        cpu_s = [median(t.cpu[len(plans) + index]) for t in times]
-        between_s = _between(small, seconds, cpu_s)
+        small = len(plans) + index
+        cpu_s = [median(t.cpu[small]) for t in times]
+        between_s = _between(logs[small], seconds, cpu_s)
         replayed_s = _replayed(logs[index], seconds, sent, between_s)
         rows.append(
             {
@@ -246,13 +251,13 @@ def _on_one_core(logs: Logs) -> Logs:
 
 
 def _sum(log: Sequence[Issued], seconds: Mapping[Kernel, float]) -> float:
-    return sum(seconds[issued.kernel] for issued in last_step(log) if issued.kernel)
+    return sum(seconds[kernel] for kernel in kernels_of(log))
 
 
 def _between(logs: Logs, seconds: Mapping[Kernel, float], cpu_s: Sequence[float]) -> float:
     """Seconds of Python per kernel, by the CPU time of every rank's step of a narrow model."""
     of_kernels = sum(_sum(log, seconds) for log in logs.values())
-    count = sum(issued.kernel is not None for log in logs.values() for issued in last_step(log))
+    count = sum(len(kernels_of(log)) for log in logs.values())
     return max(0.0, sum(cpu_s) - of_kernels) / count
 
 

@@ -10,7 +10,7 @@ import pytest
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.closed_circle import NARROW, parts_of, plan_of
+from benchmarks.studies.closed_circle import NARROW, kernels_of, plan_of, transfers_of
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.emulate.timing import seconds_of
@@ -109,7 +109,9 @@ def test_every_kernel_of_a_log_can_be_timed_here() -> None:
     plan = plan_of({"name": "fsdp", "shard": 2}, NARROW)
     program = CONTENDERS["fsdp"]
     (trace,) = trace_ranks(plan, [0], optimizer=ADAMW, program=program, steps=2, here=True)
-    kernels, transfers = parts_of([{0: trace.log}])
+    kernels = kernels_of(trace.log)
     assert {"aten::mm", "fsdp::chunk_cat", "aten::_fused_adamw_"} <= {k.name for k in kernels}
-    assert {what for what, _ in transfers} >= {"c10d::_allgather_base_"}
-    assert all(seconds_of(kernel) > 0 for kernel in kernels)
+    assert {what for what, _ in transfers_of([{0: trace.log}])} >= {"c10d::_allgather_base_"}
+    seconds = seconds_of(kernels)
+    assert seconds.keys() == set(kernels)
+    assert min(seconds.values()) > 0

@@ -4,8 +4,8 @@ shapes and strides that the emulated one had."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from zeropp.emulate.device import Tensors
 from zeropp.emulate.log import Kernel
 
-_WARMUP, _REPEATS = 2, 9
-_TOO_LARGE_FOR_CACHES = 64 * 2**20  # bytes
+_WARMUP, _REPEATS = 1, 5
 
 
 class _Strided(NamedTuple):
@@ -39,19 +38,25 @@ def called(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, A
     return Kernel(name, call=tuple((key, _without_values(v)) for key, v in arguments.items()))
 
 
-def seconds_of(kernel: Kernel) -> float:
-    """The median of some calls of a kernel. They take turns over so many sets of tensors that a
-    call does not find its own in the caches, as in a step."""
+def seconds_of(kernels: Sequence[Kernel]) -> dict[Kernel, float]:
+    """Seconds of each kernel: the mean of its calls where all run in this order, of some such runs
+    the median. So a call finds in the caches what the kernels before it have left there."""
+    calls = {kernel: _call_of(kernel) for kernel in kernels}
+    means: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+    with torch.no_grad():
+        for _ in range(_WARMUP + _REPEATS):
+            samples: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+            for kernel in kernels:
+                samples[kernel].append(_timed(*calls[kernel]))
+            for kernel, seconds in samples.items():
+                means[kernel].append(fmean(seconds))
+    return {kernel: median(found[_WARMUP:]) for kernel, found in means.items()}
+
+
+def _call_of(kernel: Kernel) -> tuple[Callable[..., Any], dict[str, Any]]:
     space, _, operator = kernel.name.partition("::")
     function = getattr(getattr(torch.ops, space), operator)
-    size = sum(known.elements * known.dtype.itemsize for known in _tensors(kernel.call))
-    sets = [
-        {key: _with_values(value) for key, value in kernel.call}
-        for _ in range(max(1, min(_REPEATS, _TOO_LARGE_FOR_CACHES // max(1, size))))
-    ]
-    with torch.no_grad():
-        samples = [_timed(function, sets[i % len(sets)]) for i in range(_WARMUP + _REPEATS)]
-    return median(samples[_WARMUP:])
+    return function, {key: _with_values(value) for key, value in kernel.call}
 
 
 def _timed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
@@ -66,12 +71,6 @@ def _without_values(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return None  # that of its process, which no other has
     return tuple(map(_without_values, value)) if isinstance(value, list | tuple) else value
-
-
-def _tensors(value: Any) -> list[_Strided]:
-    if isinstance(value, _Strided):
-        return [value]
-    return [t for part in value for t in _tensors(part)] if isinstance(value, tuple) else []
 
 
 def _with_values(value: Any) -> Any:
