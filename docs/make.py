@@ -392,6 +392,21 @@ def _closed_circle(name: str) -> str:
     return markdown_table(["", *heads], lines)
 
 
+def _scripts_replayed(name: str) -> str:
+    """Published runs beside a replay of their program's own script."""
+    lines = []
+    for row in pd.read_csv(_REFERENCE / f"{name}.csv").to_dict("records"):
+        ratio = row["replayed_step_s"] / row["measured_step_s"]
+        steps = ("measured_step_s", "replayed_step_s", "gathered_once_step_s")
+        seconds = [f"{row[key]:.2f}" for key in steps]
+        seconds.insert(2, f"{ratio - 1:+.1%}")
+        peaks = [f"{row[key]:.1f}" for key in ("measured_peak_gib", "replayed_peak_gib")]
+        lines.append([row["model"], *seconds, *peaks])
+    heads = ["measured s", "replayed s", "error", "replayed s if gathered once per step"]
+    heads += ["measured GiB", "replayed GiB"]
+    return markdown_table(["", *heads], lines)
+
+
 def _tuned(name: str) -> str:
     """Plans on two CPU cores: measured, priced, and in which places."""
     rows = pd.read_csv(_REFERENCE / f"{name}.csv")
@@ -445,6 +460,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
     "closed_circle": _closed_circle,
+    "scripts": _scripts_replayed,
     "tuned": _tuned,
     "host_time": _host_time,
 }
