@@ -37,6 +37,7 @@ from zeropp.price import cut_by_cost
 from zeropp.price.programs import gathers
 from zeropp.schedule import lower, validate
 from zeropp.schedule.build import build
+from zeropp.schedule.passes import add_reductions
 from zeropp.schedule.program import (
     COMPUTE,
     Action,
@@ -47,7 +48,7 @@ from zeropp.schedule.program import (
     unordered,
     v_placement,
 )
-from zeropp.schedule.torch_runtime import lower_for_torch
+from zeropp.schedule.torch_runtime import lower_for_torch, with_messages
 
 TorchSchedule = Literal[
     "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev", "zeropp"
@@ -178,14 +179,19 @@ def _schedule(
     compute = _compute(name, num_ranks, chunks, num_microbatches)
     if name == "zeropp":
         return lower_for_torch(compute)
-    schedule = lower(compute, gather=False, reduce_every="step")
-    if not gathered:
-        return schedule
-    programs = (
-        with_torch_gathers(program, order)
-        for program, order in zip(schedule.programs, compute.programs, strict=True)
-    )
-    return replace(schedule, programs=tuple(programs))
+    if name == "1f1b":  # a class of its own, which exchanges messages of both directions at once
+        schedule = lower(compute, gather=False, reduce_every="step")
+        programs = schedule.programs
+    else:
+        programs = tuple(
+            add_reductions(program, num_microbatches, num_microbatches)
+            for program in compute.programs
+        )
+    if gathered:
+        programs = tuple(map(with_torch_gathers, programs, compute.programs))
+    if name != "1f1b":
+        programs = with_messages(programs, compute.stage_rank)
+    return replace(compute, programs=programs, pair_streams=name != "1f1b")
 
 
 def check(plan: Plan) -> None:

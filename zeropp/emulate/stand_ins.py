@@ -111,9 +111,10 @@ class _VirtualWork(dist.Work):
 @contextmanager
 def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
-    do nothing otherwise) are virtual, and messages and collectives run as on NCCL, in groups that
-    are connected when they are made (``init_process_group(device_id=...)``), so that all messages
-    of a group share one stream. Lanes of the engine that are made here are streams, and its barrier
+    do nothing otherwise) are virtual, and messages and collectives run as on NCCL. While races are
+    looked for, groups are connected when they are made (``init_process_group(device_id=...)``), so
+    that all messages of a group share one stream; otherwise every pair of ranks has its own, as
+    where no device is named. Lanes of the engine that are made here are streams, and its barrier
     runs on the CPU, as beside NCCL. Without a ``device`` there is one that looks for races."""
     device = device or VirtualDevice(Races())
     observer = Observer(device)
@@ -256,7 +257,7 @@ def _messages(device: VirtualDevice) -> dict[str, Any]:
             if peer is None:
                 peer = dist.get_global_rank(group, bound[f"group_{end}"])
             call = partial(originals[kind], bound["tensor"], peer, group, bound.get("tag", 0))
-            return _issue(device, [(kind, bound["tensor"], peer, group, call)])
+            return _issue(device, [(kind, bound["tensor"], peer, group, call)], alone=True)
 
         return issue
 
@@ -269,7 +270,7 @@ def _messages(device: VirtualDevice) -> dict[str, Any]:
             kind, group = names[operation.op], operation.group or dist.group.WORLD
             call = partial(originals[kind], operation.tensor, operation.peer, group, operation.tag)
             calls.append((kind, operation.tensor, operation.peer, group, call))
-        return [_issue(device, calls)]
+        return [_issue(device, calls, alone=False)]
 
     return {
         **singles,
@@ -280,14 +281,20 @@ def _messages(device: VirtualDevice) -> dict[str, Any]:
 
 
 def _issue(
-    device: VirtualDevice, calls: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]]
+    device: VirtualDevice,
+    calls: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]],
+    *,
+    alone: bool,
 ) -> _VirtualWork:
-    """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on its group's own
-    stream, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
-    as in ``ProcessGroupNCCL::pointToPoint``."""
+    """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on a stream of its
+    group, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
+    as in ``ProcessGroupNCCL::pointToPoint``. A message that is no part of a batch runs on that of
+    its pair, in a group that was not connected when it was made."""
     group = calls[0][3]
     name, rank = f"{group.group_desc} {group.group_name}", dist.get_rank()
     stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
+    if alone and not device.races:
+        stream += f" {sorted((rank, calls[0][2]))}"
     _Stream(device, stream).wait_stream(_Stream(device, device.current))
     messages = []
     tensors: dict[str, list[Tensor]] = {"isend": [], "irecv": []}

@@ -2,14 +2,15 @@
 
 A rank has five lanes that work side by side, each in the order of the program: compute; the link of
 its shard group (gathers and reductions, which share its bandwidth); that of its replicas; and one
-lane for transfers in each direction of the pipeline. A gather, reduction or transfer starts once
-the compute actions before it in the program have ended, and a reduction over the replicas once the
-stage's gradients are reduced over the shards. Tied sums, updates and the gathers of what is updated
-whole stand in line with compute, and wait for all reductions of their own rank, but for no other
-rank. The copy that belongs to a gather is done by the first compute action that uses the
-parameters; the copy that belongs to a reduction is done before it starts. In programs without
-transfers (compute actions alone) a message takes ``StageCost.transfer`` from the end of the action
-that produces it.
+lane for transfers in each direction of the pipeline, or for each other rank, where transfers begin
+once both ranks have come to them (``Schedule.pair_streams``). A gather, reduction or transfer
+starts once the compute actions before it in the program have ended, and a reduction over the
+replicas once the stage's gradients are reduced over the shards. Tied sums, updates and the gathers
+of what is updated whole stand in line with compute, and wait for all reductions of their own rank,
+but for no other rank. The copy that belongs to a gather is done by the first compute action that
+uses the parameters; the copy that belongs to a reduction is done before it starts. In programs
+without transfers (compute actions alone) a message takes ``StageCost.transfer`` from the end of the
+action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
@@ -123,7 +124,7 @@ _UNKNOWN = -1.0
 _NO_LANE: list[float] = []
 _PARTS = 16  # how often a run that may give up looks whether it should
 _ROUNDING = 1e-9  # sums of durations are exact to this share at least
-_USE, _WEIGHT, _SEND, _RECEIVE, _OTHER, _END = range(6)  # kinds of actions
+_USE, _WEIGHT, _SEND, _MEET, _RECEIVE, _OTHER, _END = range(7)  # kinds of actions
 
 
 class _How(NamedTuple):
@@ -132,9 +133,10 @@ class _How(NamedTuple):
     kind: int
     seconds: Sequence[float] = ()
     place: int = 0  # of its input (for a send, its output), before the microbatch's number is added
-    moves: Sequence[int] = ()  # from the place of its input to that of its output
+    # From the place of its input to that of its output; of a message, from its stage to the other.
+    moves: Sequence[int] = ()
     after: Sequence[float] = ()  # seconds from its end to the arrival of its output
-    lane: list[float] = _NO_LANE  # until when a send's lane is busy, per rank
+    lane: list[float] = _NO_LANE  # until when a send's lane is busy, per rank or pair of ranks
 
 
 def run(schedule: Schedule, costs: Sequence[StageCost]) -> EventResult:
@@ -171,7 +173,9 @@ class _Loop:
         self._ready[: self._m] = [0.0] * self._m
         self._compute = [0.0] * ranks
         self._shard_link, self._replica_link = [0.0] * ranks, [0.0] * ranks
-        self._link_f, self._link_b = [0.0] * ranks, [0.0] * ranks
+        lanes = ranks * ranks if sequence.pair_streams else ranks
+        self._link_f = [0.0] * lanes
+        self._link_b = self._link_f if sequence.pair_streams else [0.0] * lanes
         self._busy = [0.0] * ranks
         self._stall_gather, self._stall_wait = [0.0] * ranks, [0.0] * ranks
         self._unsharded = [0.0] * stages
@@ -249,6 +253,12 @@ class _Loop:
                 start = max(start, lane[rank])
                 end = lane[rank] = start + seconds[stage]
                 ready[place + stage * m + (microbatch or 0)] = end
+            elif kind == _MEET:
+                peer = ranks[stage + moves[0]]
+                pair = min(rank, peer) * len(compute) + max(rank, peer)
+                start = max(start, compute[peer], lane[pair])
+                end = lane[pair] = start + seconds[stage]
+                ready[place + stage * m + (microbatch or 0)] = end
             elif kind == _RECEIVE:  # if its message is not sent yet, it is only posted
                 arrived = ready[place + stage * m + (microbatch or 0)]
                 start = end = start if arrived < 0.0 else arrived
@@ -307,13 +317,14 @@ class _Loop:
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
         backward = (back, up, [0.0, *later])
+        send = _MEET if self._sequence.pair_streams else _SEND
         return {op: _How(_END if op in STEP_END else _OTHER) for op in Op} | {
             Op.FORWARD: _How(_USE, [c.forward for c in costs], 0, down, [*later, 0.0]),
             Op.BACKWARD_INPUT: _How(_USE, input_, *backward),
             Op.FULL_BACKWARD: _How(_USE, full, *backward),
             Op.BACKWARD_WEIGHT: _How(_WEIGHT, weight),
-            Op.SEND_F: _How(_SEND, transfer, m, lane=self._link_f),
-            Op.SEND_B: _How(_SEND, [0.0, *transfer], back - m, lane=self._link_b),
+            Op.SEND_F: _How(send, transfer, m, [1], lane=self._link_f),
+            Op.SEND_B: _How(send, [0.0, *transfer], back - m, [-1], lane=self._link_b),
             Op.RECV_F: _How(_RECEIVE, place=0),
             Op.RECV_B: _How(_RECEIVE, place=back),
         }

@@ -18,7 +18,6 @@ from zeropp.schedule.program import (
     Schedule,
     StepEnd,
     collector_paused,
-    sequence_of,
 )
 
 _COLUMNS = 12  # shown on each side of the bad cell
@@ -47,7 +46,7 @@ def validate(
     """
     _check_each_action_once(schedule)
     try:
-        sequence_of(schedule.programs, schedule.stage_rank)
+        _ = schedule.sequence
     except DeadlockError as error:
         rank = next(r for r, p in enumerate(schedule.programs) if error.stuck[r] < len(p))
         raise _error(schedule, rank, error.stuck[rank], str(error)) from None

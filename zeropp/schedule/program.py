@@ -147,19 +147,31 @@ class ActionSequence:
     actions: tuple[Action, ...]
     num_microbatches: int  # one more than the largest number of a microbatch
     has_transfers: bool  # False: compute actions alone, whose outputs reach the next stage anyway
+    pair_streams: bool = (
+        False  # see ``Schedule.pair_streams``; each send then stands before its receive
+    )
 
 
-def sequence_of(programs: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> ActionSequence:
+def sequence_of(
+    programs: Sequence[Sequence[Action]], stage_rank: Sequence[int], *, pair_streams: bool = False
+) -> ActionSequence:
     """The sequence of some programs. Raises DeadlockError if the programs cannot end."""
-    return _OrderSearch(programs, stage_rank).result()
+    return _OrderSearch(programs, stage_rank, pair_streams).result()
 
 
 class _OrderSearch:
     """Runs every rank as far as its inputs allow. The inputs of forwards are numbered ``stage *
     microbatches + microbatch``, and those of backwards follow, after a spare row."""
 
-    def __init__(self, programs: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Action]],
+        stage_rank: Sequence[int],
+        pair_streams: bool,
+    ) -> None:
         self._programs, self._last = programs, len(stage_rank) - 1
+        self._pair_streams = pair_streams
+        self._at_message: dict[int, int] = {}  # input -> rank that stands at its send or receive
         numbers = (action.microbatch or 0 for program in programs for action in program)
         self._m = 1 + max(numbers, default=0)
         self._back = (len(stage_rank) + 1) * self._m
@@ -182,7 +194,7 @@ class _OrderSearch:
         ]
         if where:
             raise DeadlockError(f"deadlock: {', '.join(where)}", stuck)
-        return ActionSequence(tuple(self._order), self._m, self._lowered)
+        return ActionSequence(tuple(self._order), self._m, self._lowered, self._pair_streams)
 
     def _advance(self, rank: int) -> None:
         """Run one rank until its program ends or it has to wait for another rank."""
@@ -192,12 +204,26 @@ class _OrderSearch:
             if microbatch is not None:
                 key = stage * m + microbatch
                 if op in _SENDS:
-                    self._send(key + m if op is Op.SEND_F else self._back + key - m)
+                    key += m if op is Op.SEND_F else self._back - m
+                    if not self._pair_streams:
+                        self._send(key)
+                    else:
+                        self._order += self._programs[rank][begin:place]
+                        self._position[rank] = begin = place
+                        if not self._meet(rank, key):
+                            break
+                        begin += 1
                 else:
                     key += 0 if op in _FORWARD_SIDE else self._back
                     if op is Op.BACKWARD_WEIGHT:
                         if inputs[key] != _DONE:
                             break  # its input gradient stands later in the same program
+                    elif op in _RECEIVES and self._pair_streams:
+                        self._order += self._programs[rank][begin:place]
+                        self._position[rank] = begin = place
+                        if not self._meet(rank, key):
+                            break
+                        begin += 1
                     elif op in _RECEIVES:
                         inputs[key] = _HERE if inputs[key] == _SENT else _POSTED
                     elif inputs[key] < _HERE:
@@ -226,6 +252,19 @@ class _OrderSearch:
             self._arrive(key)
         else:
             self._inputs[key] = _SENT
+
+    def _meet(self, rank: int, key: int) -> bool:
+        """Order both halves of a message, if the other rank stands at its half, too."""
+        peer = self._at_message.pop(key, None)
+        if peer is None:
+            self._at_message[key] = rank
+            return False
+        halves = [self._programs[r][self._position[r]] for r in (rank, peer)]
+        self._order += sorted(halves, key=lambda action: action.op in _RECEIVES)
+        self._inputs[key] = _HERE
+        self._position[peer] += 1
+        self._runnable.append(peer)
+        return True
 
     def _arrive(self, key: int) -> None:
         """Note that an input is here, and wake the rank that waits for it."""
@@ -327,12 +366,16 @@ class Schedule(ScheduleSizes):
     """
 
     programs: tuple[RankProgram, ...]
+    # Messages between two ranks, of both directions, take turns in the order of their programs, and
+    # a receive that is posted before its message is sent holds up those behind it: NCCL's messages
+    # between two ranks have one stream, and torch's runtime has one group for all of them.
+    pair_streams: bool = False
 
     @cached_property
     def sequence(self) -> ActionSequence:
         """All actions in an order in which they can be timed. Raises DeadlockError where the
         programs wait for each other."""
-        return sequence_of(self.programs, self.stage_rank)
+        return sequence_of(self.programs, self.stage_rank, pair_streams=self.pair_streams)
 
     @cached_property
     def collectives(self) -> tuple[RankProgram, ...]:

@@ -41,7 +41,8 @@ def lower_for_torch(schedule: Schedule, *, prefetch: int = 1) -> Schedule:
         gathered = add_gathers(compute, schedule.unit, prefetch, needs)
         reduced = add_reductions(gathered, schedule.unit, schedule.num_microbatches)
         programs.append(_gathered_again(reduced))
-    return replace(schedule, programs=with_messages(programs, schedule.stage_rank))
+    lowered = with_messages(programs, schedule.stage_rank)
+    return replace(schedule, programs=lowered, pair_streams=True)
 
 
 def _gathered_again(program: RankProgram) -> RankProgram:
@@ -65,32 +66,25 @@ _MESSAGES = {  # how far away the stage is that gets what is made, and the messa
 def with_messages(
     programs: Sequence[RankProgram], stage_rank: Sequence[int]
 ) -> tuple[RankProgram, ...]:
-    """The programs with sends and receives. All ranks compute side by side, one action each, and
-    then pass on what they have made: both halves of a message are added before the next message."""
+    """The programs with sends and receives, placed as torch places them (``_add_send_recv``): ranks
+    take turns, an action each, and both halves of a message follow the action that makes it."""
     waiting = [deque(program) for program in programs]
     out: list[list[Action]] = [[] for _ in programs]
     stages = range(len(stage_rank))
     made: set[tuple[int, int, int | None]] = set()  # (stage, direction, microbatch)
     while any(waiting):
-        ran: list[Action] = []
         for actions, own in zip(waiting, out, strict=True):
-            while actions and not actions[0].op.is_compute:
-                own.append(actions.popleft())
             if not actions:
                 continue
             stage, op, microbatch = actions[0]
-            away = _MESSAGES[op][0] if op in _MESSAGES else 0
-            source = stage - away
-            if not away or source not in stages or (source, away, microbatch) in made:
-                ran.append(actions.popleft())
-                own.append(ran[-1])
-        for stage, op, microbatch in ran:
-            if op not in _MESSAGES:
+            away, send, receive = _MESSAGES.get(op, (0, op, op))
+            if away and stage - away in stages and (stage - away, away, microbatch) not in made:
                 continue
-            away, send, receive = _MESSAGES[op]
-            made.add((stage, away, microbatch))
+            own.append(actions.popleft())
             peer = stage + away
-            if peer in stages and stage_rank[peer] != stage_rank[stage]:
-                out[stage_rank[stage]].append(Action(stage, send, microbatch))
+            if away:
+                made.add((stage, away, microbatch))
+            if away and peer in stages and stage_rank[peer] != stage_rank[stage]:
+                own.append(Action(stage, send, microbatch))
                 out[stage_rank[peer]].append(Action(peer, receive, microbatch))
     return tuple(map(tuple, out))
