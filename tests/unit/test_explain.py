@@ -379,7 +379,7 @@ def test_trainers_around_a_model_of_hugging_face(
 ) -> None:
     trainer, config = tmp_path / name, tmp_path / "config.json"
     trainer.write_text(text, encoding="utf-8")
-    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8-sig")  # with a byte order mark
     files = [str(trainer)] if name == "n.yaml" else [str(config), str(trainer)]
     words = ["cluster=h100", "num_gpus=16", "model.seq=4096"]
     words += ["global_batch=128"] * (name == "a.yaml")
@@ -400,6 +400,7 @@ def test_trainers_around_a_model_of_hugging_face(
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
+        ("a.toml", "# nothing\n", "a TOML without keys"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -479,7 +480,7 @@ def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
 
 def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(TOML, encoding="utf-8")
+    path.write_text(TOML, encoding="utf-8-sig")  # with a byte order mark
     asked = ask([str(path)], ["cluster=h100", "contender.tp=4", "model.layers=16"], [])
     assert (asked.knobs.tp, asked.knobs.shard) == (4, 2)  # type: ignore[attr-defined]
     assert asked.task.global_batch == 8 * 2
