@@ -163,6 +163,10 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
     assert arguments_of_log(log) == values
+    told = megatron.read(
+        f"{log}\n  made_up ..... 1", 16
+    )  # a log has every key, so they are counted
+    assert told.named == ["2 keys are not known here, left out of the price (-v lists them)"]
     off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
     assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
@@ -248,6 +252,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     second = again.contender.simulated(again.own_task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
     assert again.knobs == found.asked.candidate.knobs
+    assert not any("bias" in line for line in again.reading.named)
 
 
 def asked_again(dialect: str, words: str, path: Path) -> Question:
@@ -504,6 +509,10 @@ def test_keys_without_a_price_are_named_in_every_dialect() -> None:
     assert nemo.named == ["trainer.made_up=3: not known here, left out of the price"]
     script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
     assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)
+    gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
+    named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
+    assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]
+    assert len(megatron.read(gpt.replace("--disable-bias-linear", ""), None).named) == 1
 
 
 def _uneven() -> tuple[list[str], int]:
@@ -526,6 +535,7 @@ def test_uneven_stages_are_written_as_a_layout() -> None:
     assert layout.count("t") == layers
     assert layout.count("|") == 23
     assert "--num-virtual-stages-per-pipeline-rank" not in written
+    assert "--disable-bias-linear" not in written  # GPT's layers have biases
 
 
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:

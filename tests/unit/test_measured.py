@@ -157,6 +157,9 @@ def test_a_constant_weighs_as_much_as_a_switch() -> None:
         assert sum(places) == pytest.approx(1)
         assert max(places) > 2 * min(places)
     assert all(v.weight == 1 for v in VARIANTS if v.cause == "precision")
+    run = priced_run(tp=1)  # 0.80 would explain the gap better, and is less plausible
+    clock = next(e for e in explain([Run(run, 1.2 * run.step_s())]) if e.cause == "clock or power")
+    assert clock.words == "rate of matrix products at 0.89 of the preset's"
 
 
 def test_a_gap_that_nothing_explains_has_another_cause() -> None:
