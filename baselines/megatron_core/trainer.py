@@ -196,7 +196,7 @@ class MegatronTrainer:
         ]
         syncs = [chunk.no_sync for chunk in chunks]
         self._config.no_sync_func = syncs if several else syncs[0]
-        if zero and several:  # otherwise a chunk is gathered once its first forward needs it
+        if settings.align_param_gather:  # otherwise a chunk is gathered when its forward needs it
             self._config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         self._config.finalize_model_grads_func = finalize_model_grads
         return chunks

@@ -1,4 +1,4 @@
-"""Reads what nccl-tests print: a table of one collective's times by size, on one node."""
+"""Reads what nccl-tests print: tables of a collective's times by size, each on one node."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.specification import SpecError
 # size, count, type, operator, root, then time in microseconds and two rates in GB/s out of place.
 _ROW = re.compile(r"(?m)^\s*(\d+) +\d+ +\w+ +(none|sum) +-1 +([\d.]+) +([\d.]+) +([\d.]+) ")
 _RANK = re.compile(r"(?m)^# +Rank +\d+ .* on +(\S+) device")
+_TABLE = re.compile(r"(?m)^(?=# +Rank +0 )")
 _NAME = re.compile(r"\b(\w+)_perf\b")  # in the header of newer versions, or in the command
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -34,28 +35,37 @@ def read_tests(paths: Sequence[Path]) -> NodeTests:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"--nccl-tests {path}: cannot be read: {error}") from None
-        rows, hosts = _ROW.findall(text), _RANK.findall(text)
-        rows = [row for row in rows if int(row[0]) and float(row[3])]
-        if not rows or len(hosts) < 2:
-            raise SpecError(
-                f"--nccl-tests {path}: no table of nccl-tests (rows of size, count, type, redop, "
-                "root, time, algbw, busbw, below lines that name two ranks or more)"
-            )
-        if len(set(hosts)) > 1:
-            raise SpecError(f"--nccl-tests {path}: ran on {len(set(hosts))} nodes (give one's)")
-        ranks.add(len(hosts))
-        kind = _kind(text, rows[-1], len(hosts))
-        if kind not in _KINDS:
-            raise SpecError(f"--nccl-tests {path}: {kind}_perf: must be among {', '.join(_KINDS)}")
-        seconds |= {(kind, int(size)): 1e-6 * float(us) for size, _, us, _, _ in rows}
+        before, *tables = _TABLE.split(text)
+        for table in tables or [""]:
+            size, of = _read_table(path, before, table)
+            ranks.add(size)
+            seconds |= of
+            before = table
     if len(ranks) > 1:
         raise SpecError(f"--nccl-tests: of {min(ranks)} and of {max(ranks)} ranks (give one's)")
     return NodeTests(max(ranks, default=0), seconds)
 
 
-def _kind(text: str, row: Sequence[str], ranks: int) -> str:
-    if named := _NAME.search(text):
-        return named[1]
+def _read_table(path: Path, before: str, table: str) -> tuple[int, dict[tuple[str, int], float]]:
+    """The ranks of one run, and its seconds; its name is the last of the text ``before`` it."""
+    rows, hosts = _ROW.findall(table), _RANK.findall(table)
+    rows = [row for row in rows if int(row[0]) and float(row[3])]
+    if not rows or len(hosts) < 2:
+        raise SpecError(
+            f"--nccl-tests {path}: no table of nccl-tests (rows of size, count, type, redop, "
+            "root, time, algbw, busbw, below lines that name two ranks or more)"
+        )
+    if len(set(hosts)) > 1:
+        raise SpecError(f"--nccl-tests {path}: ran on {len(set(hosts))} nodes (give one's)")
+    kind = _kind(before, rows[-1], len(hosts))
+    if kind not in _KINDS:
+        raise SpecError(f"--nccl-tests {path}: {kind}_perf: must be among {', '.join(_KINDS)}")
+    return len(hosts), {(kind, int(size)): 1e-6 * float(us) for size, _, us, _, _ in rows}
+
+
+def _kind(before: str, row: Sequence[str], ranks: int) -> str:
+    if named := _NAME.findall(before):
+        return str(named[-1])
     _, operator, _, by_size, on_bus = row
     if operator == "none":
         return "all_gather"

@@ -31,6 +31,7 @@ from zeropp.price.programs import program_as_run
 
 MOST_RUNS = 3
 _NEAREST = 3
+_UNLIKE = 20.0  # a ratio of measured and priced time that no machine of the kind explains
 _SPEEDS = ("time", "rate", "flops", "utilization")
 _FAR = 3.0  # of ``_distance``: other models, or other numbers of GPUs by a factor of some four
 
@@ -114,7 +115,15 @@ def _measured(
         plan = question.contender.simulated(question.own_task, settled(question)).plan
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
-    return question, measured, Run(priced(plan, task), measured.step_s)
+    run = Run(priced(plan, task), measured.step_s)
+    ratio = run.measured_s / run.priced.step_s()
+    if not 1 / _UNLIKE <= ratio <= _UNLIKE:
+        raise SpecError(
+            f"--measured {text}: a step of {run.measured_s:.3g} s, {ratio:.3g} of the price, is "
+            "probably not of this run or in this unit, so nothing is fitted (check the unit, or "
+            "add the words in which that run differs)"
+        )
+    return question, measured, run
 
 
 def priced(plan: Plan, task: Task) -> Priced:

@@ -85,6 +85,8 @@ def read(text: str, num_gpus: int | None) -> Reading:
         values = flat(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not a TOML file: {error}") from None
+    if not values:
+        raise SpecError("a TOML without keys (give torchtitan's, such as model.flavor)")
     return _read(values, text, num_gpus)
 
 

@@ -140,9 +140,7 @@ VARIANTS = (
     Variant("precision", "products of 16 bits", _with_bits(16)),
     Variant("precision", "products of 8 bits", _with_bits(8)),
     *(
-        Variant(
-            "data", f"{lost:.0%} of a step's time lost between steps", _slowed(lost), 1 / len(_LOST)
-        )
+        Variant("data", f"{lost:.0%} of a step's time lost between steps", _slowed(lost))
         for lost in _LOST
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -82,7 +83,12 @@ def measurement(text: str, step: Step) -> Measurement:
     line, where it says no time."""
     match = re.fullmatch(rf"{_NUMBER} ?([A-Za-z/]+)", text)
     if match and match[2] in _UNITS and (number := _value(match[1])):
-        return Measurement(_UNITS[match[2]](number, step), text)
+        if not 0 < (step_s := _UNITS[match[2]](number, step)) < inf:
+            raise SpecError(
+                f"--measured {text}: a step of {step_s:g} s: must be finite and above 0 (give the "
+                "number as the trainer prints it, with its unit)"
+            )
+        return Measurement(step_s, text)
     path = Path(text)
     if not path.is_file():
         raise SpecError(
@@ -96,7 +102,7 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     for form in _FORMS:
         numbers = [_value(match[1]) for line in lines if (match := form.pattern.search(line))]
-        if later := [number for number in numbers[len(numbers) // 2 :] if number]:
+        if later := [number for number in numbers[len(numbers) // 2 :] if 0 < number < inf]:
             seconds = [_UNITS[form.unit](number, step) for number in later]
             middle = median(seconds)
             low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3

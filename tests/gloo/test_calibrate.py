@@ -97,15 +97,15 @@ def test_what_looks_wrong_is_named() -> None:
     assert any(line.startswith("Rank 5 on node: messages within a node") for line in lines)
 
 
-def as_nccl_tests(operator: str, passes: float, us: float, hosts: int = 1) -> str:
-    """What a test of eight ranks prints of one collective of 64 MiB."""
+def as_nccl_tests(operator: str, passes: float, us: float, hosts: int = 1, ranks: int = 8) -> str:
+    """What a test prints of one collective of 64 MiB."""
     size, text = 2**26, "# nThread 1 nGpus 1 minBytes 67108864 warmup iters: 5\n# Using devices\n"
-    for rank in range(8):
-        host = f"node{rank * hosts // 8}"
+    for rank in range(ranks):
+        host = f"node{rank * hosts // ranks}"
         text += f"#  Rank  {rank} Group  0 Pid  132{rank} on {host} device  {rank} [0x0] NVIDIA\n"
     text += "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
     by_size = size / us / 1e3
-    row = f"{us:8.2f} {by_size:7.2f} {passes * 7 / 8 * by_size:7.2f}      0"
+    row = f"{us:8.2f} {by_size:7.2f} {passes * (1 - 1 / ranks) * by_size:7.2f}      0"
     return text + f"    {size}      16777216     float    {operator}      -1 {row} {row}\n"
 
 
@@ -119,6 +119,16 @@ def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
     assert tests.ranks == 8
     microseconds = {kind: round(1e6 * of) for (kind, _), of in tests.seconds.items()}
     assert microseconds == {"all_gather": 400, "reduce_scatter": 500, "all_reduce": 600}
+    together = tmp_path / "together"  # newer versions name a test before and behind its table
+    named = (("all_gather", rows["gather"]), ("reduce_scatter", rows["scatter"]))
+    told = [
+        f"# Collective test starting: {kind}_perf\n{as_nccl_tests(*row)}"
+        f"# Collective test concluded: {kind}_perf\n"
+        for kind, row in named
+    ]
+    for text in ("".join(told), "".join(as_nccl_tests(*row) for _, row in named)):
+        together.write_text(text)
+        assert read_tests([together, paths[2]]) == tests
     times = synthetic()
     take_tests(times, tests)
     assert times.collectives["all_reduce", GROUP, 2**26].seconds == pytest.approx(6e-4)
@@ -130,6 +140,7 @@ def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
     [
         ("loss 3.2\n", "no table of nccl-tests"),
         (as_nccl_tests("none", 1, 1.0, hosts=2), "ran on 2 nodes"),
+        (as_nccl_tests("none", 1, 1.0) + as_nccl_tests("sum", 1, 1.0, ranks=4), "of 4 and of 8"),
         ("broadcast_perf -b 8\n" + as_nccl_tests("none", 1, 1.0), "broadcast_perf: must be among"),
     ],
 )

@@ -74,7 +74,18 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
             },
             LLAMA,
         ),
-        (8, {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1}, {}),
+        (
+            8,
+            {
+                "name": "megatron_core_local",
+                "pp": 2,
+                "replicate": 4,
+                "replicate_zero": 1,
+                "chunks": 2,
+                "schedule": "interleaved_1f1b",
+            },
+            {},
+        ),
     ],
 )
 def test_the_cost_model_is_within_five_percent_of_the_trace(
@@ -92,6 +103,8 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     for index, trace in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index
         assert_updates(trace)
+        if name.startswith("megatron") and plan.layout.chunks > 1:
+            assert gathers_before_a_message(trace) == plan.layout.chunks
     replayed = replayed_plan(plan, CLUSTER, traces)
     assert 0 < max(replayed.busy_s.values()) < replayed.step_s
 
@@ -102,6 +115,15 @@ def assert_updates(trace: Trace) -> None:
     step = trace.log[places[1] : places[2]]
     assert any(issued.kernel and "fused_adamw" in issued.kernel.name for issued in step)
     assert any("allgather" in issued.what for issued in step)
+
+
+def gathers_before_a_message(trace: Trace) -> int:
+    """The gathers of the second step before its first message, and so before a second chunk's
+    forward."""
+    places = [index for index, issued in enumerate(trace.log) if issued.kind == "place"]
+    issued = [one.what for one in trace.log[places[1] : places[2]] if one.kind == "communication"]
+    message = next(i for i, what in enumerate(issued) if what.startswith(("isend", "irecv")))
+    return sum("allgather" in what for what in issued[:message])
 
 
 def test_every_kernel_of_a_log_can_be_timed_here() -> None:

@@ -163,6 +163,10 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"  {flag[2:].replace('-', '_')} {'.' * 30} {value}" for flag, value in values.items()
     )
     assert arguments_of_log(log) == values
+    told = megatron.read(
+        f"{log}\n  made_up ..... 1", 16
+    )  # a log has every key, so they are counted
+    assert told.named == ["2 keys are not known here, left out of the price (-v lists them)"]
     off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
     assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
@@ -248,6 +252,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     second = again.contender.simulated(again.own_task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
     assert again.knobs == found.asked.candidate.knobs
+    assert not any("bias" in line for line in again.reading.named)
 
 
 def asked_again(dialect: str, words: str, path: Path) -> Question:
@@ -379,7 +384,7 @@ def test_trainers_around_a_model_of_hugging_face(
 ) -> None:
     trainer, config = tmp_path / name, tmp_path / "config.json"
     trainer.write_text(text, encoding="utf-8")
-    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8-sig")  # with a byte order mark
     files = [str(trainer)] if name == "n.yaml" else [str(config), str(trainer)]
     words = ["cluster=h100", "num_gpus=16", "model.seq=4096"]
     words += ["global_batch=128"] * (name == "a.yaml")
@@ -400,6 +405,7 @@ def test_trainers_around_a_model_of_hugging_face(
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
+        ("a.toml", "# nothing\n", "a TOML without keys"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -479,7 +485,7 @@ def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
 
 def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(TOML, encoding="utf-8")
+    path.write_text(TOML, encoding="utf-8-sig")  # with a byte order mark
     asked = ask([str(path)], ["cluster=h100", "contender.tp=4", "model.layers=16"], [])
     assert (asked.knobs.tp, asked.knobs.shard) == (4, 2)  # type: ignore[attr-defined]
     assert asked.task.global_batch == 8 * 2
@@ -503,6 +509,10 @@ def test_keys_without_a_price_are_named_in_every_dialect() -> None:
     assert nemo.named == ["trainer.made_up=3: not known here, left out of the price"]
     script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
     assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)
+    gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
+    named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
+    assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]
+    assert len(megatron.read(gpt.replace("--disable-bias-linear", ""), None).named) == 1
 
 
 def _uneven() -> tuple[list[str], int]:
@@ -525,6 +535,7 @@ def test_uneven_stages_are_written_as_a_layout() -> None:
     assert layout.count("t") == layers
     assert layout.count("|") == 23
     assert "--num-virtual-stages-per-pipeline-rank" not in written
+    assert "--disable-bias-linear" not in written  # GPT's layers have biases
 
 
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
