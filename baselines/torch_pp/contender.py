@@ -163,7 +163,7 @@ def programs(plan: SizedPlan) -> Schedule:
     name, layout = plan.schedule.name, plan.layout
     if name == "accumulation":
         return fsdp.programs(plan)
-    return _schedule(
+    return torch_schedule(
         name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
@@ -173,9 +173,11 @@ def programs(plan: SizedPlan) -> Schedule:
 
 
 @lru_cache(maxsize=128)
-def _schedule(
+def torch_schedule(
     name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathered: bool
 ) -> Schedule:
+    """The programs of a schedule of torch's, or of ZeroPP's order in torch's runtime; ``gathered``:
+    its stages are sharded."""
     compute = _compute(name, num_ranks, chunks, num_microbatches)
     if name == "zeropp":
         return lower_for_torch(compute)

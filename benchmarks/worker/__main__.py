@@ -182,9 +182,8 @@ def _open_world(spec: RunSpec) -> torch.device:
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout, device_id=device
-        )
+        # Without a device, as in torchtitan: with one, all messages of a group share a stream.
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout)
     return device
 
 

@@ -5,6 +5,7 @@ No rank is started, because a schedule class of either framework works without a
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ def test_deepspeed_plan_is_its_train_schedule(stages: int, microbatches: int) ->
 
 
 def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> list[list[str]]:
-    """Programs of torch's own schedule class in its text form, without transfers."""
+    """Programs of torch's own schedule class in its text form."""
     stages = [
         SimpleNamespace(
             num_stages=ranks * chunks,
@@ -81,7 +82,7 @@ def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> lis
             overlaps = action.computation_type is OVERLAP_F_B
             parts = (action.sub_actions or ()) if overlaps else (action,)
             actions += [str(part) for part in parts]
-        programs.append([text for text in actions if "SEND" not in text and "RECV" not in text])
+        programs.append(actions)
     return programs
 
 
@@ -111,6 +112,10 @@ def test_torch_plan_is_that_of_torch(name: str, ranks: int, chunks: int, microba
     contender = {"name": "torch_pp", "pp": ranks, "shard": 2, "schedule": name, "chunks": chunks}
     plan = request(2 * ranks, contender, global_batch=2 * microbatches, model=DEEP).plan()
     expected = torch_programs(name, ranks, chunks, microbatches)
+    # Messages of 1F1B's own class go both ways at once, and those of an overlapped forward and
+    # backward come after both.
+    with_messages = name not in ("1f1b", "dualpipev")
     for program, theirs in zip(plan.schedule.programs, expected, strict=True):
-        ours = [str(action) for action in for_torch(program) if not action.op.is_transfer]
-        assert ours == theirs
+        actions = [a for a in for_torch(program) if with_messages or not a.op.is_transfer]
+        theirs = [t for t in theirs if with_messages or not re.search("SEND|RECV", t)]
+        assert list(map(str, actions)) == theirs

@@ -153,3 +153,23 @@ def test_a_deadlock_says_where_every_rank_stands() -> None:
     programs = (program("0F0 0B0 0F1 0B1"), program("1F1 1F0 1B0 1B1"))
     with pytest.raises(DeadlockError, match="rank 0 at 0B0, rank 1 at 1F1"):
         run(scheduled(programs, (0, 1)), [StageCost()] * 2)
+
+
+@pytest.mark.parametrize(("pair_streams", "waits"), [(False, 2.0), (True, 4.0)])
+def test_a_receive_that_waits_holds_up_what_its_pair_sends_behind_it(
+    pair_streams: bool, waits: float
+) -> None:
+    """Rank 1 waits 2 for its first message. Its second one could leave rank 0 after 2, but a
+    receive has been posted there before, of what rank 1 sends from 6 to 7."""
+    first = program("0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1")
+    programs = (first, program("1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1"))
+    costs = [StageCost(transfer=1.0), StageCost(forward=2.0, transfer=1.0)]
+    schedule = Schedule(
+        name="test",
+        num_microbatches=2,
+        unit=2,
+        stage_rank=(0, 1),
+        programs=programs,
+        pair_streams=pair_streams,
+    )
+    assert run(schedule, costs).exposed_wait == (0.0, waits)

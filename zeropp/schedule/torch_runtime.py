@@ -6,10 +6,11 @@ That runtime differs from the engine in three ways. It asks for gathered paramet
 more parameters stay gathered. And its ``REDUCE_GRAD`` releases the stage by itself without noting
 it. An input gradient that follows would then find parameters that are not in its graph, and leave
 them without a gradient. So every reduction is followed by a release, which tells the runtime, and
-by a new gather where the stage is not at its window's end. And NCCL runs all messages of a rank
-on one stream, in the order of their start. Two ranks that both receive before they send
-would wait for ever, so all ranks start their messages in one common order (torch's own lowering
-does, too: ``_add_send_recv``).
+by a new gather where the stage is not at its window's end. And NCCL runs messages between
+two ranks on one stream, in the order of their start, or all messages of a rank, where
+``init_process_group`` was given a device. Two ranks that both receive before they send would wait
+for ever, so all ranks start their messages in one common order, that of torch's own lowering
+(``_add_send_recv``).
 """
 
 from __future__ import annotations

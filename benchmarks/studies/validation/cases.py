@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from baselines.fsdp.contender import accumulation
+from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.reading import preset
 from benchmarks.studies.validation.plausible import check_plausible
@@ -241,6 +242,14 @@ def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _pipeline_schedule(case: Case) -> Schedule:
     pp, count = case.layout.pp, case.num_microbatches
+    if pp > 1 and case.program.torch_stages:
+        return torch_schedule(
+            case.schedule,
+            num_ranks=pp,
+            chunks=case.layout.chunks,
+            num_microbatches=count,
+            gathered=case.zero3,
+        )
     if case.schedule == "zb_h2":
         made = build(
             "zeropp", num_ranks=pp, chunks=1, num_microbatches=count, unit=count,
