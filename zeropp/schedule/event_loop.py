@@ -62,7 +62,7 @@ class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 
     ``starts[i]`` and ``ends[i]`` belong to action ``i`` of ``sequence``, which has the actions of
-    all ranks; receives and releases take no time. ``busy[r]`` is the sum of rank r's compute, its
+    all ranks; releases take no time, nor do receives, or with ``pair_streams`` sends. ``busy[r]`` is the sum of rank r's compute, its
     update aside. ``exposed_gather[r]`` is the time during which its compute waited for parameters,
     ``exposed_wait[r]`` for messages. ``updated[r]`` is when rank r has updated its parameters and,
     with ZeRO-1, gathered them.
@@ -173,9 +173,7 @@ class _Loop:
         self._ready[: self._m] = [0.0] * self._m
         self._compute = [0.0] * ranks
         self._shard_link, self._replica_link = [0.0] * ranks, [0.0] * ranks
-        lanes = ranks * ranks if sequence.pair_streams else ranks
-        self._link_f = [0.0] * lanes
-        self._link_b = self._link_f if sequence.pair_streams else [0.0] * lanes
+        self._link_f, self._link_b = [0.0] * ranks, [0.0] * ranks
         self._busy = [0.0] * ranks
         self._stall_gather, self._stall_wait = [0.0] * ranks, [0.0] * ranks
         self._unsharded = [0.0] * stages
@@ -253,12 +251,12 @@ class _Loop:
                 start = max(start, lane[rank])
                 end = lane[rank] = start + seconds[stage]
                 ready[place + stage * m + (microbatch or 0)] = end
-            elif kind == _MEET:
+            elif kind == _MEET:  # so far the input is only sent
+                place += stage * m + (microbatch or 0)
                 peer = ranks[stage + moves[0]]
                 pair = min(rank, peer) * len(compute) + max(rank, peer)
-                start = max(start, compute[peer], lane[pair])
-                end = lane[pair] = start + seconds[stage]
-                ready[place + stage * m + (microbatch or 0)] = end
+                start = max(start, ready[place], lane[pair])
+                end = lane[pair] = ready[place] = start + seconds[stage]
             elif kind == _RECEIVE:  # if its message is not sent yet, it is only posted
                 arrived = ready[place + stage * m + (microbatch or 0)]
                 start = end = start if arrived < 0.0 else arrived
@@ -311,22 +309,34 @@ class _Loop:
         weight = [cost.backward_weight for cost in costs]
         input_ = [cost.backward_input for cost in costs]
         full = [i + w for i, w in zip(input_, weight, strict=True)]
-        transfer = [cost.transfer for cost in costs]
         hops = self._hops()
         down = [*(unread if hop is None else m for hop in hops), back]
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
         backward = (back, up, [0.0, *later])
-        send = _MEET if self._sequence.pair_streams else _SEND
-        return {op: _How(_END if op in STEP_END else _OTHER) for op in Op} | {
+        others = {op: _How(_END if op in STEP_END else _OTHER) for op in Op}
+        return {
+            **others,
+            **self._how_to_time_messages(),
             Op.FORWARD: _How(_USE, [c.forward for c in costs], 0, down, [*later, 0.0]),
             Op.BACKWARD_INPUT: _How(_USE, input_, *backward),
             Op.FULL_BACKWARD: _How(_USE, full, *backward),
             Op.BACKWARD_WEIGHT: _How(_WEIGHT, weight),
-            Op.SEND_F: _How(send, transfer, m, [1], lane=self._link_f),
-            Op.SEND_B: _How(send, [0.0, *transfer], back - m, [-1], lane=self._link_b),
-            Op.RECV_F: _How(_RECEIVE, place=0),
-            Op.RECV_B: _How(_RECEIVE, place=back),
+        }
+
+    def _how_to_time_messages(self) -> dict[Op, _How]:
+        costs, m, back = self._costs, self._m, self._back
+        after = [cost.transfer for cost in costs]
+        before, nothing = [0.0, *after], [0.0] * len(costs)
+        receives = {Op.RECV_F: _How(_RECEIVE, place=0), Op.RECV_B: _How(_RECEIVE, place=back)}
+        if self._sequence.pair_streams:  # the time of a message is that of its receive
+            lane = [0.0] * len(self._programs) ** 2
+            receives[Op.RECV_F] = _How(_MEET, before, 0, [-1], lane=lane)
+            receives[Op.RECV_B] = _How(_MEET, after, back, [1], lane=lane)
+            after = before = nothing
+        return receives | {
+            Op.SEND_F: _How(_SEND, after, m, lane=self._link_f),
+            Op.SEND_B: _How(_SEND, before, back - m, lane=self._link_b),
         }
 
     def _hops(self) -> list[float | None]:

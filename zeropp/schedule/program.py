@@ -147,9 +147,7 @@ class ActionSequence:
     actions: tuple[Action, ...]
     num_microbatches: int  # one more than the largest number of a microbatch
     has_transfers: bool  # False: compute actions alone, whose outputs reach the next stage anyway
-    pair_streams: bool = (
-        False  # see ``Schedule.pair_streams``; each send then stands before its receive
-    )
+    pair_streams: bool = False  # see ``Schedule.pair_streams``; sends then stand before receives
 
 
 def sequence_of(
@@ -164,14 +162,10 @@ class _OrderSearch:
     microbatches + microbatch``, and those of backwards follow, after a spare row."""
 
     def __init__(
-        self,
-        programs: Sequence[Sequence[Action]],
-        stage_rank: Sequence[int],
-        pair_streams: bool,
+        self, programs: Sequence[Sequence[Action]], stage_rank: Sequence[int], pair_streams: bool
     ) -> None:
         self._programs, self._last = programs, len(stage_rank) - 1
         self._pair_streams = pair_streams
-        self._at_message: dict[int, int] = {}  # input -> rank that stands at its send or receive
         numbers = (action.microbatch or 0 for program in programs for action in program)
         self._m = 1 + max(numbers, default=0)
         self._back = (len(stage_rank) + 1) * self._m
@@ -204,27 +198,13 @@ class _OrderSearch:
             if microbatch is not None:
                 key = stage * m + microbatch
                 if op in _SENDS:
-                    key += m if op is Op.SEND_F else self._back - m
-                    if not self._pair_streams:
-                        self._send(key)
-                    else:
-                        self._order += self._programs[rank][begin:place]
-                        self._position[rank] = begin = place
-                        if not self._meet(rank, key):
-                            break
-                        begin += 1
+                    self._send(key + m if op is Op.SEND_F else self._back + key - m)
                 else:
                     key += 0 if op in _FORWARD_SIDE else self._back
                     if op is Op.BACKWARD_WEIGHT:
                         if inputs[key] != _DONE:
                             break  # its input gradient stands later in the same program
-                    elif op in _RECEIVES and self._pair_streams:
-                        self._order += self._programs[rank][begin:place]
-                        self._position[rank] = begin = place
-                        if not self._meet(rank, key):
-                            break
-                        begin += 1
-                    elif op in _RECEIVES:
+                    elif op in _RECEIVES and (inputs[key] == _SENT or not self._pair_streams):
                         inputs[key] = _HERE if inputs[key] == _SENT else _POSTED
                     elif inputs[key] < _HERE:
                         self._waiting[key] = rank
@@ -251,24 +231,11 @@ class _OrderSearch:
         if self._inputs[key] == _POSTED:
             self._arrive(key)
         else:
-            self._inputs[key] = _SENT
+            self._arrive(key, _SENT)
 
-    def _meet(self, rank: int, key: int) -> bool:
-        """Order both halves of a message, if the other rank stands at its half, too."""
-        peer = self._at_message.pop(key, None)
-        if peer is None:
-            self._at_message[key] = rank
-            return False
-        halves = [self._programs[r][self._position[r]] for r in (rank, peer)]
-        self._order += sorted(halves, key=lambda action: action.op in _RECEIVES)
-        self._inputs[key] = _HERE
-        self._position[peer] += 1
-        self._runnable.append(peer)
-        return True
-
-    def _arrive(self, key: int) -> None:
-        """Note that an input is here, and wake the rank that waits for it."""
-        self._inputs[key] = _HERE
+    def _arrive(self, key: int, state: int = _HERE) -> None:
+        """Note that an input is here, or sent, and wake the rank that waits for it."""
+        self._inputs[key] = state
         if key in self._waiting:
             self._runnable.append(self._waiting.pop(key))
 
