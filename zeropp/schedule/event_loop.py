@@ -62,8 +62,9 @@ class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 
     ``starts[i]`` and ``ends[i]`` belong to action ``i`` of ``sequence``, which has the actions of
-    all ranks; releases take no time, nor do receives, or with ``pair_streams`` sends. ``busy[r]`` is the sum of rank r's compute, its
-    update aside. ``exposed_gather[r]`` is the time during which its compute waited for parameters,
+    all ranks; releases and one half of each message (its receive, or with ``pair_streams`` its
+    send) take no time. ``busy[r]`` is the sum of rank r's compute, its update aside.
+    ``exposed_gather[r]`` is the time during which its compute waited for parameters,
     ``exposed_wait[r]`` for messages. ``updated[r]`` is when rank r has updated its parameters and,
     with ZeRO-1, gathered them.
     """
@@ -107,8 +108,7 @@ class EventResult:
 
     @collector_paused()
     def spans(self) -> tuple[Span, ...]:
-        """Spans for a Timeline, rank by rank. Receives and releases take no time and are left
-        out."""
+        """Spans for a Timeline, rank by rank. What takes no time is left out."""
         ranks: list[list[Span]] = [[] for _ in self.programs]
         add = [spans.append for spans in ranks]
         where, texts = self.stage_rank, [f"{stage}" for stage in range(len(self.stage_rank))]
