@@ -65,6 +65,32 @@ def streams_of_communicators(log: list[Issued]) -> dict[Hashable, set[str | None
     return found
 
 
+def unordered(log: list[Issued]) -> list[str]:
+    """The communication that nothing orders after what its communicator ran before, as NCCL asks
+    for, whatever the streams."""
+    before: dict[str | None, set[int]] = defaultdict(set)  # by stream (None: the host), what ended
+    events: dict[int, set[int]] = {}
+    last: dict[Hashable, int] = {}  # of a communicator
+    found = []
+    for place, one in enumerate(log):
+        if one.kind == "sync":
+            ended = events[one.event] if one.event else before[one.stream]
+            before[None] |= ended if one.stream else set().union(*before.values())
+        elif one.kind in ("record", "wait", "communication"):
+            before[one.stream] |= before[None]
+        if one.kind == "record":
+            events[one.event] = set(before[one.stream])
+        elif one.kind == "wait":
+            before[one.stream] |= events[one.event]
+        elif one.kind == "communication":
+            for group in {part.key[0][0] for part in one.parts}:  # type: ignore[index]
+                if last.get(group, place) not in {place, *before[one.stream]}:
+                    found.append(f"{one.what} on {one.stream} after {log[last[group]].what}")
+                last[group] = place
+            before[one.stream].add(place)
+    return found
+
+
 def device_waits(log: list[Issued]) -> int:
     """How often the host waits for its whole device, in everything that is done."""
     return sum(one.kind == "sync" and one.stream is None for one in log)
@@ -99,6 +125,7 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
     assert [device_waits(one.log) for one in found] == [0] * case.ranks
     for log in logs.values():
+        assert unordered(log) == []
         before, steps = split_at_first_step(log)
         assert connections(steps) <= connections(before)  # else hosts wait for each other in a step
         assert {len(streams) for streams in streams_of_communicators(steps).values()} <= {1}
