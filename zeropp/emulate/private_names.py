@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DisableTorchFunction
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -31,7 +30,6 @@ __all__ = [
     "NUMBER_OF",
     "REDUCE_SCATTER",
     "SHAPES_BY_TRIAL",
-    "DisableTorchFunction",
     "FakeTensorMode",
     "autograd_run",
     "group_of",
