@@ -17,7 +17,7 @@ from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import replay
 from zeropp.emulate.log import STEP
-from zeropp.emulate.script import trace_script
+from zeropp.emulate.trace import trace_script
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """

@@ -3,7 +3,6 @@ and what is noted is on which stream the host would have given it to the device,
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
-from zeropp.emulate.private_names import group_of, is_fake, is_known
+from zeropp.emulate.memory import Allocations
+from zeropp.emulate.private_names import NUMBER_OF, group_of, is_fake, is_known
 from zeropp.emulate.races import Extent, Fault, Races
+from zeropp.emulate.world import taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
 
 Tensors = Sequence[Tensor]
@@ -81,15 +82,20 @@ def _is_on_host(reads: Tensors) -> bool:
 class VirtualDevice:
     """What the host of one rank gives its device goes into ``log``.
 
-    ``races``: what looks for races, which makes a step several times slower; None: nobody does.
-    ``describe``: what a kernel is in the log, from an operator's name, arguments and results; None:
-    nothing but its stream.
+    ``races``: what looks for races, which makes a step several times slower; ``memory``: what
+    counts allocations; None: nobody does. ``describe``: what a kernel is in the log, from an
+    operator's name, arguments and results; None: nothing but its stream.
     """
 
-    def __init__(self, races: Races | None = None, describe: Describe | None = None) -> None:
+    def __init__(
+        self,
+        races: Races | None = None,
+        memory: Allocations | None = None,
+        describe: Describe | None = None,
+    ) -> None:
         self.log = Log()
-        self.races, self.describe = races, describe
-        self._local = threading.local()
+        self.races, self.memory, self.describe = races, memory, describe
+        self.current = COMPUTE  # the current stream
         self.sees = True
 
     @property
@@ -97,20 +103,10 @@ class VirtualDevice:
         """The races that were found so far."""
         return self.races.faults if self.races else []
 
-    @property
-    def current(self) -> str:
-        """The current stream of this thread."""
-        name: str = getattr(self._local, "stream", COMPUTE)
-        return name
-
-    @current.setter
-    def current(self, stream: str) -> None:
-        self._local.stream = stream
-
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside this context, nothing that this thread does is noted: it is on the CPU for real
-        (a group of gloo beside one of NCCL, for example)."""
+        """Inside this context, nothing is noted: what is done is on the CPU for real (by a group of
+        gloo beside one of NCCL, for example)."""
         before, self.sees = self.sees, False
         try:
             yield
@@ -171,6 +167,8 @@ class VirtualDevice:
             self.races.resize(storage, self.current, resized)
         else:
             resized()
+        if self.memory:
+            self.memory.resized(storage)
 
     def record_stream(self, tensor: Tensor, stream: str) -> None:
         """Keep a tensor's memory until a stream has ended what it holds when it is freed."""
@@ -230,7 +228,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name: str = func._schema.name
         if name == _WAIT and is_fake(args[0]):  # torch's own stand-in for it makes a copy
             return self._waited(args[0])
-        result = func(*args, **kwargs)
+        if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
+            result: Any = taken_for_granted(args[0])
+        else:
+            result = func(*args, **kwargs)
+        if self._device.memory:
+            self._device.memory.returned(func, args, kwargs, tensors_in(result))
         if not self._device.sees:
             return result
         if name in _MESSAGES:
@@ -271,6 +274,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
             device.read_by_host(f"a number that {name} gives the host")
 
+    def _stream_of(self, communicator: str) -> str:
+        """The stream of a communicator, which follows what the current stream holds."""
+        device, stream = self._device, f"nccl {communicator}"
+        device.follow(stream, device.record(device.current))
+        if self._issued is not None:
+            self._issued.append(stream)
+        return stream
+
     def _message(self, kind: str, tensors: Tensors, boxed: object, place: int, *_: object) -> None:
         """A message that is no part of a batch runs on the stream of its pair of ranks, unless all
         groups were connected when they were made."""
@@ -291,16 +302,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One kernel with these messages, on a stream of its own after what the current stream
         holds. It keeps the tensors' memory by ``record_stream``, as in
         ``ProcessGroupNCCL::pointToPoint``."""
-        device, stream = self._device, f"nccl {communicator}"
-        device.follow(stream, device.record(device.current))
+        device, stream = self._device, self._stream_of(communicator)
         for _, tensor, _ in batch:
             device.record_stream(tensor, stream)
         sent, received = ([t for k, t, _ in batch if k == kind] for kind in ("isend", "irecv"))
         what = ", ".join(f"{k} {m.target if k == 'isend' else m.source}" for k, _, m in batch)
         device.touch(stream, what, sent, received)
         device.log.messages(stream, [message for *_, message in batch], what)
-        if self._issued is not None:
-            self._issued.append(stream)
 
     def _collective(self, name: str, args: Sequence[Any]) -> None:
         if name not in COLLECTIVES:
@@ -335,11 +343,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _issue(self, name: str, group: Group, read: Tensors, written: Tensors) -> str:
         """Note a collective; returns its stream."""
-        device, stream = self._device, self._device.current
-        if self._issued is not None:
-            device.follow(f"nccl {group[0]}", device.record(stream))
-            stream = f"nccl {group[0]}"
-            self._issued.append(stream)
+        device = self._device
+        stream = device.current if self._issued is None else self._stream_of(group[0])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
         device.log.collective(stream, group, len(group[1]), name, moved)

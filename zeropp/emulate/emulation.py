@@ -1,16 +1,18 @@
-"""What stands in for streams, events, messages and asynchronous collectives of torch, so that a
-step on a CPU tells a ``VirtualDevice`` in which order it would give its work to a GPU."""
+"""``emulated`` and ``watch``: streams, events, messages and asynchronous collectives of torch have
+stand-ins, so that a step on a CPU tells a ``VirtualDevice`` in which order it would give its work
+to a GPU."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zeropp.emulate.device import Observer, VirtualDevice
+from zeropp.emulate.log import Issued
 from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
+from zeropp.emulate.world import replaced
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
 
@@ -145,14 +150,73 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         ErrorBarrier: {"exchange": exchange_on_cpu},
         **_wherever_imported(functions),
     }
-    with ExitStack() as undo:
-        for owner, by_name in stand_ins.items():
-            for name, stand_in in by_name.items():
-                if hasattr(owner, name):
-                    undo.enter_context(mock.patch.object(owner, name, stand_in))
-        undo.enter_context(streams_on_cpu())
-        undo.enter_context(observer)
+    known = (
+        (owner, name, stand_in)
+        for owner, by_name in stand_ins.items()
+        for name, stand_in in by_name.items()
+        if hasattr(owner, name)
+    )
+    with replaced(*known), streams_on_cpu(), observer:
         yield device
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
+    ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
+    without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
+    for its device (the allocator's retry, a kernel's first use), and at how many it may.
+    ``host_waits``: by rank, what the host has waited for in the last run, in order; a number that
+    it reads counts, also where it lies on the CPU. They are no fault."""
+
+    faults: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    hangs: dict[int, str]
+    hanging_waits: dict[int, tuple[int, int]]
+    host_waits: dict[int, tuple[str, ...]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing races and everything ends, also where one host waits for its device."""
+        waits = any(bad for bad, _ in self.hanging_waits.values())
+        return not (self.faults or self.unmatched or self.hangs or waits)
+
+    def __str__(self) -> str:
+        lines = [*self.faults, *(f"does not match: {mismatch}" for mismatch in self.unmatched)]
+        lines += [f"hang: rank {rank}: {what}" for rank, what in self.hangs.items()]
+        lines += [
+            f"rank {rank}: a wait for the device would hang at {bad} of {bad + good} places"
+            for rank, (bad, good) in self.hanging_waits.items()
+            if bad
+        ]
+        return "\n".join(lines) or "no race, no hang"
+
+
+def watch(work: Callable[[], object], *, times: int = 1) -> Report:
+    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
+    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
+
+    Streams that ``work`` uses must be made in it, but for those of a ``zeropp.ParallelModel``, such
+    as the one whose ``train_step`` it calls. All ranks must call this together.
+    """
+    begin = 0
+    with emulated() as device:
+        for _ in range(times):
+            begin = len(device.log.issued)
+            work()
+    log = device.log.issued
+    last = tuple(issued.what for issued in log[begin:] if issued.kind == "sync")
+    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], log, last)
+    gathered: list[tuple[list[str], list[Issued], tuple[str, ...]]] = [([], [], ())]
+    gathered *= dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    texts, issued_by, waited = zip(*gathered, strict=True)
+    logs = dict(enumerate(issued_by))
+    hangs = stuck(logs)
+    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
+    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
+    faults = tuple(chain.from_iterable(texts))
+    return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))
 
 
 def _wherever_imported(functions: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
