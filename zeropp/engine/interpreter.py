@@ -105,20 +105,28 @@ class Loss:
         """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
         ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
 
-        Only the first call compares, and only where the output has rows, more than one. A loss that
-        draws random numbers, or that takes no halves, cannot be compared.
+        Only the first call compares, and only where the output has rows. To a single row comes that
+        of the second microbatch, with the same output. A loss that draws random numbers, that takes
+        no halves, or that looks at one row alone, cannot be compared.
         """
         whole, outputs = self._values(output, batch), tensors_of(output)
         rows = len(batch.inputs[0])
-        has_rows = rows > 1 and all(x.dim() and len(x) == rows for x in outputs)
-        if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
+        has_rows = all(x.dim() and len(x) == rows for x in outputs)
+        is_single = rows == 1
+        is_alone = is_single and len(batch.inputs) == 1
+        if self._is_compared or is_alone or not has_rows or not all(map(math.isfinite, whole)):
             return
         self._is_compared = True
-        parts = slice(0, rows // 2), slice(rows // 2, rows)
         try:
+            if is_single:
+                output, batch = _two_rows(output, batch)
+                rows, whole = 2, self._values(output, batch)
+            parts = slice(0, rows // 2), slice(rows // 2, rows)
             again = self._values(output, batch)
             first, second = (self._values(*_rows(part, output, batch)) for part in parts)
         except Exception:  # the loss of a whole microbatch is all that is asked of it
+            return
+        if is_single and whole == first:
             return
         floats = [x.dtype for x in outputs if x.is_floating_point()]
         tolerance = max([1e-3, *(torch.finfo(dtype).eps ** 0.5 for dtype in floats)])
@@ -131,7 +139,7 @@ class Loss:
             if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
                 raise InfeasibleError(
                     f"loss_fn: is not what loss_reduction={self.reduction!r} says of rows: the "
-                    f"first microbatch gives {ours:.6g}, and its halves {a:.6g} and {b:.6g} (where "
+                    f"first rows give {ours:.6g}, and their halves {a:.6g} and {b:.6g} (where "
                     "tokens are ignored, give (sum, count) with loss_reduction='tokens'; a loss "
                     "between rows would change with the size of microbatches)"
                 )
@@ -146,6 +154,16 @@ def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Micro
     outputs = output[part] if isinstance(output, Tensor) else tuple(x[part] for x in output)
     keywords = {name: value[part] for name, value in batch.keywords_of(0).items()}
     return outputs, Microbatches([batch.inputs[0][part]], [batch.targets[0][part]], [keywords])
+
+
+def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
+    """The only rows of the first two microbatches as one, both with the first one's output."""
+    outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
+    inputs, targets = (torch.cat([*parts[:2]]) for parts in (batch.inputs, batch.targets))
+    names = batch.keywords_of(0)
+    keywords = {name: torch.cat([part[name] for part in batch.keywords[:2]]) for name in names}
+    given = outputs if isinstance(output, tuple) else outputs[0]
+    return given, Microbatches([inputs], [targets], [keywords])
 
 
 def _number(value: object) -> Tensor:
