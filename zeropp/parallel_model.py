@@ -147,8 +147,7 @@ class ParallelModel:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
-        self.engine.on_all_ranks("full_parameters", lambda: None)
-        return self.engine.full_parameters()
+        return self.engine.on_all_ranks("full_parameters", self.engine.full_parameters)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 all parameters, unsharded, fp32 and on the CPU, and all persistent buffers,
@@ -167,8 +166,7 @@ class ParallelModel:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients of this rank's layers, after clipping,
         named ``{layer}.{parameter}``: from ``train_step`` until the next one begins."""
-        self.engine.on_all_ranks("gradients", lambda: None)
-        return self.engine.full_gradients()
+        return self.engine.on_all_ranks("gradients", self.engine.full_gradients)
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -287,10 +285,11 @@ class ParallelModel:
         device, used = self.engine.lanes.device, self.engine.interpreter.reads(keyword_inputs)
         whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
         for name, part in whole.items():
-            if kind := _unusable_kind(part):
+            is_dense = isinstance(part, Tensor) and part.layout is torch.strided
+            if not is_dense or part.is_nested or not part.dim():
                 raise TypeError(
-                    f"{name}: must be a tensor with this rank's rows in dimension 0, but is {kind} "
-                    "(also on pipeline ranks whose layers do not read it)"
+                    f"{name}: must be a dense tensor with this rank's rows in dimension 0, but is "
+                    f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
                 )
             if name in used and part.device != device:
                 raise ValueError(
@@ -302,15 +301,6 @@ class ParallelModel:
         size = self.plan.microbatch_size
         keywords = split_rows(keyword_inputs, size)
         return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords, whole)
-
-
-def _unusable_kind(part: object) -> str:
-    """What something is that cannot be cut into rows; empty for a plain tensor with rows."""
-    if not isinstance(part, Tensor):
-        return type(part).__name__
-    if part.is_nested or part.layout is not torch.strided:
-        return "nested" if part.is_nested else f"of {part.layout}"
-    return "" if part.dim() else "without dimensions"
 
 
 def describe(plan: Plan) -> str:

@@ -54,7 +54,7 @@ def wrong_calls() -> dict[str, str]:
 MESSAGES = {
     "missing": "InfeasibleError: layers[1]: cannot be called with the output of the layer before",
     "nobody's": "InfeasibleError: sample_keywords: 'padding' is named by no layer's forward",
-    "a step's own": "InfeasibleError: sample_keywords: 'outputs' is an argument of train_step or",
+    "a step's own": "InfeasibleError: sample_keywords: 'outputs' is an argument of every",
     "one row": "InfeasibleError: sample_keywords: 'mask' has shape (1, 8), but one row",
     "left out": "TypeError: keyword inputs are ['mask'], but parallelize got",
     "short": "ValueError: mask: 4 rows, but this rank trains on 12 rows",

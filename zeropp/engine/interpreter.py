@@ -105,16 +105,14 @@ class Loss:
         """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
         ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
 
-        Only the first call compares, and only where the output has rows. To a single row comes that
-        of the second microbatch, with the same output. A loss that draws random numbers, that takes
-        no halves, or that looks at one row alone, cannot be compared.
+        Only the first call compares, and only where the output has rows; a single row is taken with
+        the next microbatch's. Losses that draw random numbers, or take no halves, are not compared.
         """
         whole, outputs = self._values(output, batch), tensors_of(output)
         rows = len(batch.inputs[0])
-        has_rows = all(x.dim() and len(x) == rows for x in outputs)
-        is_single = rows == 1
-        is_alone = is_single and len(batch.inputs) == 1
-        if self._is_compared or is_alone or not has_rows or not all(map(math.isfinite, whole)):
+        is_single = rows == 1 < len(batch.inputs)
+        has_rows = (rows > 1 or is_single) and all(x.dim() and len(x) == rows for x in outputs)
+        if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
             return
         self._is_compared = True
         try:
@@ -126,15 +124,13 @@ class Loss:
             first, second = (self._values(*_rows(part, output, batch)) for part in parts)
         except Exception:  # the loss of a whole microbatch is all that is asked of it
             return
-        if is_single and whole == first:
-            return
         floats = [x.dtype for x in outputs if x.is_floating_point()]
         tolerance = max([1e-3, *(torch.finfo(dtype).eps ** 0.5 for dtype in floats)])
         share = (rows // 2) / rows if self.reduction == "mean" else 1.0
         other = 1.0 - share if self.reduction == "mean" else 1.0
         for ours, repeated, a, b in zip(whole, again, first, second, strict=True):
             bound = tolerance * max(abs(ours), abs(a), abs(b))
-            if abs(ours - repeated) > bound:
+            if abs(ours - repeated) > bound or (is_single and ours == a):  # of the first row alone
                 return
             if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
                 raise InfeasibleError(
@@ -159,11 +155,9 @@ def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Micro
 def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
     """The only rows of the first two microbatches as one, both with the first one's output."""
     outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
-    inputs, targets = (torch.cat([*parts[:2]]) for parts in (batch.inputs, batch.targets))
-    names = batch.keywords_of(0)
-    keywords = {name: torch.cat([part[name] for part in batch.keywords[:2]]) for name in names}
-    given = outputs if isinstance(output, tuple) else outputs[0]
-    return given, Microbatches([inputs], [targets], [keywords])
+    parts = {name: value[:2] for name, value in batch.whole.items()}
+    made = Microbatches([parts.pop("inputs")], [parts.pop("targets")], [parts])
+    return outputs if isinstance(output, tuple) else outputs[0], made
 
 
 def _number(value: object) -> Tensor:

@@ -104,9 +104,7 @@ class Updater:
 
     def _check_moment(self, *_: object) -> None:
         if not self.is_updating:
-            raise RuntimeError(
-                "optimizer.step: train_step makes the update itself (leave optimizer.step() out)"
-            )
+            raise RuntimeError("optimizer.step: train_step makes every update (leave it out)")
 
     @classmethod
     def make(

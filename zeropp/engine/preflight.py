@@ -25,7 +25,6 @@ from zeropp.literals import Precision
 from zeropp.settings import ParameterName
 
 Tied = tuple[ParameterName, ParameterName]
-_OWN_KEYWORDS = ("inputs", "targets", "outputs")  # of steps and evaluations
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -189,16 +188,12 @@ def check_parameters(
 
 
 def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[frozenset[str]]) -> None:
-    """Refuse keyword inputs that nothing takes, that no step could be given, or that have another
-    number of rows than the sample; raises InfeasibleError. ``named``: what every layer and the loss
-    function take."""
+    """Refuse keyword inputs that nothing takes, that no step can be given, or with other rows than
+    the sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
     known = frozenset[str]().union(*named)
     for name, value in given.items():
-        if name in _OWN_KEYWORDS:
-            raise InfeasibleError(
-                f"sample_keywords: {name!r} is an argument of train_step or eval_step itself (take "
-                "another name)"
-            )
+        if name in ("inputs", "targets", "outputs"):
+            raise InfeasibleError(f"sample_keywords: {name!r} is an argument of every step itself")
         if name not in known:
             raise InfeasibleError(
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
