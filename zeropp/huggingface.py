@@ -311,6 +311,11 @@ def _draw(made: Piece, index: int) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """The file of every weight in a folder, by its name there."""
+    if not folder.is_dir():
+        raise InfeasibleError(
+            f"model={str(folder)!r}: no such folder (download a model of the hub first: hf "
+            "download NAME --local-dir FOLDER)"
+        )
     if (folder / _INDEX).exists():
         files = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in files.items()}

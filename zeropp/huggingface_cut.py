@@ -250,18 +250,24 @@ class _Run:
         try:
             with torch.enable_grad():
                 self._run(whole)
+        except InfeasibleError as error:
+            self.refusal = str(error)
         except Exception as error:  # whatever a model's code may raise
-            self.refusal = str(error).strip().splitlines()[0] if str(error) else repr(error)
+            lines = str(error).strip().splitlines()[:1]
+            self.refusal = "raises " + ": ".join([type(error).__name__, *lines])
 
     def _run(self, whole: Any) -> None:
         tokens = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device="meta")
         mask = torch.ones_like(tokens)
         with _NoLook(), torch.device("meta"):
-            logits = whole(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            output = whole(input_ids=tokens, attention_mask=mask, use_cache=False)
+        if not hasattr(output, "logits"):
+            raise InfeasibleError("gives no logits: take the class of it that has a head")
+        logits = output.logits
         if self.blocks_called != self._count:
-            raise ValueError(f"calls {self.blocks_called} of its {self._count} blocks")
+            raise InfeasibleError(f"calls {self.blocks_called} of its {self._count} blocks")
         if len(logits) != _ROWS or not logits.requires_grad:
-            raise ValueError("gives logits that do not come of its last block")
+            raise InfeasibleError("gives logits that do not come of its last block")
         self.pools = logits.dim() == 2
         self._check_parameters(whole)
         own = [p for path in self.before for p in self._watched[path].parameters()]
@@ -269,17 +275,17 @@ class _Run:
         only = [p for p in own if id(p) not in head]
         found = torch.autograd.grad(logits.sum(), only, allow_unused=True) if only else ()
         if any(gradient is not None for gradient in found):
-            raise ValueError("uses its embedding again behind its blocks")
+            raise InfeasibleError("uses its embedding again behind its blocks")
 
     def _block(self, index: int, hidden: Tensor, *args: object, **keywords: object) -> object:
         """What block ``index`` gives, as far as others can tell."""
         if index != self.blocks_called:
-            raise ValueError(f"calls block {index} where block {self.blocks_called} is next")
+            raise InfeasibleError(f"calls block {index} where block {self.blocks_called} is next")
         if self._handed is not None and hidden is not self._handed:
-            raise ValueError(f"gives block {index} something else than what the one before it gave")
+            raise InfeasibleError(f"gives block {index} something else than the one before it gave")
         for name, value in [*enumerate(args, 1), *keywords.items()]:
             if any(one.requires_grad for one in _tensors(value)):
-                raise ValueError(
+                raise InfeasibleError(
                     f"gives block {index} trained values beside the hidden states: {name}"
                 )
         self.blocks_called += 1
@@ -297,11 +303,11 @@ class _Run:
     def _check_parameters(self, whole: nn.Module) -> None:
         for path in self._spine:
             for name, _ in whole.get_submodule(path).named_parameters(recurse=False):
-                raise ValueError(f"has a parameter {name!r} outside of its parts")
+                raise InfeasibleError(f"has a parameter {name!r} outside of its parts")
         for path, module in self._watched.items():
             calls = [*self.before, *self.after].count(path)
             if calls != 1 and any(True for _ in module.parameters()):
-                raise ValueError(f"calls {path!r} {calls} times before and behind its blocks")
+                raise InfeasibleError(f"calls {path!r} {calls} times before and behind its blocks")
 
 
 class _Probe(_Place):

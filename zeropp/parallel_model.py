@@ -147,7 +147,7 @@ class ParallelModel:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
-        return self.engine.full_parameters()
+        return self.engine.on_all_ranks("full_parameters", self.engine.full_parameters)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 all parameters, unsharded, fp32 and on the CPU, and all persistent buffers,
@@ -166,7 +166,7 @@ class ParallelModel:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients of this rank's layers, after clipping,
         named ``{layer}.{parameter}``: from ``train_step`` until the next one begins."""
-        return self.engine.full_gradients()
+        return self.engine.on_all_ranks("gradients", self.engine.full_gradients)
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -285,9 +285,10 @@ class ParallelModel:
         device, used = self.engine.lanes.device, self.engine.interpreter.reads(keyword_inputs)
         whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
         for name, part in whole.items():
-            if not isinstance(part, Tensor) or not part.dim():
+            is_dense = isinstance(part, Tensor) and part.layout is torch.strided
+            if not is_dense or part.is_nested or not part.dim():
                 raise TypeError(
-                    f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
+                    f"{name}: must be a dense tensor with this rank's rows in dimension 0, but is "
                     f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
                 )
             if name in used and part.device != device:

@@ -77,6 +77,8 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
                 f"{word}: must be key=value with a key among {', '.join(KEYS)}, model.KEY and "
                 "contender.KNOB"
             )
+        if key in values:
+            raise SpecError(f"{word}: {key} is given twice (give only one of them)")
         values[key] = yaml.safe_load(value)
     return values
 

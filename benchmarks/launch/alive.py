@@ -46,6 +46,11 @@ def keep_alive(file: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_open(folder: Path) -> bool:
+    """Whether this is a folder that this user may look into; another user's may be closed."""
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
 def is_alive(attempt: Path) -> bool:
     """Whether the process behind an attempt may be at work, by the rule above."""
     try:

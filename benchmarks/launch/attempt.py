@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from benchmarks.launch.alive import ALIVE, is_alive, keep_alive
+from benchmarks.launch.alive import ALIVE, is_alive, is_open, keep_alive
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
 from benchmarks.records.record import (
@@ -318,7 +318,7 @@ def close_abandoned(runs_dir: Path) -> list[str]:
     problems = []
     for launcher in ("local", "trace"):
         for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
-            if not directory.is_dir() or not any(directory.iterdir()):
+            if not is_open(directory) or not any(directory.iterdir()):
                 continue
             if (directory / "record.json").exists() or is_alive(directory):
                 continue

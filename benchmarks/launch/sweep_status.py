@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.launch.alive import age_s, is_alive
+from benchmarks.launch.alive import age_s, is_alive, is_open
 from benchmarks.launch.attempt import close_abandoned
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.submissions import (
@@ -90,7 +90,7 @@ def _status(
     if submitted and job and under_way:
         return _queued(submitted, job)
     # A folder whose name begins with a dot is not an attempt yet.
-    attempts = sorted(path for path in point.glob("[!.]*-*") if path.is_dir())
+    attempts = sorted(path for path in point.glob("[!.]*-*") if is_open(path))
     alive = [p for p in attempts if not (p / "record.json").exists() and is_alive(p)]
     if alive:
         log = str(alive[-1] / "rank_000.log")

@@ -210,13 +210,15 @@ def find_records(roots: Iterable[Path]) -> Iterator[Path]:
 
 def find_below(root: Path, pattern: str) -> list[Path]:
     """Paths below a folder whose names match a pattern, sorted. A folder with such a name is among
-    them, so that its reader can report it.
+    them, and one that may not be read, so that its reader can report it.
 
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.
     """
-    paths = []
-    for place, folders, files in os.walk(root):
+    paths: list[Path] = []
+    closed: list[OSError] = []
+    for place, folders, files in os.walk(root, onerror=closed.append):
         paths += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
         folders[:] = [name for name in folders if not name.startswith(".")]
-    return sorted(paths)
+    refused = [Path(error.filename) for error in closed if isinstance(error, PermissionError)]
+    return sorted([*paths, *refused])

@@ -299,7 +299,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     skipped: list[str] = []
     for root in roots:
         tables = find_below(root, TABLE) if root.is_dir() else []
-        for path in [*find_records([root]), *tables]:
+        for path in dict.fromkeys([*find_records([root]), *tables]):
             try:
                 rows += _rows_in(path) if path.suffix == ".csv" else [_row_at(path)]
             except RecordError as error:

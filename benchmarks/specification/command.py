@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -36,8 +37,8 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
 
     After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
     ``interrupted`` and returns 130. If the reader of the output has closed it (``| head``), it
-    prints nothing. SIGTERM ends its worker processes with it. What the terminal's character set
-    lacks is printed as a question mark.
+    prints nothing; where a disk has no room for it, one line. SIGTERM ends its worker processes
+    with it. What the terminal's character set lacks is printed as a question mark.
     """
     raise_on_ctrl_c()
     if isinstance(sys.stdout, io.TextIOWrapper):  # tests and notebooks have others
@@ -54,6 +55,12 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"error: {error.filename or 'output'}: no space left on device", file=sys.stderr)
+        return 2
     except BaseException as error:
         if not _is_ctrl_c(error):
             raise

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from tests.gloo.engine_cases import ADAMW, Case, build_model_of, local_microbatches
+from tests.gloo.small_layers import built, error_of, linear, seeded
 from tests.gloo.world import World
 from zeropp.engine.checkpoint import CheckpointError
 
@@ -74,3 +75,41 @@ def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -
     victim.unlink()
     (said,) = set(world.run(load_from, place, size=SAVED.world))
     assert said.startswith(f"{victim}: missing")
+
+
+def in_wrong_places(folder: Path) -> dict[str, str]:
+    """What saves and loads say of what is no checkpoint, or that of other layers; the last save
+    goes through a link."""
+    said = {}
+    with built(seeded([linear] * 4), pp=2) as model:
+        said["files"] = error_of(lambda: model.save(folder / "papers"))
+        said["file"] = error_of(lambda: model.save(folder / "papers" / "draft.txt"))
+        said["link"] = error_of(lambda: model.save(folder / "latest"))
+    for name, count in (("more", 5), ("fewer", 3)):
+        with built(seeded([linear] * count), pp=2) as other:
+            said[name] = error_of(lambda m=other: m.load(folder / "latest"))  # type: ignore[misc]
+    return said
+
+
+def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(
+    world: World, tmp_path: Path
+) -> None:
+    draft, target = tmp_path / "papers" / "draft.txt", tmp_path / "large disk"
+    draft.parent.mkdir()
+    draft.write_text("years of work")
+    (tmp_path / "latest").symlink_to(target)  # which is not there yet
+    first, second = world.run(in_wrong_places, tmp_path, size=2)
+    assert first == second
+    for name, place in (("files", draft.parent), ("file", draft)):
+        said = first.pop(name)
+        assert said.startswith(f"CheckpointError: {place}: is there, but is no checkpoint")
+    assert draft.read_text() == "years of work"
+    assert not first.pop("link")
+    assert (tmp_path / "latest").is_symlink()
+    assert (target / ".metadata").is_file()
+    missing = "Missing key in checkpoint state_dict: model.4.weight. (on rank 1)"
+    assert first.pop("more") == f"CheckpointError: {target}: {missing}"
+    assert first.pop("fewer").startswith(
+        f"CheckpointError: {target}: has model.3.bias, but the mod"
+    )
+    assert not first

@@ -117,7 +117,7 @@ WRONG_STEPS = {
     "rows": "ValueError: inputs: 5 rows, but this rank trains on 12 rows per step",
     "keyword": "TypeError: keyword inputs are ['mask']",
     "no_grad": "RuntimeError: train_step: gradients are disabled",
-    "no tensor": "TypeError: targets: must be a tensor with this rank's rows in dimension 0",
+    "no tensor": "TypeError: targets: must be a dense tensor with this rank's rows in dimension 0",
     "device": "ValueError: targets: is on meta, but this rank trains on cpu",
     "evaluation": "ValueError: inputs: numbers of rows differ",
 }

@@ -416,6 +416,13 @@ def test_what_cannot_be_cut_is_refused_with_the_missing_part() -> None:
     twice.config.num_hidden_layers = 4
     with pytest.raises(zeropp.InfeasibleError, match="it calls 4 of its 5 blocks"):
         huggingface.layers(twice)
+    with pytest.raises(zeropp.InfeasibleError, match="it gives no logits: take the class"):
+        huggingface.layers(made("llama").model)
+    fails = strange(lambda model, x: model.no_such_name)
+    with pytest.raises(zeropp.InfeasibleError, match="blocks: it raises AttributeError: 'Llama"):
+        huggingface.layers(fails)
+    with pytest.raises(zeropp.InfeasibleError, match="model='meta-llama/Llama': no such folder"):
+        huggingface.layers("meta-llama/Llama")
 
 
 def test_a_routers_loss_is_refused() -> None:

@@ -338,6 +338,8 @@ def apart(told: Path) -> dict[str, str]:
         found["calls"] = error_of(lambda: calls[dist.get_rank()](inputs, targets))
         others = lambda: model.save("nowhere"), lambda: model.train_step(inputs, targets)
         found["saves"] = error_of(others[dist.get_rank()])
+        reads = lambda: [*model.full_parameters()], lambda: [*model.gradients()]
+        found["reads"] = error_of(reads[dist.get_rank()])
         part = slice(4 + dist.get_rank())
         found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
         found["good"] = error_of(lambda: model.train_step(inputs, targets))
@@ -355,6 +357,8 @@ def test_ranks_that_are_not_together_say_so(world: World, tmp_path: Path) -> Non
     assert first["calls"].startswith("RuntimeError: train_step: ranks [1] have called another")
     assert second["calls"].startswith("RuntimeError: eval_step: ranks [0] have called another")
     assert first["saves"].startswith("RuntimeError: save: ranks [1] have called another")
+    assert first["reads"].startswith("RuntimeError: full_parameters: ranks [1] have called another")
+    assert second["reads"].startswith("RuntimeError: gradients: ranks [0] have called another")
     assert first["lengths"] == second["lengths"]
     assert first["lengths"].startswith(
         "RowsError: train_step: ranks [0, 1], which are one pipeline"

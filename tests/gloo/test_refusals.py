@@ -281,6 +281,8 @@ def wrong_moments() -> tuple[dict[str, str], float]:
             said["loading in inference mode"] = error_of(lambda: model.load("nowhere"))
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         said["graph"] = error_of(lambda: model.train_step(inputs * scale, targets))
+        said["sparse"] = error_of(lambda: model.train_step(inputs.to_sparse(), targets))
+        said["update of one's own"] = error_of(lambda: model.optimizer.step())
         return said, float(model.train_step(inputs, targets).loss)
 
 
@@ -295,7 +297,9 @@ def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:
         assert said["inference mode"].startswith("RuntimeError: train_step: gradients are disabled")
         assert said["loading in inference mode"].startswith("RuntimeError: load: torch.inference_")
         assert said["graph"].startswith("ValueError: inputs: was computed from something that")
-        assert len(said) == 6
+        assert said["sparse"].startswith("TypeError: inputs: must be a dense tensor")
+        assert said["update of one's own"].startswith("RuntimeError: optimizer.step: train_step")
+        assert len(said) == 8
         assert loss > 0
 
 

@@ -35,6 +35,7 @@ def wrong_calls() -> dict[str, str]:
     _, _, keywords = Batch("keywords", "mean", 0).part(slice(MICROBATCH))
     note("missing", lambda: build({"positions": keywords["positions"]}))
     note("nobody's", lambda: build({**keywords, "padding": keywords["mask"]}))
+    note("a step's own", lambda: build({**keywords, "outputs": keywords["mask"]}))
     note("one row", lambda: build({**keywords, "mask": keywords["mask"][:1]}))
     model = parallel("keywords", "mean", {"pp": 2})
     inputs, targets, keywords = Batch("keywords", "mean", 0).part(slice(None))
@@ -53,6 +54,7 @@ def wrong_calls() -> dict[str, str]:
 MESSAGES = {
     "missing": "InfeasibleError: layers[1]: cannot be called with the output of the layer before",
     "nobody's": "InfeasibleError: sample_keywords: 'padding' is named by no layer's forward",
+    "a step's own": "InfeasibleError: sample_keywords: 'outputs' is an argument of every",
     "one row": "InfeasibleError: sample_keywords: 'mask' has shape (1, 8), but one row",
     "left out": "TypeError: keyword inputs are ['mask'], but parallelize got",
     "short": "ValueError: mask: 4 rows, but this rank trains on 12 rows",

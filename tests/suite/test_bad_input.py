@@ -167,6 +167,7 @@ OTHER_CASES = [
     ("status {tmp}/list.json", "/list.json: cannot be read: not a directory"),
     ("explain {tmp}/list.json", "a JSON list: must be an object, as a config.json is"),
     ("explain {tmp}/list.json num_gpus=true", "num_gpus=True: must be a whole number"),
+    ("explain {tmp}/list.json num_gpus=8 num_gpus=4", "num_gpus=4: num_gpus is given twice"),
     ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
     ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),
     ("tune tolerance=2", "tolerance=2: must be from 0 to less than 1"),
@@ -271,6 +272,9 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
             check=False,
         )
         assert done.stderr == ""
+    full = [f"{sys.executable} -m benchmarks.status {tmp_path} > /dev/full"]
+    done = subprocess.run(["bash", "-c", *full], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: output: no space left on device\n")
 
 
 COMMANDS = ("report.__main__", "show", "status", "tune", "validate")

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -157,15 +159,18 @@ def save(state: State, directory: Path | str) -> None:
     The new checkpoint is written into ``NAME.partial``, and takes the last one's place only when
     every rank has written and every file has a digest. If the job is killed between the two
     renames, ``NAME.previous`` is the complete one, and ``load`` reads it. Where anything raises on
-    one rank, every rank raises, and the last checkpoint is untouched.
+    one rank, every rank raises, and the last checkpoint is untouched. Raises CheckpointError where
+    something else than a checkpoint has that name.
     """
-    partial = together(lambda: _beside(Path(directory), "partial"))
+    place = together(lambda: _place(directory))
+    partial = _beside(place, "partial")
     _on_first_rank(lambda: _make_empty(partial))
     together(lambda: _check_seen(partial))
     saved = {"model": state.named()}
-    together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
+    with _one_line(partial):
+        together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
     digests = _digests_over_ranks(partial)
-    _on_first_rank(lambda: _publish(partial, Path(directory), digests))
+    _on_first_rank(lambda: _publish(partial, place, digests))
 
 
 def checked(directory: Path | str) -> Path:
@@ -174,13 +179,37 @@ def checked(directory: Path | str) -> Path:
     What torch's own ``save`` has written has no digests, so nothing can be checked. Raises
     CheckpointError on every rank where a file is missing or differs.
     """
-    place, expected = together(lambda: _listed(Path(directory)))
+    place, expected = together(lambda: _listed(Path(directory).resolve()))
     digests = _digests_over_ranks(place) if expected else {}
     for name, digest in sorted(expected.items()):
         if digests.get(name) != digest:
             state = "missing" if name not in digests else "damaged (its digest differs)"
             raise CheckpointError(f"{place / name}: {state}; load another checkpoint")
     return place
+
+
+def _place(directory: Path | str) -> Path:
+    """Where a checkpoint goes: behind links, and never in the place of other files."""
+    place = Path(directory).resolve()
+    is_free = not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    if not is_free and not (place / ".metadata").is_file():
+        raise CheckpointError(
+            f"{place}: is there, but is no checkpoint, and would be lost (give the checkpoint a "
+            "name of its own)"
+        )
+    return place
+
+
+@contextmanager
+def _one_line(place: Path) -> Iterator[None]:
+    """Inside this context torch's report of a checkpoint that failed, with the stack of every rank,
+    is a CheckpointError with the error of the first that did."""
+    try:
+        yield
+    except CheckpointException as report:
+        rank, (error, _) = min(report.failures.items())
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{place}: {lines[0]} (on rank {rank})") from None
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
@@ -334,10 +363,13 @@ def load(state: State, directory: Path | str, *, weights_only: bool = False) -> 
     which a state dict of a plain model may have written; collective.
 
     Settings of optimizer groups that the checkpoint does not know stay as they are; one that does
-    not count skipped steps has none. Raises CheckpointError where the checkpoint is not whole.
+    not count skipped steps has none. Raises CheckpointError where the checkpoint is not whole, or
+    is that of another model.
     """
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
+    if not weights_only:
+        _check_known(state, known, place)
     group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
     settings = {name: values for name, values in state.settings.items() if group(name) in known}
     with torch.no_grad():
@@ -346,8 +378,23 @@ def load(state: State, directory: Path | str, *, weights_only: bool = False) -> 
             targets = dict(state.model)
         elif f"model.{SKIPPED}" not in known:
             targets.pop(SKIPPED).zero_()
-        state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
+        with _one_line(place):
+            state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
     state.settings.update(settings)
+
+
+def _check_known(state: State, saved: Iterable[str], place: Path) -> None:
+    """Refuse a checkpoint with parameters or buffers that no rank has; collective."""
+    held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held, [*state.model])
+    known = {f"model.{name}" for names in held for name in names}
+    beside = tuple(f"model.{name}" for name in _BESIDE)
+    for name in sorted(saved):
+        if name.startswith("model.") and not name.startswith(beside) and name not in known:
+            raise CheckpointError(
+                f"{place}: has {name}, but the model has nothing of that name (it is that of other "
+                "layers; weights_only=True reads what both have)"
+            )
 
 
 def _set_settings(state: State, updater: Updater) -> None:

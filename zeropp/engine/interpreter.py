@@ -105,17 +105,21 @@ class Loss:
         """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
         ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
 
-        Only the first call compares, and only where the output has rows, more than one. A loss that
-        draws random numbers, or that takes no halves, cannot be compared.
+        Only the first call compares, and only where the output has rows; a single row is taken with
+        the next microbatch's. Losses that draw random numbers, or take no halves, are not compared.
         """
         whole, outputs = self._values(output, batch), tensors_of(output)
         rows = len(batch.inputs[0])
-        has_rows = rows > 1 and all(x.dim() and len(x) == rows for x in outputs)
+        is_single = rows == 1 < len(batch.inputs)
+        has_rows = (rows > 1 or is_single) and all(x.dim() and len(x) == rows for x in outputs)
         if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
             return
         self._is_compared = True
-        parts = slice(0, rows // 2), slice(rows // 2, rows)
         try:
+            if is_single:
+                output, batch = _two_rows(output, batch)
+                rows, whole = 2, self._values(output, batch)
+            parts = slice(0, rows // 2), slice(rows // 2, rows)
             again = self._values(output, batch)
             first, second = (self._values(*_rows(part, output, batch)) for part in parts)
         except Exception:  # the loss of a whole microbatch is all that is asked of it
@@ -126,12 +130,12 @@ class Loss:
         other = 1.0 - share if self.reduction == "mean" else 1.0
         for ours, repeated, a, b in zip(whole, again, first, second, strict=True):
             bound = tolerance * max(abs(ours), abs(a), abs(b))
-            if abs(ours - repeated) > bound:
+            if abs(ours - repeated) > bound or (is_single and ours == a):  # of the first row alone
                 return
             if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
                 raise InfeasibleError(
                     f"loss_fn: is not what loss_reduction={self.reduction!r} says of rows: the "
-                    f"first microbatch gives {ours:.6g}, and its halves {a:.6g} and {b:.6g} (where "
+                    f"first rows give {ours:.6g}, and their halves {a:.6g} and {b:.6g} (where "
                     "tokens are ignored, give (sum, count) with loss_reduction='tokens'; a loss "
                     "between rows would change with the size of microbatches)"
                 )
@@ -146,6 +150,14 @@ def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Micro
     outputs = output[part] if isinstance(output, Tensor) else tuple(x[part] for x in output)
     keywords = {name: value[part] for name, value in batch.keywords_of(0).items()}
     return outputs, Microbatches([batch.inputs[0][part]], [batch.targets[0][part]], [keywords])
+
+
+def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
+    """The only rows of the first two microbatches as one, both with the first one's output."""
+    outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
+    parts = {name: value[:2] for name, value in batch.whole.items()}
+    made = Microbatches([parts.pop("inputs")], [parts.pop("targets")], [parts])
+    return outputs if isinstance(output, tuple) else outputs[0], made
 
 
 def _number(value: object) -> Tensor:

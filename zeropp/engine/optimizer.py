@@ -100,6 +100,11 @@ class Updater:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.begins_with_state = bool(self.optimizer.state)  # Adagrad's does
         self.is_updating = False
+        self.optimizer.register_step_pre_hook(self._check_moment)
+
+    def _check_moment(self, *_: object) -> None:
+        if not self.is_updating:
+            raise RuntimeError("optimizer.step: train_step makes every update (leave it out)")
 
     @classmethod
     def make(

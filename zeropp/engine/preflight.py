@@ -188,10 +188,12 @@ def check_parameters(
 
 
 def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[frozenset[str]]) -> None:
-    """Refuse keyword inputs that nothing takes, or that have another number of rows than the
-    sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
+    """Refuse keyword inputs that nothing takes, that no step can be given, or with other rows than
+    the sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
     known = frozenset[str]().union(*named)
     for name, value in given.items():
+        if name in ("inputs", "targets", "outputs"):
+            raise InfeasibleError(f"sample_keywords: {name!r} is an argument of every step itself")
         if name not in known:
             raise InfeasibleError(
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "

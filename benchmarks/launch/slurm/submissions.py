@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.launch.alive import is_alive
+from benchmarks.launch.alive import is_alive, is_open
 from benchmarks.launch.attempt import (
     PROVENANCE,
     DamagedError,
@@ -85,7 +85,7 @@ class SubmittedPoint:
     def attempts(self) -> list[Path]:
         """Its attempts on disk, oldest first, without emptied ones."""
         name = attempt_name(self.directory)
-        folders = [p for p in self.point.glob(f"{name}-*") if p.is_dir() and any(p.iterdir())]
+        folders = [p for p in self.point.glob(f"{name}-*") if is_open(p) and any(p.iterdir())]
         numbered = {p: p.name.rpartition("-")[2] for p in folders}
         restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
         return sorted(restarts, key=restarts.__getitem__)
@@ -193,7 +193,8 @@ class View:
             attempt.parent.name: f"{attempt.name} is alive, and has no record yet"
             for launcher, provenance in PROVENANCE.items()
             for attempt in self.runs_dir.glob(f"*/{launcher}-*")
-            if provenance == "measured" and not _is_recorded(attempt) and is_alive(attempt)
+            if provenance == "measured" and is_open(attempt)
+            if not _is_recorded(attempt) and is_alive(attempt)
         }
         for point in self.points:
             if line := self._under_way(point):
@@ -308,7 +309,7 @@ def _orphans(view: View) -> list[Path]:
         attempt
         for attempt in sorted(view.runs_dir.glob("*/slurm-*"))
         if attempt.name.rpartition("-")[0] not in sweeps
-        and attempt.is_dir()
+        and is_open(attempt)
         and any(attempt.iterdir())
         and not _is_recorded(attempt)
         and not is_alive(attempt)
