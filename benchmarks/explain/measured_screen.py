@@ -39,9 +39,10 @@ def show_measured(comparison: Comparison, console: Console) -> None:
 
 def _source(run: MeasuredRun) -> str:
     measured = run.measured
-    if measured.steps == 1:
+    if not measured.lines:
         return measured.source
-    return f"{measured.source} ({measured.steps} steps, spread {100 * measured.spread:.1f} %)"
+    lines = "a line" if measured.lines == 1 else f"{measured.lines} lines"
+    return f"{measured.source} ({lines}, spread {100 * measured.spread:.1f} %)"
 
 
 def _print_causes(comparison: Comparison, console: Console) -> None:

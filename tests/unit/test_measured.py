@@ -21,7 +21,7 @@ from benchmarks.specification import SpecError
 from zeropp.choose.task import Candidate
 
 STEP = Step(global_batch=64, seq=4096, num_gpus=16)
-# Lines of real logs, shortened; a first one, which is slow, and two that count.
+# Lines as they stand in logs, shortened; a first one, which is slow, and two that count.
 TITAN = "[rank0]:[titan] 2025-03-12 - root - INFO - step: {} loss: 6.2 memory: 1.4GiB(2%)  tps: {}"
 MEGATRON = (
     " [2024-04-06 02:59:36] iteration {}/ 100 | consumed samples: 5504 | elapsed time per "
@@ -34,6 +34,10 @@ NANOTRON = (
     "elapsed_time_per_iteration_ms: {} | tokens_per_sec: 22.8K | tokens_per_sec_per_gpu: 11.4K"
 )
 PIPELINE = "steps: {} loss: 2.5000 iter time (s): {} samples/sec: 5.000"
+BATCH = "iteration {} | elapsed time per iteration (ms):  {} | global batch size:    64 | lm loss |"
+AUTOMODEL = (
+    "INFO | root | step {} | epoch 0 | mem 24.90 GiB | tps {}(1409.82/gpu) | num_label_tokens 5"
+)
 DEEPSPEED = (
     "[2023-07-25] [timer.py:215:stop] epoch=0/micro_step={}/global_step=34, "
     "RunningAvgSamplesPerSec=7.8, CurrSamplesPerSec={}, MemAllocated=59.65GB"
@@ -51,6 +55,19 @@ DEEPSPEED = (
         (NANOTRON, ("145", "45", "41.2"), 0.0431),
         (PIPELINE, ("32.1", "3.2", "3.4"), 3.3),
         (DEEPSPEED, ("1.5", "8.0", "8.0"), 8.0),
+        (NANOTRON, ("20K", "999", "1.01K"), 1.0045),
+        (TITAN.replace("tps", "wps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (TITAN.replace("tps", "[34mtps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (TITAN.replace("tps", "^[[34mtps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (BATCH, ("99999.9", "5444.9", "5533.8"), 5.48935),
+        (BATCH.replace("per i", "per\ni"), ("99999.9", "5444.9", "5533.8"), 5.48935),
+        (BATCH.replace("iteration (", "itera\r\ntion ("), ("9999", "5444.9", "5533.8"), 5.48935),
+        ('{{"step": {}, "data": {{"train_step_timing in s": {}}}}}', ("9", "3.1", "3.3"), 3.2),
+        (AUTOMODEL, ("1.5", "1e5", "1e5"), 64 * 4096 / 1e5),
+        ("current step time: {}\noverall step time: 7.0", ("99.1", "3.2", "3.4"), 3.3),
+        ("step={} loss=0.005 tgs (tokens/gpu/second)={} lr=1e-05", ("1", "8000", "8192"), 2.0237),
+        ("  throughput/device/TPS={}\n  throughput/device/MFU=4", ("1", "8,000", "8,192"), 2.0237),
+        ("Train throughput/device/tokens_per_sec: {}", ("1", "8000.5", "8191.5"), 2.0237),
     ],
 )
 def test_step_times_of_logs(
@@ -62,7 +79,31 @@ def test_step_times_of_logs(
     log.write_text("something else: 5 s\n" + "\x1b[32m\n".join(lines))
     measured = measurement(str(log), STEP)
     assert measured.step_s == pytest.approx(seconds, rel=1e-3)
-    assert measured.steps == 2
+    assert measured.lines == 2
+
+
+def test_validation_is_no_step(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    validated = TITAN.replace("step:", "validate step:").format(2, "24,000")
+    log.write_text(f"{TITAN.format(1, '8,000')}\n{validated}\n{validated}\n")
+    assert measurement(str(log), STEP).step_s == pytest.approx(64 * 4096 / 16 / 8000)
+
+
+def test_steps_of_another_batch_do_not_count(tmp_path: Path) -> None:
+    """While a batch grows, those before the last are shorter; a log of another run is refused."""
+    log = tmp_path / "train.log"
+    small = BATCH.replace("64", "32")
+    lines = [small.format(i, "1000") for i in range(9)]
+    log.write_text("\n".join([*lines, BATCH.format(9, "5000"), BATCH.format(10, "5000")]))
+    assert measurement(str(log), STEP).step_s == pytest.approx(5.0)
+    titan = "local batch size 2, global batch size 32, sequence length 4096\n"
+    totals = "  Total train batch size (w. parallel, distributed & accumulation) = 32\n"
+    mean = "{'train_runtime': 9.0, 'train_samples_per_second': 32.0, 'epoch': 3.0}\n"
+    for text in ("\n".join(lines), titan + TITAN.format(1, "8,000"), totals + mean):
+        log.write_text(text)
+        with pytest.raises(SpecError, match=r'32 .* 64 \(give --measured ".*log global_batch=32"'):
+            measurement(str(log), STEP)
+    assert measurement(str(log), Step(32, 4096, 16)).step_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -73,6 +114,7 @@ def test_step_times_of_logs(
         ("10,456tokens/s/GPU", 64 * 4096 / 16 / 10456),
         ("2e5tokens/s", 64 * 4096 / 2e5),
         ("32samples/s", 2.0),
+        ("10.456K tokens/sec/gpu", 64 * 4096 / 16 / 10456),
     ],
 )
 def test_numbers_with_units(text: str, seconds: float) -> None:
@@ -88,7 +130,7 @@ def test_what_says_no_time_is_refused(tmp_path: Path) -> None:
             measurement(text, STEP)
     log = tmp_path / "endless.log"
     log.write_text(f"{TITAN.format(1, '1e400')}\n{TITAN.format(2, '8,000')}\n")
-    assert measurement(str(log), STEP).steps == 1
+    assert measurement(str(log), STEP).lines == 1
     log.write_text(f"{TITAN.format(1, '8,000')}\n{TITAN.format(2, '1e400')}\n")
     with pytest.raises(SpecError, match="no line says how long a step took"):
         measurement(str(log), STEP)
