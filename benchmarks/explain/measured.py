@@ -38,9 +38,11 @@ _FAR = 3.0  # of ``_distance``: other models, or other numbers of GPUs by a fact
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, what was measured of it, and its step's seconds with the fitted constants."""
+    """A run, the words in which it differs from the question, what was measured of it, and its
+    step's seconds by the preset and with the fitted constants."""
 
     task: Task
+    words: str
     measured: Measurement
     priced_s: float
     fitted_s: float
@@ -88,23 +90,23 @@ def compare(
     with progress_line() as bar:
         line = bar.add_task("the measured runs", total=None)
         measured = [_measured(text, files, words, arguments) for text in texts]
-        if any(of.task.cluster != question.task.cluster for of, _, _ in measured):
+        if any(of.task.cluster != question.task.cluster for of, *_ in measured):
             raise SpecError("--measured: all runs must be on the same cluster as the question")
-        runs = [run for _, _, run in measured]
+        runs = [run for *_, run in measured]
         bar.update(line, description="constants that explain them")
         fitted = fit(runs)
         bar.update(line, description="causes that explain them")
         causes = explain(runs)
     beside = [
-        MeasuredRun(asked.task, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
-        for asked, of, run in measured
+        MeasuredRun(asked.task, own, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
+        for asked, own, of, run in measured
     ]
     return Comparison(beside, causes, fitted, nearest(measured[0][0]))
 
 
 def _measured(
     text: str, files: Sequence[str], words: Sequence[str], arguments: Sequence[str]
-) -> tuple[Question, Measurement, Run]:
+) -> tuple[Question, str, Measurement, Run]:
     first, *others = shlex.split(text) or [""]
     own = [word for word in others if "=" in word]
     value = " ".join([first, *(word for word in others if "=" not in word)])
@@ -123,7 +125,7 @@ def _measured(
             "probably not of this run or in this unit, so nothing is fitted (check the unit, or "
             "add the words in which that run differs)"
         )
-    return question, measured, run
+    return question, " ".join(own), measured, run
 
 
 def priced(plan: Plan, task: Task) -> Priced:

@@ -209,6 +209,20 @@ def test_a_gap_that_nothing_explains_has_another_cause() -> None:
     assert explain([Run(run, 0.4 * run.step_s())])[0].cause == OTHER
 
 
+def test_what_does_not_fit_the_memory_is_no_cause() -> None:
+    """A run with full recomputation may have had none only where that fits."""
+    run = priced_run(tp=2, num_gpus=8, layers=34)
+    full = replace(run, plan=replace(run.plan, recompute="full"))
+    other = next(v for v in VARIANTS if v.words == "recomputation is none")
+    assert run.fits()
+    assert other.step_s(full) < full.step_s()
+    small = replace(run.cluster, device=replace(run.cluster.device, memory_gib=70.0))
+    assert not replace(run, cluster=small).fits()
+    full = replace(full, cluster=small)
+    assert full.fits()
+    assert other.step_s(full) == full.step_s()
+
+
 def test_two_runs_tell_the_network_from_the_clock() -> None:
     """A gap of the run across nodes alone is not one of the products."""
     inside, across = priced_run(tp=1, num_gpus=8), priced_run(tp=1, num_gpus=64)
@@ -223,6 +237,20 @@ def test_nearest_published_runs_are_of_the_device() -> None:
     assert near
     assert {found.row.device for found in near} == {"h100"}
     assert all(found.tokens_per_s_per_gpu > 0 and found.priced > 0 for found in near)
+
+
+def test_the_screen_warns_where_the_likeliest_cause_is_no_constant() -> None:
+    """The constants are fitted all the same, and blame the machine."""
+    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
+    asked = ask([], words, arguments)
+    step_s = priced_run(tp=8, num_gpus=8).step_s()
+    said = {}
+    for factor in (1.0, 1.75):
+        console = Console(width=200, file=StringIO())
+        show_measured(compare(asked, [f"{factor * step_s}s"], [], words, arguments), console)
+        said[factor] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The likeliest, data, is none of the constants" in said[1.75]
+    assert "The likeliest" not in said[1.0]
 
 
 def test_length_and_energy_of_a_training() -> None:
@@ -241,7 +269,7 @@ def test_the_screen_says_what_was_measured() -> None:
     console = Console(width=200, file=StringIO())
     show_measured(comparison, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    for words_in_it in ("8s", "8.000", "3.000"):
+    for words_in_it in ("8s", "8.000", "3 s num_gpus=16", "3.000"):
         assert words_in_it in said
     assert "all prices below are with these" in said
     assert "did another configuration run?" in said
