@@ -181,12 +181,12 @@ def wrong(ranks: Sequence[Times], constants: Sequence[Constant], preset: Cluster
                 "other ranks (a lower clock, a power limit, or another process on the device?)"
             )
     lines += _slow_links(ranks)
+    if unsteady := [f"{c.place} ({c.spread:.0%})" for c in constants if c.spread > _UNSTEADY]:
+        lines.append(
+            f"not steady, by their spread: {', '.join(unsteady)}; measure again with nothing else "
+            "running"
+        )
     for constant in constants:
-        if constant.spread > _UNSTEADY:
-            lines.append(
-                f"{constant.place}: not steady (spread {constant.spread:.0%}); measure again with "
-                "nothing else running"
-            )
         rates = constant.place.endswith(("tflops", "efficiency", "gb_s"))
         if rates and constant.value < _LESS * constant.preset and not preset.device.is_cpu:
             nics = " (is every NIC used?)" if constant.place.startswith("inter") else ""

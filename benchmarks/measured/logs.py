@@ -133,7 +133,7 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
                 seconds = [_UNITS[form.unit](number, step) for number in later]
                 middle = median(seconds)
                 low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
-                source = f"{path.name}, a log of {form.program}"
+                source = f"{path.name} of {form.program}"
                 return Measurement(middle, source, len(seconds), (high - low) / middle)
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
