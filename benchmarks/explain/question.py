@@ -108,11 +108,11 @@ def _text(path: Path) -> str:
 
 def _tree(path: Path, text: str) -> dict[str, Any]:
     """The mapping that a JSON or YAML file holds."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise SpecError(f"{path}: not a YAML file: {words}") from None
+    try:  # YAML has no tabs, which people's JSON has
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        kind, words = path.suffix[1:].upper(), " ".join(str(error).split())
+        raise SpecError(f"{path}: not a {kind} file: {words}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: must hold keys with values")
     return tree

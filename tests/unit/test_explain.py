@@ -368,6 +368,9 @@ mixed_precision: bf16
 num_machines: 2
 num_processes: 16
 """
+DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
+  parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2, made_up: null}
+"""
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,10 @@ num_processes: 16
         ("n.yaml", NANOTRON, "megatron_core", {"tp": 2, "pp": 2, "replicate": 4}, 64),
         ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
         ("d.json", DEEPSPEED.replace(': 2}', ': 3}'), "fsdp", {"shard": 16, "replicate": 1}, 64),
+        ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"shard": 4}, 128),
     ],
 )  # fmt: skip
 def test_trainers_around_a_model_of_hugging_face(
@@ -395,6 +401,46 @@ def test_trainers_around_a_model_of_hugging_face(
     assert asked.task.global_batch == batch
     assert sizes(asked.reading.model) == SHAPE_8B
     assert any("made_up=1: not known here" in line for line in asked.reading.named)
+    assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "derived"),
+    [
+        (DEEPSPEED, "bf16", ""),
+        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
+        (DEEPSPEED.replace("true", "false"), "fp32", ""),
+        (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
+        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
+    ],
+)
+def test_precision_that_the_file_leaves_to_the_script(
+    text: str, precision: str, derived: str, tmp_path: Path
+) -> None:
+    trainer, config = tmp_path / ("d.json" if text[0] == "{" else "a.yaml"), tmp_path / "c.json"
+    trainer.write_text(text, encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    words = ["cluster=h100", "num_gpus=16", "model.seq=4096", "global_batch=128"]
+    asked = ask([str(config), str(trainer)], words, [])
+    assert asked.task.precision == precision
+    assert any(derived in line for line in asked.reading.derived)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
+        (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
+    ],
+)
+def test_what_accelerate_leaves_open_is_refused(
+    changed: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    trainer, config = tmp_path / "a.yaml", tmp_path / "c.json"
+    trainer.write_text((ACCELERATE + DEGREES).replace(*changed), encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    with pytest.raises(SpecError, match=said):
+        ask([str(config), str(trainer)], ["cluster=h100", "model.seq=4096", "global_batch=64"], [])
 
 
 @pytest.mark.parametrize(
