@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,7 +127,12 @@ def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
         f"# Collective test concluded: {kind}_perf\n"
         for kind, row in named
     ]
-    for text in ("".join(told), "".join(as_nccl_tests(*row) for _, row in named)):
+    tagged = "".join(f"[1,0]<stdout>:{line}\n" for line in "".join(told).splitlines())
+    numbered = re.sub("(?m)^", "0: ", "".join(told))
+    others = f"alltoall_perf\n{as_nccl_tests('none', 1, 9.0, hosts=2)}{''.join(told)}"
+    old = "".join(told).replace("    none      -1", "").replace("sum      -1", "sum")
+    plain = "".join(as_nccl_tests(*row) for _, row in named)
+    for text in ("".join(told), plain, tagged, numbered, others, old):
         together.write_text(text)
         assert read_tests([together, paths[2]]) == tests
     times = synthetic()

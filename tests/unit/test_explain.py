@@ -19,8 +19,9 @@ from benchmarks.explain.answer import answer
 from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
-from benchmarks.specification import SpecError
+from benchmarks.specification import SpecError, reading
 from zeropp.choose.task import Candidate
+from zeropp.cluster import Cluster
 from zeropp.layout import InfeasibleError
 
 TOML = """
@@ -460,6 +461,19 @@ def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_pa
     with pytest.raises(SpecError, match=said) as refused:
         ask([str(path)], ["cluster=h100"], [])
     assert "\n" not in str(refused.value)
+
+
+def test_a_cluster_of_ones_own_that_is_no_preset_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CONF", tmp_path)
+    (tmp_path / "cluster").mkdir()
+    mine = tmp_path / "cluster" / "mine.yaml"
+    mine.write_text("name: mine\n\tdevice: 3\n", encoding="utf-8")
+    for name, said in (("mine", "mine: not a YAML file: .* line 2"), (str(mine), "known: mine")):
+        with pytest.raises(SpecError, match=said) as refused:
+            reading.preset("cluster", name, Cluster)
+        assert "\n" not in str(refused.value)
 
 
 BRIDGE = """
