@@ -165,7 +165,7 @@ OTHER_CASES = [
     ("status /nowhere", "/nowhere: no such folder; nothing was run yet"),
     ("status {tmp}/loop", "/loop: cannot be read: "),
     ("status {tmp}/list.json", "/list.json: cannot be read: not a directory"),
-    ("explain {tmp}/list.json", "a JSON list: must be an object, as a config.json is"),
+    ("explain {tmp}/list.json", "list.json: must hold keys with values"),
     ("explain {tmp}/list.json num_gpus=true", "num_gpus=True: must be a whole number"),
     ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
     ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),

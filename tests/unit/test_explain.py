@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import CHECKOUT
 from benchmarks.explain import answer as answers
@@ -176,12 +177,11 @@ def test_the_same_configuration_in_every_dialect() -> None:
     tested = megatron.read(
         f"MODEL_ARGS:\n{lines}".replace("rmsnorm", "RMSNorm").replace("null", "Null"), 16
     )
-    script, nemo = megatron.read(SCRIPT, 16), megatron.read_nemo(NEMO, None)
+    script, nemo = megatron.read(SCRIPT, 16), megatron.read_nemo(yaml.safe_load(NEMO), None)
     assert sizes(tested.model) == sizes(script.model) == sizes(nemo.model)
     degrees = ("tp", "pp", "replicate", "replicate_zero", "sequence_parallel")
-    core = megatron.read_nemo(
-        NEMO.replace("distributed_fused_adam", "mcore_distributed_optim"), None
-    )
+    other = NEMO.replace("distributed_fused_adam", "mcore_distributed_optim")
+    core = megatron.read_nemo(yaml.safe_load(other), None)
     for name in degrees:
         assert tested.knobs[name] == script.knobs[name] == nemo.knobs[name], name
         assert core.knobs[name] == nemo.knobs[name], name
@@ -206,7 +206,7 @@ def test_megatron_is_refused_in_one_line(text: str, said: str) -> None:
 
 
 def test_huggingface() -> None:
-    reading = huggingface.read(json.dumps(LLAMA), 8)
+    reading = huggingface.read(LLAMA, 8)
     assert sizes(reading.model) == SHAPE_8B
     assert "give model.seq" in reading.derived[0]
     for change, said in (
@@ -215,8 +215,8 @@ def test_huggingface() -> None:
         ({"model_type": "falcon"}, "model_type='falcon'"),
     ):
         with pytest.raises(SpecError, match=said):
-            huggingface.read(json.dumps(LLAMA | change), 8)
-    window = huggingface.read(json.dumps(LLAMA | {"sliding_window": 4096}), 8)
+            huggingface.read(LLAMA | change, 8)
+    window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
 
 
@@ -450,6 +450,8 @@ def test_what_accelerate_leaves_open_is_refused(
         ("d.json", DEEPSPEED, "give its config.json, too"),
         ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
+        ("x.yaml", "model: m\ntrainer: {}", "not a YAML file of NeMo"),
+        ("x.yaml", "model: m\ntrain: {steps: 9}", "not a YAML file of NeMo"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
         ("a.toml", "# nothing\n", "a TOML without keys"),
@@ -565,7 +567,9 @@ def test_layers_per_stage_as_torchtitan_counts_them() -> None:
 
 
 def test_keys_without_a_price_are_named_in_every_dialect() -> None:
-    nemo = megatron.read_nemo(NEMO.replace("devices: 8", "devices: 8, made_up: 3"), None)
+    nemo = megatron.read_nemo(
+        yaml.safe_load(NEMO.replace("devices: 8", "devices: 8, made_up: 3")), None
+    )
     assert nemo.named == ["trainer.made_up=3: not known here, left out of the price"]
     script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
     assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)
