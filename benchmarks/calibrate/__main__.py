@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks import CHECKOUT
+from benchmarks.calibrate.constants import MEASURED
 from benchmarks.calibrate.nccl_tests import read_tests
 from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
@@ -53,6 +55,11 @@ def _calibrate() -> int:
     on_gpu = torch.cuda.is_available()
     if not re.fullmatch(r"\w+", given.name):
         raise SpecError(f"--name {given.name}: must consist of letters, digits and _")
+    if given.ranks < 0:
+        raise SpecError(f"--ranks {given.ranks}: must be at least 1")
+    own = CHECKOUT / "conf" / "cluster" / f"{given.name}.yaml"
+    if own.is_file() and not own.read_text(encoding="utf-8").startswith(MEASURED):
+        raise SpecError(f"--name {given.name}: a preset that was not measured (take another name)")
     if on_gpu and not given.like:
         raise SpecError("--like: name the preset of these GPUs' kind, such as h100")
     model = given.model or ("llama_8b" if on_gpu else "llama_mini")
