@@ -107,7 +107,10 @@ def compare(
 def _measured(
     text: str, files: Sequence[str], words: Sequence[str], arguments: Sequence[str]
 ) -> tuple[Question, str, Measurement, Run]:
-    first, *others = shlex.split(text) or [""]
+    try:
+        first, *others = shlex.split(text) or [""]
+    except ValueError as error:
+        raise SpecError(f"--measured {text}: {error}") from None
     own = [word for word in others if "=" in word]
     value = " ".join([first, *(word for word in others if "=" not in word)])
     question = ask(files, [*words, *own], arguments)

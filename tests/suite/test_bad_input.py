@@ -167,6 +167,8 @@ OTHER_CASES = [
     ("status {tmp}/list.json", "/list.json: cannot be read: not a directory"),
     ("explain {tmp}/list.json", "list.json: must hold keys with values"),
     ("explain {tmp}/list.json num_gpus=true", "num_gpus=True: must be a whole number"),
+    ("explain x --tokens -5", "--tokens -5: must be finite and above 0"),
+    ("explain x --tokens nan", "--tokens nan: must be finite and above 0"),
     ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
     ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),
     ("tune tolerance=2", "tolerance=2: must be from 0 to less than 1"),

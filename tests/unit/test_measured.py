@@ -279,6 +279,8 @@ def test_the_screen_says_what_was_measured() -> None:
         assert task.cluster.device.matmul_bf16_tflops < rate
     with pytest.raises(SpecError, match="at most 3 runs"):
         compare(asked, texts * 2, [], words, arguments)
+    with pytest.raises(SpecError, match='--measured a"b: No closing quotation'):
+        compare(asked, ['a"b'], [], words, arguments)
     for text in ("1e12s", "0.5tokens/s", "1ms"):
         with pytest.raises(SpecError, match="probably not of this run or in this unit") as refused:
             compare(asked, [text], [], words, arguments)
