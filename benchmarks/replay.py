@@ -48,7 +48,7 @@ def main() -> int:
         raise SpecError(f"script={options.script}: no such file")
     cluster = preset("cluster", options.cluster, Cluster)
     from zeropp.emulate.clock import kernel_s, replay
-    from zeropp.emulate.script import ScriptError, trace_script
+    from zeropp.emulate.trace import ScriptError, trace_script
 
     def tell(done: int) -> None:
         say(f"traced {done} ranks")
@@ -70,7 +70,7 @@ def main() -> int:
     for waited in replayed.waits_s.values():
         for cause in _WORDS:
             waits[cause].append(waited.get(cause, 0.0))
-    peak = max(trace.peak_bytes for trace in traces) / 2**30
+    peak = max(trace.memory.total for trace in traces) / 2**30
     print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
     print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
     for cause, words in _WORDS.items():

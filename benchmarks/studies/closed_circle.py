@@ -41,8 +41,8 @@ from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import replay
+from zeropp.emulate.kernels import seconds_of
 from zeropp.emulate.log import COMPUTE, Issued, Kernel, Logs, RankPart
-from zeropp.emulate.timing import seconds_of
 from zeropp.emulate.trace import trace_ranks
 from zeropp.plan import Plan
 from zeropp.shape import ModelShape

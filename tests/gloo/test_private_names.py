@@ -109,7 +109,6 @@ CONTRACTS = [
         "zeropp.emulate: whose functional collective it is",
     ),
     Contract("torch:ops._c10d_functional.wait_tensor.default", "zeropp.emulate: who waits for one"),
-    Contract("torch._C:DisableTorchFunction", "zeropp.emulate: a script's messages, once each"),
     Contract("torch.distributed.distributed_c10d:isend", "zeropp.emulate: batches of messages"),
     Contract("torch.distributed.distributed_c10d:irecv", "zeropp.emulate: batches of messages"),
     Contract("torch.nn:Module._apply", "replay: modules that a script moves to its device"),

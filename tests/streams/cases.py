@@ -30,6 +30,7 @@ CASES = {
             4,
             {"pp": 1, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2, "unit": 2}
             | {"reduce_dtype": "bf16"},
+            then=("parameters", "gradients"),
         ),
         Case("prefetch", 2, {"pp": 1, "shard": 2, "chunks": 4, "prefetch": 2}),
         Case(

@@ -179,6 +179,11 @@ def _parameters(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -
     return [float(sum(value.double().sum() for _, value in model.full_parameters()))]
 
 
+def _gradients(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    return [float(sum(value.double().sum() for _, value in model.gradients()))]
+
+
 def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
     """What a moving average or a log of weights does between steps."""
     del batch, folder
@@ -199,6 +204,7 @@ def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> lis
 
 BETWEEN_STEPS = {
     "evaluate": _evaluate,
+    "gradients": _gradients,
     "norms": _norms,
     "parameters": _parameters,
     "save and load": _save_and_load,

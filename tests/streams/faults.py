@@ -69,7 +69,7 @@ def _arrived_at_once(self: Any, op: Any, key: Any, local: Any, step: Any) -> Any
     if message is None:
         return local.pop(key)
     for _, work in message:
-        for inner in work._inner:  # so that the values are there; the stream does not wait
+        for inner in work.inner:  # so that the values are there; the stream does not wait
             inner.wait()
     return [tensor for tensor, _ in message]
 

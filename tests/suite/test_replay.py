@@ -15,9 +15,9 @@ from benchmarks import CHECKOUT
 from benchmarks.records.record import read_record
 from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster
-from zeropp.emulate.clock import replay
+from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.log import STEP
-from zeropp.emulate.script import trace_script
+from zeropp.emulate.trace import ScriptError, Trace, trace_script
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
@@ -101,6 +101,17 @@ def seconds_in(line: str, text: str) -> float:
     return float(found.group(1))
 
 
+def replayed_alike(traces: list[Trace], world: int) -> Replay:
+    """A step in which all kernels take as long."""
+    return replay(
+        {trace.rank: trace.log for trace in traces},
+        preset("cluster", "a800", Cluster),
+        world,
+        kernel_prices=lambda kernel: 1e-5,
+        launch_s=0.0,
+    )
+
+
 def test_a_plain_script_has_a_step_time_a_timeline_and_memory(tmp_path: Path) -> None:
     timeline = tmp_path / "step.json"
     done = run(
@@ -123,10 +134,10 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
 ) -> None:
     script = tmp_path / "pipeline.py"
     script.write_text(PIPELINE, encoding="utf-8")
-    done = run("benchmarks.replay", str(script), "--ranks", "4", "--cluster", "a800")
-    assert done.returncode == 0, done.stderr
-    assert "traced 2 ranks" in done.stderr
-    assert seconds_in("messages of the pipeline, mean of the ranks", done.stdout) > 0
+    told: list[int] = []
+    replayed = replayed_alike(trace_script(str(script), [], 4, told.append), 4)
+    assert told == [1, 2]
+    assert all(waits["transfer"] > 0 for waits in replayed.waits_s.values())
 
 
 def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:
@@ -143,14 +154,15 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
     ] * 8  # 4 microbatches, both ways
     gathered = [issued.parts[0].moved for issued in step if "allgather" in issued.what]
     assert set(gathered) == {2 * 2 * 512 * 1024}  # bf16, of two layers' halves
-    replayed = replay(
-        {trace.rank: trace.log for trace in traces},
-        preset("cluster", "a800", Cluster),
-        8,
-        kernel_prices=lambda kernel: 1e-5,
-        launch_s=0.0,
-    )
-    assert replayed.step_s > 0
+    assert replayed_alike(traces, 8).step_s > 0
+
+
+def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    ended = "ended on rank 0 after 0 steps of an optimizer .needed: 2."
+    with pytest.raises(ScriptError, match=ended):
+        trace_script(str(script), [], 4)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +171,6 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
         (None, "--ranks 4", "script=missing.py: no such file"),
         ("", "--ranks 0", "--ranks=0: must be at least 1"),
         ("", "--ranks 4 --cluster moon", "cluster='moon': no such preset"),
-        ("", "--ranks 4", "ended on rank 0 after 0 steps of an optimizer (needed: 2)"),
         ("1 / 0", "--ranks 4", "rank 0 cannot be emulated: ZeroDivisionError: division by zero"),
     ],
 )

@@ -234,6 +234,21 @@ def test_zero2_shards_the_sums_and_reduces_every_microbatch() -> None:
     assert more == pytest.approx(four.extras[0].reductions)
 
 
+def test_deepspeed_looks_for_overflow_in_16_bits_alone() -> None:
+    checks = program_named("deepspeed_zero1")
+    spent = {}
+    for precision in ("bf16", "fp32"):
+        mine = replace(plan(replicate=16, replicate_zero=1), precision=precision)
+        looks, none = (
+            price_plan(mine, A100, replace(checks, checks_gradients=value)).stages[0].update
+            for value in (True, False)
+        )
+        spent[precision] = looks - none
+    norm_s = parameter_count(GPT) / 16 * 4 / (A100.device.memory_bandwidth_gb_s * 1e9)
+    assert 0.5 * norm_s < spent["fp32"] < 2 * norm_s
+    assert spent["bf16"] > spent["fp32"] + 12 * GPT.layers * A100.device.launch_us / 1e6
+
+
 def test_blocks_that_are_not_compiled_move_more_bytes() -> None:
     mine = replace(plan(pp=2), program="zeropp")
     eager, compiled = (price_plan(replace(mine, compile=c), A100) for c in (False, True))

@@ -8,10 +8,10 @@ away too early, and hangs.
     report = zeropp.emulate.watch(step, times=2)   # on all ranks of a gloo job; hangs, too
     assert report.is_clean, report
 
-One emulated machine: ``device`` (streams, memory, links), for which ``stand_ins`` replaces torch's
-functions; ``world``, the process group without peers; ``log``, what a rank's host issues. What is
-read of them: ``memory``, the bytes of one rank of a job of any size; order, by ``races`` and
-``rendezvous``; and time, by ``kernels`` and ``clock``.
+One emulated machine: ``device``, for whose streams ``emulation`` gives torch stand-ins; ``world``,
+the process group without peers; ``log``, what a rank's host issues. What is read of them:
+``memory``, the bytes of one rank of a job of any size; order, by ``races`` and ``rendezvous``; and
+time, by ``kernels`` and ``clock``. ``trace`` runs ranks of plans and of scripts, each alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.emulate.order import Report, watch
-    from zeropp.emulate.stand_ins import emulated
+    from zeropp.emulate.emulation import Report, emulated, watch
 
 __all__ = ["Report", "emulated", "watch"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "stand_ins" if name == "emulated" else "order"
-        return getattr(importlib.import_module(f"zeropp.emulate.{module}"), name)
+        return getattr(importlib.import_module("zeropp.emulate.emulation"), name)
     raise AttributeError(f"module 'zeropp.emulate' has no attribute {name!r}")

@@ -3,20 +3,23 @@ and what is noted is on which stream the host would have given it to the device,
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.emulate.log import COMPUTE, Kernel, Log
-from zeropp.emulate.private_names import group_of, is_fake, is_known
+from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
+from zeropp.emulate.memory import Allocations
+from zeropp.emulate.private_names import NUMBER_OF, group_of, is_fake, is_known
 from zeropp.emulate.races import Extent, Fault, Races
+from zeropp.emulate.world import taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
 
 Tensors = Sequence[Tensor]
+Group = tuple[str, tuple[int, ...]]  # a process group: its name and its ranks
 # From an operator's name, the tensors that it reads and that it writes, and its arguments by name.
 Describe = Callable[[str, Tensors, Tensors, Mapping[str, Any]], Kernel]
 
@@ -40,6 +43,7 @@ _NONE: Mapping[str, Any] = {}
 _READ_BY_HOST = {
     f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
 }
+_MESSAGES = {"c10d::send": "isend", "c10d::recv_": "irecv"}
 _BARRIER = "c10d::barrier"
 _FUNCTIONAL = "_c10d_functional::"  # collectives with a result, those of DTensor for example
 _WAIT = f"{_FUNCTIONAL}wait_tensor"
@@ -78,15 +82,20 @@ def _is_on_host(reads: Tensors) -> bool:
 class VirtualDevice:
     """What the host of one rank gives its device goes into ``log``.
 
-    ``races``: what looks for races, which makes a step several times slower; None: nobody does.
-    ``describe``: what a kernel is in the log, from an operator's name, arguments and results; None:
-    nothing but its stream.
+    ``races``: what looks for races, which makes a step several times slower; ``memory``: what
+    counts allocations; None: nobody does. ``describe``: what a kernel is in the log, from an
+    operator's name, arguments and results; None: nothing but its stream.
     """
 
-    def __init__(self, races: Races | None = None, describe: Describe | None = None) -> None:
+    def __init__(
+        self,
+        races: Races | None = None,
+        memory: Allocations | None = None,
+        describe: Describe | None = None,
+    ) -> None:
         self.log = Log()
-        self.races, self.describe = races, describe
-        self._local = threading.local()
+        self.races, self.memory, self.describe = races, memory, describe
+        self.current = COMPUTE  # the current stream
         self.sees = True
 
     @property
@@ -94,20 +103,10 @@ class VirtualDevice:
         """The races that were found so far."""
         return self.races.faults if self.races else []
 
-    @property
-    def current(self) -> str:
-        """The current stream of this thread."""
-        name: str = getattr(self._local, "stream", COMPUTE)
-        return name
-
-    @current.setter
-    def current(self, stream: str) -> None:
-        self._local.stream = stream
-
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside this context, nothing that this thread does is noted: it is on the CPU for real
-        (a group of gloo beside one of NCCL, for example)."""
+        """Inside this context, nothing is noted: what is done is on the CPU for real (by a group of
+        gloo beside one of NCCL, for example)."""
         before, self.sees = self.sees, False
         try:
             yield
@@ -168,6 +167,8 @@ class VirtualDevice:
             self.races.resize(storage, self.current, resized)
         else:
             resized()
+        if self.memory:
+            self.memory.resized(storage)
 
     def record_stream(self, tensor: Tensor, stream: str) -> None:
         """Keep a tensor's memory until a stream has ended what it holds when it is freed."""
@@ -186,6 +187,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._issued: list[str] | None = None  # inside ``asynchronously``
+        # Inside ``in_one_kernel``: messages as (``isend`` or ``irecv``, the tensor, the message).
+        self._batch: list[tuple[str, Tensor, Message]] | None = None
         # Of functional collectives nobody has waited for, by the identity of their results' memory:
         # the event of their end, and what they read, which NCCL keeps until then.
         self._unwaited: dict[int, tuple[int, Tensors]] = {}
@@ -203,6 +206,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if before is not None and is_so:
                 before.extend(issued)
 
+    @contextmanager
+    def in_one_kernel(self) -> Iterator[None]:
+        """Inside this context messages are collected; at its end one kernel exchanges them."""
+        batch: list[tuple[str, Tensor, Message]] = []
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+        if batch:
+            group: Any = batch[0][2].group
+            self._exchange(batch, group[0])
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -212,10 +228,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name: str = func._schema.name
         if name == _WAIT and is_fake(args[0]):  # torch's own stand-in for it makes a copy
             return self._waited(args[0])
-        result = func(*args, **kwargs)
-        if not self._device.sees or name in ("c10d::send", "c10d::recv_"):
-            return result  # told by who called them, who know the peer
-        if name.startswith("c10d::"):
+        if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
+            result: Any = taken_for_granted(args[0])
+        else:
+            result = func(*args, **kwargs)
+        if self._device.memory:
+            self._device.memory.returned(func, args, kwargs, tensors_in(result))
+        if not self._device.sees:
+            return result
+        if name in _MESSAGES:
+            self._message(_MESSAGES[name], *args)
+        elif name.startswith("c10d::"):
             self._collective(name, args)
         elif name == _WAIT:
             return self._waited(result)
@@ -251,6 +274,42 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
             device.read_by_host(f"a number that {name} gives the host")
 
+    def _stream_of(self, communicator: str) -> str:
+        """The stream of a communicator, which follows what the current stream holds."""
+        device, stream = self._device, f"nccl {communicator}"
+        device.follow(stream, device.record(device.current))
+        if self._issued is not None:
+            self._issued.append(stream)
+        return stream
+
+    def _message(self, kind: str, tensors: Tensors, boxed: object, place: int, *_: object) -> None:
+        """A message that is no part of a batch runs on the stream of its pair of ranks, unless all
+        groups were connected when they were made."""
+        group, tensor, rank = group_of(boxed), tensors[0], dist.get_rank()
+        assert group is not None
+        peer = group[1][place]
+        ends = (rank, peer) if kind == "isend" else (peer, rank)
+        content = f"{tuple(tensor.shape)} {tensor.dtype}"
+        message = Message(group, *ends, content, size_of(tensor))
+        if self._batch is not None:
+            self._batch.append((kind, tensor, message))
+        elif self._device.races:
+            self._exchange([(kind, tensor, message)], group[0])
+        else:
+            self._exchange([(kind, tensor, message)], f"{group[0]} {sorted(ends)}")
+
+    def _exchange(self, batch: Sequence[tuple[str, Tensor, Message]], communicator: str) -> None:
+        """One kernel with these messages, on a stream of its own after what the current stream
+        holds. It keeps the tensors' memory by ``record_stream``, as in
+        ``ProcessGroupNCCL::pointToPoint``."""
+        device, stream = self._device, self._stream_of(communicator)
+        for _, tensor, _ in batch:
+            device.record_stream(tensor, stream)
+        sent, received = ([t for k, t, _ in batch if k == kind] for kind in ("isend", "irecv"))
+        what = ", ".join(f"{k} {m.target if k == 'isend' else m.source}" for k, _, m in batch)
+        device.touch(stream, what, sent, received)
+        device.log.messages(stream, [message for *_, message in batch], what)
+
     def _collective(self, name: str, args: Sequence[Any]) -> None:
         if name not in COLLECTIVES:
             raise NotImplementedError(
@@ -282,15 +341,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device.follow(self._device.current, event)
         return result
 
-    def _issue(
-        self, name: str, group: tuple[str, tuple[int, ...]], read: Tensors, written: Tensors
-    ) -> str:
+    def _issue(self, name: str, group: Group, read: Tensors, written: Tensors) -> str:
         """Note a collective; returns its stream."""
-        device, stream = self._device, self._device.current
-        if self._issued is not None:
-            device.follow(f"nccl {group[0]}", device.record(stream))
-            stream = f"nccl {group[0]}"
-            self._issued.append(stream)
+        device = self._device
+        stream = device.current if self._issued is None else self._stream_of(group[0])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
         device.log.collective(stream, group, len(group[1]), name, moved)

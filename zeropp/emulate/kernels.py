@@ -2,32 +2,30 @@
 
 Where a GPU has another operator than a CPU (RMSNorm, products that add in fp32, what is compiled
 into one kernel, the fused optimizer), that one is noted, and allocates what it would there.
+
+Kernels of the CPU that is here can be timed instead: each with real tensors of the shapes and
+strides that the emulated one had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from math import prod
-from typing import Any
-from unittest import mock
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
-from zeropp.emulate.private_names import (
-    CONVERSION,
-    MOST_KNOWN_NUMBERS,
-    SHAPES_BY_TRIAL,
-    without_modes,
-)
-from zeropp.engine import deferred, walk
+from zeropp.emulate.private_names import without_modes
+from zeropp.emulate.world import replaced
+from zeropp.engine import deferred
 from zeropp.operators import Attention, Product
 
 _device: VirtualDevice | None = None  # that of ``as_on_cuda``
@@ -38,6 +36,8 @@ _LOOKUPS = {"embedding", "index_select", "index", "gather"}  # read as much as t
 _SCATTERS = {"embedding_dense_backward", "index_add_", "index_put_"}
 _WRITE_ONLY = {"nll_loss_forward", "nll_loss_backward"}  # or read a number per row
 _READ_TWICE = {"native_layer_norm_backward", "_fused_rms_norm_backward"}
+
+_WARMUP, _REPEATS = 1, 5  # of kernels that are timed
 
 
 def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, Any]) -> Kernel:
@@ -92,32 +92,15 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Inside this context, what would need the values of fake tensors runs without them."""
-    with ExitStack() as undo:
-        for owner, name, stand_in in (
-            (DeviceMesh, "__init__", _untraced(DeviceMesh.__init__)),
-            (walk, "walk", _untraced(walk.walk)),
-            (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
-            (*CONVERSION, _convert),
-            (*MOST_KNOWN_NUMBERS, 256),
-        ):
-            undo.enter_context(mock.patch.object(owner, name, stand_in))
-        yield
-
-
-@contextmanager
 def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
     """Inside this context, what differs on a GPU runs as there."""
     global _device
-    with ExitStack() as undo:
-        for owner, name, stand_in in (
-            (functional, "rms_norm", _rms_norm),
-            (deferred, "add_wide_product", _add_wide_product),
-            (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
-            (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
-        ):
-            undo.enter_context(mock.patch.object(owner, name, stand_in))
+    with replaced(
+        (functional, "rms_norm", _rms_norm),
+        (deferred, "add_wide_product", _add_wide_product),
+        (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
+        (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
+    ):
         before, _device = _device, device
         try:
             yield
@@ -139,18 +122,6 @@ def _as_one(name: str, reads: Tensors, writes: list[Tensor]) -> Iterator[None]:
     with _device.unseen():
         yield
     _device.kernel(name, reads, writes)
-
-
-def _untraced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function outside of the trace, because it needs values: meshes, shapes that DTensor
-    finds by a trial, and the walk over layers, which has a trial of its own."""
-
-    @wraps(original)
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with without_modes():
-            return original(*arguments, **keywords)
-
-    return run
 
 
 def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,28 +173,6 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     _device.kernel("aten::addmm_", [left, right], [total])
 
 
-def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Convert the parameters of modules in place, as on a GPU, where torch's own way refuses fake
-    ones. What moves to another device, and a DTensor, whose local part would stay as it is, is made
-    anew; parameters that modules share stay shared."""
-    made: dict[Tensor, nn.Parameter] = {}
-    for part in module.modules() if recurse else [module]:
-        for name, buffer in [*part.named_buffers(recurse=False)]:
-            setattr(part, name, function(buffer))
-        for name, old in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
-            with torch.no_grad():
-                values = old if old in made else function(old)
-            if values is old:
-                pass
-            elif old.device == values.device and not isinstance(old, DTensor):
-                old.data = values
-            else:
-                made[old] = nn.Parameter(values, old.requires_grad)
-                vars(made[old]).update(vars(old))
-            setattr(part, name, made.get(old, old))
-    return module
-
-
 def _fused(construct: Callable[..., None]) -> Callable[..., None]:
     """As on CUDA, a step without temporaries, and without a number that the host reads."""
 
@@ -232,3 +181,69 @@ def _fused(construct: Callable[..., None]) -> Callable[..., None]:
         construct(*arguments, **(keywords | {"fused": True, "foreach": None}))
 
     return fused
+
+
+class _Strided(NamedTuple):
+    """What a tensor is without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """From the first to the last in memory."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+
+def called(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, Any]) -> Kernel:
+    """What the kernel of an operator is called with; for ``VirtualDevice.describe``."""
+    del reads, writes
+    return Kernel(name, call=tuple((key, _without_values(v)) for key, v in arguments.items()))
+
+
+def seconds_of(kernels: Sequence[Kernel]) -> dict[Kernel, float]:
+    """Seconds of each kernel: the mean of its calls where all run in this order, of some such runs
+    the median. So a call finds in the caches what the kernels before it have left there."""
+    calls = {kernel: _call_of(kernel) for kernel in kernels}
+    means: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+    with torch.no_grad():
+        for _ in range(_WARMUP + _REPEATS):
+            samples: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+            for kernel in kernels:
+                samples[kernel].append(_timed(*calls[kernel]))
+            for kernel, seconds in samples.items():
+                means[kernel].append(fmean(seconds))
+    return {kernel: median(found[_WARMUP:]) for kernel, found in means.items()}
+
+
+def _call_of(kernel: Kernel) -> tuple[Callable[..., Any], dict[str, Any]]:
+    space, _, operator = kernel.name.partition("::")
+    function = getattr(getattr(torch.ops, space), operator)
+    return function, {key: _with_values(value) for key, value in kernel.call}
+
+
+def _timed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
+    begin = time.perf_counter()
+    function(**arguments)
+    return time.perf_counter() - begin
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Strided(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, torch.Generator):
+        return None  # that of its process, which no other has
+    return tuple(map(_without_values, value)) if isinstance(value, list | tuple) else value
+
+
+def _with_values(value: Any) -> Any:
+    """Random numbers; indices are zeros, which are in every table."""
+    if isinstance(value, _Strided):
+        values = torch.zeros(value.elements, dtype=value.dtype)
+        if value.dtype.is_floating_point:
+            values.normal_()
+        return values.as_strided(value.shape, value.stride)
+    return [_with_values(part) for part in value] if isinstance(value, tuple) else value

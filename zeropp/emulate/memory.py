@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,15 +26,13 @@ from zeropp.emulate.private_names import (
     FSDP_GATHERED,
     FSDP_GRADIENTS,
     FSDP_REDUCED_COPY,
-    NUMBER_OF,
     REDUCE_SCATTER,
     autograd_run,
-    is_fake,
-    is_known,
-    unsharded_gradient,
+    gathered_of,
+    gradients_of,
 )
+from zeropp.emulate.world import replaced
 from zeropp.engine import flat
-from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.plan import MemoryBytes
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
@@ -54,7 +52,7 @@ class _Allocation:
         return self.kind or ("workspace" if self.first == self.last else "activations")
 
 
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Allocations:
     """Records every storage that is allocated, freed or resized, and sorts it by kind.
 
     Storages that are allocated while the trainer is built are parameters. Those that are allocated
@@ -67,7 +65,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.kind: Kind | None = None
         # By the identity of the storage's Python object, of which torch keeps one while it lives.
         self._live: dict[int, tuple[_Allocation, Any]] = {}
@@ -100,32 +97,24 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kinds[allocation.sorted_kind()] += size
         return MemoryBytes(**kinds)
 
-    def resize(self, storage: torch.UntypedStorage) -> None:
+    def returned(self, operator: object, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        """Record the storages that an operator has allocated, of the tensors that it returned."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._live:
+                self._add(storage, self.kind)
+        if operator is FSDP_COPY_IN:
+            self.label(args[1], "unsharded")
+        elif operator is FSDP_REDUCED_COPY:
+            self.label(kwargs["out"], "workspace")
+        elif operator is REDUCE_SCATTER:
+            for gradient in args[:2]:
+                self.label(gradient, "gradients")
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized, as FSDP2 does to free gathered parameters."""
         self._forget(id(storage))
         self._add(storage, "unsharded")
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with local tensors
-        if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
-            return _taken_for_granted(args[0])
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in(result):
-            storage = tensor.untyped_storage()
-            if id(storage) not in self._live and tensor.device.type != "meta":
-                self._add(storage, self.kind)
-        if func is FSDP_COPY_IN:
-            self.label(args[1], "unsharded")
-        elif func is FSDP_REDUCED_COPY:
-            assert kwargs is not None
-            self.label(kwargs["out"], "workspace")
-        elif func is REDUCE_SCATTER:
-            for gradient in args[:2]:
-                self.label(gradient, "gradients")
-        return result
 
     def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
         key = id(storage)
@@ -148,14 +137,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._pass
 
 
-def _taken_for_granted(number: Tensor) -> float:
-    """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
-    pipeline stages ask whether their neighbour knows the shapes; flags are short."""
-    if number.is_floating_point():
-        return 0.0
-    return int(number.dtype in (torch.int32, torch.int64))
-
-
 def _local_part(tensor: Tensor) -> Tensor:
     """The plain tensor inside a DTensor, or the tensor itself."""
     if not isinstance(tensor, DTensor):
@@ -164,85 +145,50 @@ def _local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def _tensors_in(result: object) -> Iterator[Tensor]:
-    """The tensors that an operator returns: one, or any number in tuples and lists."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for part in result:
-            yield from _tensors_in(part)
-
-
 @contextmanager
 def observed(allocations: Allocations) -> Iterator[None]:
-    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds, by
-    wrapped functions of torch and of the engine."""
-    with ExitStack() as undo:
-        for hook, register in (
-            (_before_update, register_optimizer_step_pre_hook),
-            (_after_update, register_optimizer_step_post_hook),
-        ):
-            handle = register(lambda o, *_, hook=hook: hook(allocations, o))
-            undo.callback(handle.remove)
-        for owner, name, wrapper in (
-            (torch.UntypedStorage, "resize_", _resize),
-            (flat, "zeros", _sums),
-            (*FSDP_GATHERED, _gathered),
-            *((owner, name, _gradient) for owner, name in FSDP_GRADIENTS),
-        ):
-            original = getattr(owner, name)
-            undo.callback(setattr, owner, name, original)
-            setattr(owner, name, wrapper(original, allocations))
-        yield
+    """Inside this context, optimizers, the engine's sums and FSDP2's tensors set their kinds."""
 
+    def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    allocations.label(parameter.grad, "gradients")
+        allocations.kind = "optimizer"
 
-def _before_update(allocations: Allocations, optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                allocations.label(parameter.grad, "gradients")
-    allocations.kind = "optimizer"
+    def after_update(*_: object) -> None:
+        allocations.kind = None
 
-
-def _after_update(allocations: Allocations, optimizer: torch.optim.Optimizer) -> None:
-    del optimizer
-    allocations.kind = None
-
-
-def _resize(original: Any, allocations: Allocations) -> Any:
-    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        original(storage, size)
-        allocations.resize(storage)
-        return storage
-
-    return resize
-
-
-def _sums(original: Any, allocations: Allocations) -> Any:
-    def make(*arguments: Any) -> Tensor:
-        result: Tensor = original(*arguments)
+    def sums(*arguments: Any) -> Tensor:
+        result = zeros(*arguments)
         allocations.label(result, "gradients")
         return result
 
-    return make
+    def labelled(owner: Any, name: str, kind: Kind, tensors_of: Any) -> tuple[Any, str, Any]:
+        """A method of a parameter of FSDP2, before and after which these tensors have a kind."""
+        original = getattr(owner, name)
 
+        def call(parameter: Any, *arguments: Any, **keywords: Any) -> None:
+            for tensor in tensors_of(parameter):
+                allocations.label(tensor, kind)
+            original(parameter, *arguments, **keywords)
+            for tensor in tensors_of(parameter):
+                allocations.label(tensor, kind)
 
-def _gathered(original: Any, allocations: Allocations) -> Any:
-    def allocate(parameter: Any, *arguments: Any, **keywords: Any) -> None:
-        original(parameter, *arguments, **keywords)
-        for tensor in parameter.all_gather_outputs:
-            allocations.label(tensor, "unsharded")
+        return owner, name, call
 
-    return allocate
-
-
-def _gradient(original: Any, allocations: Allocations) -> Any:
-    def accumulate(parameter: Any) -> None:
-        grad = unsharded_gradient(parameter)
-        if grad is not None:
-            allocations.label(grad, "gradients")
-        original(parameter)
-        if parameter.unsharded_accumulated_grad is not None:
-            allocations.label(parameter.unsharded_accumulated_grad, "gradients")
-
-    return accumulate
+    zeros = flat.zeros
+    hooks = (
+        register_optimizer_step_pre_hook(before_update),
+        register_optimizer_step_post_hook(after_update),
+    )
+    try:
+        with replaced(
+            (flat, "zeros", sums),
+            labelled(*FSDP_GATHERED, "unsharded", gathered_of),
+            *(labelled(*method, "gradients", gradients_of) for method in FSDP_GRADIENTS),
+        ):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DisableTorchFunction
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -20,27 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = [
-    "COALESCING",
-    "CONVERSION",
-    "FSDP_COPY_IN",
-    "FSDP_GATHERED",
-    "FSDP_GRADIENTS",
-    "FSDP_REDUCED_COPY",
-    "MOST_KNOWN_NUMBERS",
-    "NUMBER_OF",
-    "REDUCE_SCATTER",
-    "SHAPES_BY_TRIAL",
-    "DisableTorchFunction",
-    "FakeTensorMode",
-    "autograd_run",
-    "group_of",
-    "is_fake",
-    "is_known",
-    "set_numbers",
-    "unsharded_gradient",
-    "without_modes",
-]
+__all__ = ["FakeTensorMode", "without_modes"]
 
 COALESCING = "_coalescing_manager"  # of torch.distributed: one kernel of several collectives
 NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
@@ -99,7 +78,15 @@ def is_known(tensor: Tensor) -> bool:
     return getattr(tensor, "constant", None) is not None
 
 
-def unsharded_gradient(parameter: Any) -> Tensor | None:
-    """The gradient of a parameter that FSDP2 has gathered, if it is and has one."""
+def gathered_of(parameter: Any) -> list[Tensor]:
+    """What FSDP2 has gathered of a parameter."""
+    gathered: list[Tensor] = parameter.all_gather_outputs
+    return gathered
+
+
+def gradients_of(parameter: Any) -> list[Tensor]:
+    """The gradients that FSDP2 has of a parameter: autograd's, and the sum that it accumulates."""
     gathered = getattr(parameter, "_unsharded_param", None)
-    return None if gathered is None else gathered.grad
+    autograds = None if gathered is None else gathered.grad
+    found = (autograds, parameter.unsharded_accumulated_grad)
+    return [gradient for gradient in found if gradient is not None]

@@ -1,8 +1,9 @@
-"""Runs the code of some ranks of a large job, each alone, on an emulated device, and reads its
-memory and, for its time, its log.
+"""Runs the code of some ranks of a large job, each alone in a process, with fake tensors on an
+emulated device: every allocation is made, but none takes memory.
 
-A rank builds its trainer and runs whole steps in a ``fake_world``, with fake tensors: every
-allocation is made, but none takes memory.
+``trace_ranks`` runs a contender of the suite. ``trace_script`` runs a training script of anybody's,
+which makes its process groups itself and asks for a GPU or a CPU: there are no peers here, and both
+are the emulated device. A step is then what lies between two steps of its optimizer.
 """
 
 from __future__ import annotations
@@ -10,27 +11,34 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import runpy
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from functools import partial, wraps
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 
-from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_on_cuda, describe, without_values
-from zeropp.emulate.log import STEP, Issued
+from zeropp.emulate.device import Describe, VirtualDevice
+from zeropp.emulate.emulation import emulated
+from zeropp.emulate.kernels import as_on_cuda, called, describe
+from zeropp.emulate.log import STEP, Issued, Log
 from zeropp.emulate.memory import Allocations, observed
-from zeropp.emulate.private_names import FakeTensorMode
-from zeropp.emulate.stand_ins import emulated
-from zeropp.emulate.timing import called
-from zeropp.emulate.world import fake_world
+from zeropp.emulate.private_names import FakeTensorMode, without_modes
+from zeropp.emulate.world import Fill, fake_world, replaced, without_values
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
+
+_STEPS = 2  # of a script's optimizer, of which the first makes its state
 
 
 class Program(Protocol):
@@ -45,15 +53,29 @@ class Program(Protocol):
         """Fill a received message of integers as a peer would have."""
 
 
+class ScriptError(ValueError):
+    """A script cannot be emulated; the message is one line that says why."""
+
+
+class _EnoughError(BaseException):
+    """The script has done its steps; no ``except Exception`` of its own stops this."""
+
+
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one rank: bytes by kind at the peak of the first step, the seconds that it took
-    to trace and, if its time is wanted, what its host has issued."""
+    """The trace of one rank: bytes by kind at the peak of a step, the seconds that it took to trace
+    and, if its time is wanted, what its host has issued."""
 
     rank: int
     memory: MemoryBytes
     seconds: float
     log: Sequence[Issued] = ()
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks with which it exchanges messages."""
+        messages = (part.key[0] for issued in self.log for part in issued.parts)  # type: ignore[index]
+        return {end for key in messages if len(key) == 3 for end in key[1:]} - {self.rank}
 
 
 def trace_ranks(
@@ -66,26 +88,59 @@ def trace_ranks(
     here: bool = False,
 ) -> Iterator[Trace]:
     """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
-    With more than one of ``steps`` they have logs, in which places say where a step begins.
+    Memory is that of the first step. With more than one of ``steps`` they have logs, in which
+    places say where a step begins.
 
     With ``here`` kernels are those of the CPU that is here, with what they are called with, and not
-    those of a GPU with what they compute. Each rank has a process of its own, because what
-    torch caches of one rank's meshes would be wrong for another.
+    those of a GPU with what they compute.
     """
+    trace = partial(_trace_rank, plan, optimizer=optimizer, program=program, steps=steps, here=here)
+    return _in_processes(trace, ranks)
+
+
+def trace_script(
+    path: str, arguments: Sequence[str], world: int, tell: Callable[[int], None] = lambda _: None
+) -> list[Trace]:
+    """Trace rank 0 of ``world`` and all ranks that messages connect it with, which are those of its
+    pipeline; the others are taken to do the same. Memory is that of the second step. ``tell`` is
+    called with how many are traced. Raises ScriptError if the script does not get so far."""
+    traces: dict[int, Trace] = {}
+    wanted = {0}
+    while missing := sorted(wanted - set(traces)):
+        for trace in _in_processes(partial(_trace_script, path, tuple(arguments), world), missing):
+            traces[trace.rank] = trace
+            wanted |= trace.peers
+            tell(len(traces))
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _in_processes(trace: Callable[[int], Trace], ranks: Sequence[int]) -> Iterator[Trace]:
+    """Each rank has a process of its own, because what torch caches of one rank's meshes would be
+    wrong for another."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     workers = min(len(ranks), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        trace = partial(
-            _trace_rank,
-            plan,
-            optimizer=optimizer,
-            program=program,
-            steps=steps,
-            here=here,
-            threads=max(1, (os.cpu_count() or 1) // workers),
-        )
         yield from pool.map(trace, ranks)
+
+
+@contextmanager
+def _alone(
+    rank: int, world: int, kernel: Describe | None, fill: Fill | None = None, *, here: bool = False
+) -> Iterator[tuple[Log, Allocations]]:
+    """Inside this context the process is one rank of a job, with fake tensors on a device."""
+    torch.set_num_threads(1)  # other ranks have the other cores
+    memory = Allocations()
+    device = VirtualDevice(memory=memory, describe=kernel)
+    with (
+        fake_world(rank, world, fill),
+        FakeTensorMode(),
+        observed(memory),
+        emulated(device),
+        without_values(),
+        nullcontext() if here else as_on_cuda(device),
+    ):
+        yield device.log, memory
 
 
 def _trace_rank(
@@ -96,21 +151,11 @@ def _trace_rank(
     program: Program,
     steps: int,
     here: bool,
-    threads: int,
 ) -> Trace:
     begin = time.perf_counter()
-    torch.set_num_threads(threads)  # other ranks have the other cores
-    kernel = called if here else describe
-    device = VirtualDevice(describe=kernel if steps > 1 else None)
-    with (
-        fake_world(rank, plan.layout.world, partial(program.fill_integers, plan)),
-        FakeTensorMode(),
-        Allocations() as allocations,
-        observed(allocations),
-        emulated(device),
-        without_values(),
-        nullcontext() if here else as_on_cuda(device),
-    ):
+    kernel = (called if here else describe) if steps > 1 else None
+    fill = partial(program.fill_integers, plan)
+    with _alone(rank, plan.layout.world, kernel, fill, here=here) as (log, allocations):
         allocations.kind = "parameters"
         trainer = program.build(plan, optimizer, torch.device("cpu"), 0)
         gc.collect()  # whole parameters that were cut into shards hang in reference cycles
@@ -118,12 +163,96 @@ def _trace_rank(
         size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)
         batch = torch.zeros(size, dtype=torch.long)
         allocations.begin_step()
-        device.log.place(STEP)
+        log.place(STEP)
         trainer.step(batch, batch)
         memory = allocations.peak()
         for _ in range(steps - 1):
-            device.log.place(STEP)
+            log.place(STEP)
             trainer.step(batch, batch)
-        device.log.place(STEP)
-    log = device.log.issued if steps > 1 else ()
-    return Trace(rank, memory, time.perf_counter() - begin, log)
+        log.place(STEP)
+    seconds = time.perf_counter() - begin
+    return Trace(rank, memory, seconds, log.issued if steps > 1 else ())
+
+
+def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) -> Trace:
+    begin = time.perf_counter()
+    peaks: list[MemoryBytes] = []
+
+    def count(*_: object) -> None:
+        log.place(STEP)
+        peaks.append(allocations.peak())
+        allocations.begin_step()
+        if len(peaks) == _STEPS:
+            raise _EnoughError
+
+    with (
+        _alone(rank, world, describe) as (log, allocations),
+        _as_launched(path, arguments),
+        _CudaIsHere(),
+    ):
+        handle = register_optimizer_step_post_hook(count)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except _EnoughError:
+            return Trace(rank, peaks[-1], time.perf_counter() - begin, log.issued)
+        except (Exception, SystemExit) as error:
+            line = " ".join(str(error).split())[:300]
+            text = f"{path}: rank {rank} cannot be emulated: {type(error).__name__}: {line}"
+            raise ScriptError(text) from None
+        finally:
+            handle.remove()
+    raise ScriptError(
+        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer (needed: {_STEPS})"
+    )
+
+
+@contextmanager
+def _as_launched(path: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Inside this context the process looks as if torchrun had started it with a script."""
+
+    def nothing(*_: object, **__: object) -> None:
+        """The process group is there, and stays."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ScriptError(
+            "a peer's objects are not known (give PipelineStage its input_args and output_args)"
+        )
+
+    mesh = device_mesh.init_device_mesh
+
+    @wraps(mesh)
+    def mesh_on_cpu(device_type: str, *sizes: Any, **keywords: Any) -> Any:
+        with without_modes():  # it reads the values of tensors
+            return mesh("cpu", *sizes, **keywords)
+
+    folder = os.path.dirname(os.path.abspath(path))
+    with replaced(
+        (sys, "argv", [path, *arguments]),
+        (sys, "path", [folder, *sys.path]),
+        (dist, "init_process_group", nothing),
+        (dist, "destroy_process_group", nothing),
+        (dist, "recv_object_list", refuse),
+        (dist, "init_device_mesh", mesh_on_cpu),
+        (device_mesh, "init_device_mesh", mesh_on_cpu),
+        (torch.cuda, "set_device", nothing),
+    ):
+        yield
+
+
+class _CudaIsHere(TorchFunctionMode):
+    """Gives the CPU, which is emulated, to those who ask for a CUDA device."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one function of torch."""
+        if function is torch.device:
+            return _on_cpu(function(*args, **(kwargs or {})))
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*map(_on_cpu, args), **{n: _on_cpu(v) for n, v in (kwargs or {}).items()})
+
+
+def _on_cpu(value: object) -> object:
+    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_cuda else value

@@ -1,24 +1,44 @@
-"""One rank of a job of any size, alone in its process: the process group without peers."""
+"""One rank of a job of any size, alone in its process: a process group without peers, and tensors
+without values."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from zeropp.emulate.private_names import is_fake, set_numbers, without_modes
+from zeropp.emulate.private_names import (
+    CONVERSION,
+    MOST_KNOWN_NUMBERS,
+    SHAPES_BY_TRIAL,
+    is_fake,
+    set_numbers,
+    without_modes,
+)
+from zeropp.engine import walk
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.interpreter import Evaluator, Passed
 
 Fill = Callable[[Tensor], None]
+
+
+@contextmanager
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside this context, owners have other attributes: each as (owner, name, stand-in)."""
+    with ExitStack() as undo:
+        for owner, name, stand_in in stand_ins:
+            undo.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
 
 
 @contextmanager
@@ -34,24 +54,21 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
-    messages = ("recv", "irecv")
-    originals = {n: getattr(distributed_c10d, n) for n in (*messages, "all_gather_object")}
-    work: Any = type(dist.all_reduce(torch.zeros(1), async_op=True))
-    completed = work.is_completed
-    # A send ends at once; otherwise its tensor would be kept until the end of the step.
-    work.is_completed = lambda _: True
+    functions: dict[str, Any] = {"all_gather_object": _same_everywhere}
+    if fill_integers is not None:
+        functions |= {n: _filled(getattr(dist, n), fill_integers) for n in ("recv", "irecv")}
     try:
-        _replace({"all_gather_object": _same_everywhere})
-        if fill_integers is not None:
-            _replace({name: _filled(originals[name], fill_integers) for name in messages})
-        with (
-            mock.patch.object(ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
-            mock.patch.object(Evaluator, "boundaries", _known_boundaries),
+        with replaced(
+            # A send ends at once; otherwise its tensor would be kept until the end of the step.
+            (type(dist.all_reduce(torch.zeros(1), async_op=True)), "is_completed", lambda _: True),
+            (ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
+            (Evaluator, "boundaries", _known_boundaries),
+            # Torch's batched messages compare functions of the one with those of the other.
+            *((dist, name, function) for name, function in functions.items()),
+            *((distributed_c10d, name, function) for name, function in functions.items()),
         ):
             yield
     finally:
-        _replace(originals)
-        work.is_completed = completed
         dist.destroy_process_group()
 
 
@@ -93,7 +110,56 @@ def _known_boundaries(evaluator: Evaluator, batch: object) -> Passed:
     return passed
 
 
-def _replace(functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        for module in (dist, distributed_c10d):  # torch's batched messages compare them by identity
-            setattr(module, name, function)
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside this context, what would need the values of fake tensors runs without them."""
+    with replaced(
+        (DeviceMesh, "__init__", _untraced(DeviceMesh.__init__)),
+        (walk, "walk", _untraced(walk.walk)),
+        (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
+        (*CONVERSION, _convert),
+        (*MOST_KNOWN_NUMBERS, 256),
+    ):
+        yield
+
+
+def _untraced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function outside of the trace, because it needs values: meshes, shapes that DTensor
+    finds by a trial, and the walk over layers, which has a trial of its own."""
+
+    @wraps(original)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with without_modes():
+            return original(*arguments, **keywords)
+
+    return run
+
+
+def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert the parameters of modules in place, as on a GPU, where torch's own way refuses fake
+    ones. What moves to another device, and a DTensor, whose local part would stay as it is, is made
+    anew; parameters that modules share stay shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for part in module.modules() if recurse else [module]:
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(part, name, function(buffer))
+        for name, old in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
+            with torch.no_grad():
+                values = old if old in made else function(old)
+            if values is old:
+                pass
+            elif old.device == values.device and not isinstance(old, DTensor):
+                old.data = values
+            else:
+                made[old] = nn.Parameter(values, old.requires_grad)
+                vars(made[old]).update(vars(old))
+            setattr(part, name, made.get(old, old))
+    return module
+
+
+def taken_for_granted(number: Tensor) -> float:
+    """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
+    pipeline stages ask whether their neighbour knows the shapes; flags are short."""
+    if number.is_floating_point():
+        return 0.0
+    return int(number.dtype in (torch.int32, torch.int64))

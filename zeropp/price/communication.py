@@ -376,9 +376,11 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
         moved += updated * (2 + program.resident_gradients) * _FP32
     kernels = 4
     if program.checks_gradients:
-        moved += updated * 3 * _FP32
-        blocks = plan.shape.layers / plan.layout.pp
-        kernels += round(12 * blocks * tensors_of(work) * updated / parameters)
+        moved += updated * _FP32
+        if plan.precision != "fp32":
+            moved += updated * 2 * _FP32
+            blocks = plan.shape.layers / plan.layout.pp
+            kernels += round(12 * blocks * tensors_of(work) * updated / parameters)
     return stream_s(cluster.device, moved, kernels)
 
 

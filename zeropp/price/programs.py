@@ -150,8 +150,8 @@ class Program:
     # holds the logits of two microbatches.
     pipe_buffers: bool = False
     flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
-    # Before an update the greatest and the least of every gradient are looked at, tensor by tensor
-    # and in a dozen kernels each, and the norm is taken once more.
+    # Before an update the norm is taken once more, and in 16 bits the greatest and the least of
+    # every gradient are looked at, tensor by tensor and in a dozen kernels each.
     checks_gradients: bool = False
     # Gradients are cleared and scaled in one buffer of all parameters of a rank, of which ZeRO-1
     # updates a part.

@@ -1,33 +1,39 @@
-"""What stands in for streams, events, messages and asynchronous collectives of torch, so that a
-step on a CPU tells a ``VirtualDevice`` in which order it would give its work to a GPU."""
+"""``emulated`` and ``watch``: streams, events, messages and asynchronous collectives of torch have
+stand-ins, so that a step on a CPU tells a ``VirtualDevice`` in which order it would give its work
+to a GPU."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from zeropp.emulate.device import Observer, VirtualDevice, size_of
-from zeropp.emulate.log import Message
-from zeropp.emulate.private_names import COALESCING, DisableTorchFunction, is_known
+from zeropp.emulate.device import Observer, VirtualDevice
+from zeropp.emulate.log import Issued
+from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
+from zeropp.emulate.world import replaced
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
 
-_ASYNCHRONOUS = (  # those that take ``async_op``
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
-    "all_to_all_single", "broadcast", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_tensor",
-)  # fmt: skip
+_RETURN_WORK = ["isend", "irecv"]
+_RETURN_WORK += [
+    name
+    for name, function in vars(distributed_c10d).items()
+    if type(function) is FunctionType and "async_op" in inspect.signature(function).parameters
+]
 _READ_BY_HOST = ("tolist", "cpu", "numpy")
 
 
@@ -89,22 +95,20 @@ class _VirtualWork(dist.Work):
     """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
     current stream waits. It keeps the tensors until then."""
 
-    def __init__(
-        self, device: VirtualDevice, inner: Sequence[Any], event: _Event, kept: object
-    ) -> None:
+    def __init__(self, event: _Event, kept: object = None, inner: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._device, self._inner, self._event, self._kept = device, inner, event, kept
+        self._event, self.kept, self.inner = event, kept, inner
         self._ended = False  # as far as the host knows
 
     def wait(self, *_: object) -> bool:
         self._event.wait(ended=self._ended)
-        for work in self._inner:
+        for work in self.inner:
             work.wait()
-        self._kept = None
+        self.kept = None
         return True
 
     def is_completed(self) -> bool:
-        self._ended = all(work.is_completed() for work in self._inner)
+        self._ended = all(work.is_completed() for work in self.inner)
         return self._ended
 
 
@@ -136,11 +140,9 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         device.log.meet("the barrier", dist.get_world_size())
         return rows
 
-    functions = _messages(device)
-    for name in _ASYNCHRONOUS:
-        if hasattr(dist, name):
-            functions[name] = _collective(device, observer, getattr(dist, name))
-    functions[COALESCING] = _coalesced(device, observer)
+    functions = {name: _with_work(device, observer, getattr(dist, name)) for name in _RETURN_WORK}
+    functions[COALESCING] = coalesced = _coalesced(device, observer)
+    functions["batch_isend_irecv"] = _batch(coalesced, dist.batch_isend_irecv)
     stand_ins: dict[Any, dict[str, Any]] = {
         **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
         torch.UntypedStorage: {"resize_": resize},
@@ -148,14 +150,73 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         ErrorBarrier: {"exchange": exchange_on_cpu},
         **_wherever_imported(functions),
     }
-    with ExitStack() as undo:
-        for owner, by_name in stand_ins.items():
-            for name, stand_in in by_name.items():
-                if hasattr(owner, name):
-                    undo.enter_context(mock.patch.object(owner, name, stand_in))
-        undo.enter_context(streams_on_cpu())
-        undo.enter_context(observer)
+    known = (
+        (owner, name, stand_in)
+        for owner, by_name in stand_ins.items()
+        for name, stand_in in by_name.items()
+        if hasattr(owner, name)
+    )
+    with replaced(*known), streams_on_cpu(), observer:
         yield device
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
+    ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
+    without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
+    for its device (the allocator's retry, a kernel's first use), and at how many it may.
+    ``host_waits``: by rank, what the host has waited for in the last run, in order; a number that
+    it reads counts, also where it lies on the CPU. They are no fault."""
+
+    faults: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    hangs: dict[int, str]
+    hanging_waits: dict[int, tuple[int, int]]
+    host_waits: dict[int, tuple[str, ...]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing races and everything ends, also where one host waits for its device."""
+        waits = any(bad for bad, _ in self.hanging_waits.values())
+        return not (self.faults or self.unmatched or self.hangs or waits)
+
+    def __str__(self) -> str:
+        lines = [*self.faults, *(f"does not match: {mismatch}" for mismatch in self.unmatched)]
+        lines += [f"hang: rank {rank}: {what}" for rank, what in self.hangs.items()]
+        lines += [
+            f"rank {rank}: a wait for the device would hang at {bad} of {bad + good} places"
+            for rank, (bad, good) in self.hanging_waits.items()
+            if bad
+        ]
+        return "\n".join(lines) or "no race, no hang"
+
+
+def watch(work: Callable[[], object], *, times: int = 1) -> Report:
+    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
+    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
+
+    Streams that ``work`` uses must be made in it, but for those of a ``zeropp.ParallelModel``, such
+    as the one whose ``train_step`` it calls. All ranks must call this together.
+    """
+    begin = 0
+    with emulated() as device:
+        for _ in range(times):
+            begin = len(device.log.issued)
+            work()
+    log = device.log.issued
+    last = tuple(issued.what for issued in log[begin:] if issued.kind == "sync")
+    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], log, last)
+    gathered: list[tuple[list[str], list[Issued], tuple[str, ...]]] = [([], [], ())]
+    gathered *= dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    texts, issued_by, waited = zip(*gathered, strict=True)
+    logs = dict(enumerate(issued_by))
+    hangs = stuck(logs)
+    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
+    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
+    faults = tuple(chain.from_iterable(texts))
+    return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))
 
 
 def _wherever_imported(functions: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
@@ -208,106 +269,52 @@ def _read(device: VirtualDevice, name: str, original: Any) -> Any:
     return read
 
 
-def _collective(device: VirtualDevice, observer: Observer, original: Any) -> Any:
+def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
+    """The stand-in for a message, or for a collective that may be asynchronous."""
     signature = inspect.signature(original)
+    is_collective = "async_op" in signature.parameters
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if not signature.bind(*arguments, **keywords).arguments.get("async_op"):
+        if is_collective and not signature.bind(*arguments, **keywords).arguments.get("async_op"):
             return original(*arguments, **keywords)
         with observer.asynchronously() as issued:
             inner = original(*arguments, **keywords)
-        # By a rank that does not take part, or with others later; or an older name of the function,
-        # which has called the stand-in of the newer one.
+        # By a rank that does not take part, or with others later; or this has called a stand-in
+        # once more: that of a function's newer name, or its own in a mode for functions of torch.
         if not issued or isinstance(inner, _VirtualWork):
             return inner
+        event = _Stream(device, issued[-1]).record_event()
+        if not is_collective:
+            return _VirtualWork(event, (arguments, keywords), [inner])
         with device.unseen():  # gloo copies where it ends
             inner.wait()  # if the program forgets to, its memory may be gone by then
-        event = _Stream(device, issued[-1]).record_event()
-        return _VirtualWork(device, [], event, arguments)
+        return _VirtualWork(event, (arguments, keywords))
 
     return call
 
 
 def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
-    """The stand-in for what makes one kernel of several collectives, which are several here."""
+    """The stand-in for what makes one kernel of several messages, or of several collectives, which
+    are several here."""
 
     @contextmanager
-    def manager(group: Any = None, on: Any = None, async_ops: bool = False) -> Iterator[Any]:
+    def manager(
+        group: Any = None, on: Any = None, async_ops: bool = False
+    ) -> Iterator[_VirtualWork]:
         del group, on
         event = _Event(device)
-        with observer.asynchronously(async_ops) as issued:
-            yield _VirtualWork(device, [], event, None)
+        with observer.asynchronously(async_ops) as issued, observer.in_one_kernel():
+            yield _VirtualWork(event)
         if issued:
             event.record(_Stream(device, issued[-1]))
 
     return manager
 
 
-def _messages(device: VirtualDevice) -> dict[str, Any]:
-    """The stand-ins for functions of ``torch.distributed`` that send and receive, by name."""
-    originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
-
-    def single(kind: str) -> Any:
-        signature, end = inspect.signature(originals[kind]), "dst" if kind == "isend" else "src"
-
-        def issue(*arguments: Any, **keywords: Any) -> _VirtualWork:
-            bound = signature.bind(*arguments, **keywords).arguments
-            group: Any = bound.get("group") or dist.group.WORLD
-            peer = bound.get(end)
-            if peer is None:
-                peer = dist.get_global_rank(group, bound[f"group_{end}"])
-            call = partial(originals[kind], bound["tensor"], peer, group, bound.get("tag", 0))
-            return _issue(device, [(kind, bound["tensor"], peer, group, call)], alone=True)
-
-        return issue
-
-    singles = {kind: single(kind) for kind in originals}
-    names = {function: kind for kind, function in singles.items()}
-
+def _batch(coalesced: Any, original: Any) -> Any:
     def batch(operations: Sequence[Any]) -> list[_VirtualWork]:
-        calls = []
-        for operation in operations:
-            kind, group = names[operation.op], operation.group or dist.group.WORLD
-            call = partial(originals[kind], operation.tensor, operation.peer, group, operation.tag)
-            calls.append((kind, operation.tensor, operation.peer, group, call))
-        return [_issue(device, calls, alone=False)]
+        with coalesced(async_ops=True) as work:
+            work.inner, work.kept = original(operations), operations
+        return [work]
 
-    return {
-        **singles,
-        "send": lambda *arguments, **keywords: singles["isend"](*arguments, **keywords).wait(),
-        "recv": lambda *arguments, **keywords: singles["irecv"](*arguments, **keywords).wait(),
-        "batch_isend_irecv": batch,
-    }
-
-
-def _issue(
-    device: VirtualDevice,
-    calls: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]],
-    *,
-    alone: bool,
-) -> _VirtualWork:
-    """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on a stream of its
-    group, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
-    as in ``ProcessGroupNCCL::pointToPoint``. A message that is no part of a batch runs on that of
-    its pair, in a group that was not connected when it was made."""
-    group = calls[0][3]
-    name, rank = f"{group.group_desc} {group.group_name}", dist.get_rank()
-    stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
-    if alone and not device.races:
-        stream += f" {sorted((rank, calls[0][2]))}"
-    _Stream(device, stream).wait_stream(_Stream(device, device.current))
-    messages = []
-    tensors: dict[str, list[Tensor]] = {"isend": [], "irecv": []}
-    for kind, tensor, peer, *_ in calls:
-        device.record_stream(tensor, stream)
-        tensors[kind].append(tensor)
-        pair = (rank, peer) if kind == "isend" else (peer, rank)
-        content = f"{tuple(tensor.shape)} {tensor.dtype}"
-        messages.append(Message(key, *pair, content, size_of(tensor)))
-    what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in calls)
-    device.touch(stream, what, tensors["isend"], tensors["irecv"])
-    device.log.messages(stream, messages, what)
-    with DisableTorchFunction():  # a mode would give these to their stand-ins once more
-        inner = [call() for *_, call in calls]
-    event = _Stream(device, stream).record_event()
-    return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in calls])
+    return batch
