@@ -33,12 +33,11 @@ from zeropp.shape import ModelShape
 
 @dataclass(frozen=True)
 class Asked:
-    """The name of the preset to write, that of the machine's kind, a model of conf/model, and times
-    of a node's collectives that are used instead of measured ones."""
+    """The name of the preset to write, that of the machine's kind, and times of a node's
+    collectives that are used instead of measured ones."""
 
     name: str
     like: str
-    model: str
     tests: NodeTests
 
 
@@ -55,7 +54,7 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
         dist.init_process_group(backend, rendezvous, rank=local, world_size=ranks)
     else:
         dist.init_process_group(backend)
-    shape = preset("model", asked.model, ModelShape)
+    shape = preset("model", "llama_8b" if on_gpu else "llama_mini", ModelShape)
     times = Times(host=platform.node())
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with progress_line() as bar:

@@ -21,7 +21,7 @@ from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
 from benchmarks.studies.ratio_errors import priced_runs
-from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, PublishedRow
+from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
 from benchmarks.studies.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task
 from zeropp.layout import InfeasibleError
@@ -32,7 +32,6 @@ from zeropp.price.programs import program_as_run
 MOST_RUNS = 3
 _NEAREST = 3
 _UNLIKE = 20.0  # a ratio of measured and priced time that no machine of the kind explains
-_SPEEDS = ("time", "rate", "flops", "utilization")
 _FAR = 3.0  # of ``_distance``: other models, or other numbers of GPUs by a factor of some four
 
 
@@ -148,7 +147,7 @@ def nearest(question: Question) -> list[PublishedNear]:
     near = []
     for cells in priced_runs():
         same = cells["device"] == question.task.cluster.device.name
-        if same and METRICS[cells["metric"]].kind in _SPEEDS:
+        if same and METRICS[cells["metric"]].kind in SPEEDS:
             row = _row(cells)
             near.append((_distance(row, question), row, float(cells["predicted"])))
     near.sort(key=lambda found: found[0])

@@ -24,6 +24,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]+m")
 _BATCH = re.compile(
     rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
 )
+_GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
 _SAME = 0.01  # two batches: nanotron rounds them to three digits
 
 
@@ -126,6 +127,12 @@ def measurement(text: str, step: Step) -> Measurement:
 
 def _of_log(path: Path, text: str, step: Step) -> Measurement:
     plain = _ESCAPES.sub("", text)
+    gpus = [int(number) for number in _GPUS.findall(plain)]
+    if gpus and gpus[-1] != step.num_gpus:
+        raise SpecError(
+            f"--measured {path}: ran on {gpus[-1]} GPUs and the configuration has {step.num_gpus} "
+            f'(give --measured "{path} num_gpus={gpus[-1]}")'
+        )
     for said in (plain, *(re.sub(r"\r?\n", blank, plain) for blank in ("", " "))):
         for form in _FORMS:
             numbers = _of_batch(path, form, said, step)

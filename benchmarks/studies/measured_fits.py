@@ -33,6 +33,7 @@ from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.progress import track
 from benchmarks.studies.validation.cases import EIGHT_BIT, case_of, plan_of
 from benchmarks.studies.validation.rows import (
+    SPEEDS,
     PublishedRow,
     UnpredictableError,
     read_rows,
@@ -44,7 +45,6 @@ TABLES = (
     "internevo_a100_a800", "llm_foundry_fsdp", "simumax_b200", "bloom_tune_up",
 )  # fmt: skip
 RUNS, PREDICTED, DRAWS = 3, 30, 5
-_SPEEDS = ("time", "rate", "flops", "utilization")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def clusters(path: Path) -> dict[str, list[Published]]:
     groups: dict[str, list[Published]] = defaultdict(list)
     seen = set()
     for row in (line.row for line in read_rows(path)):
-        if row is None or row.measure.kind not in _SPEEDS or row.run in seen:
+        if row is None or row.measure.kind not in SPEEDS or row.run in seen:
             continue
         try:
             case = case_of(row)
