@@ -74,7 +74,7 @@ _HARMLESS = (
     *("--use-checkpoint", "--override-opt", "--finetune", "--initial-loss-scale", "--loss-scale"),
     *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
-    *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis"),
+    *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis", "--no-check-for-nan"),
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
 )

@@ -95,6 +95,21 @@ def sizes(model: dict[str, object]) -> dict[str, object]:
     return {key: model[key] for key in SHAPE_8B}
 
 
+def test_torchtitan_as_it_was_before_its_section_of_degrees() -> None:
+    """Degrees stood in two other sections until February 2025."""
+    new, names = torchtitan.read(TOML, 16), ("tensor_parallel_degree", "pipeline_parallel_degree")
+    lines = [line for line in TOML.splitlines() if not line.startswith(names)]
+    moved = [line for line in TOML.splitlines() if line.startswith(names)]
+    assert len(moved) == 2
+    text = "\n".join(lines).replace("[training]", f"[training]\n{moved[0]}")
+    text += f"\n[experimental]\n{moved[1]}\n[float8]\nenable_float8_linear = true\n"
+    old = torchtitan.read(text, 16)
+    assert (old.knobs, old.settings) == (new.knobs, new.settings)
+    assert set(old.named) - set(new.named) == {
+        "float8.enable_float8_linear: no price for 8-bit products; priced in bf16"
+    }
+
+
 def test_torchtitan() -> None:
     reading = torchtitan.read(TOML, None)
     assert sizes(reading.model) == SHAPE_8B
