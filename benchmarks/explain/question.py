@@ -140,6 +140,11 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
             "of Megatron-LM's tests "
             "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
         )
+    if "config" in tree["model"]:
+        raise SpecError(
+            f"{path}: a recipe of NeMo 2 is not read (give Megatron-LM's arguments after --, or the "
+            "run_config.yaml of Megatron-Bridge)"
+        )
     return megatron.read_nemo(tree, num_gpus)
 
 

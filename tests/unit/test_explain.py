@@ -467,6 +467,7 @@ def test_what_accelerate_leaves_open_is_refused(
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
         ("x.yaml", "model: m\ntrainer: {}", "not a YAML file of NeMo"),
         ("x.yaml", "model: m\ntrain: {steps: 9}", "not a YAML file of NeMo"),
+        ("x.yaml", "model: {config: {seq_length: 8192}}\ntrainer: {}", "a recipe of NeMo 2"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
         ("a.toml", "# nothing\n", "a TOML without keys"),
