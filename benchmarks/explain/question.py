@@ -142,8 +142,8 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
         )
     if "config" in tree["model"]:
         raise SpecError(
-            f"{path}: a recipe of NeMo 2 is not read (give Megatron-LM's arguments after --, or the "
-            "run_config.yaml of Megatron-Bridge)"
+            f"{path}: a recipe of NeMo 2 is not read (give Megatron-LM's arguments after --, or "
+            "the run_config.yaml of Megatron-Bridge)"
         )
     return megatron.read_nemo(tree, num_gpus)
 
