@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -21,6 +22,8 @@ import yaml
 from rich.console import Console
 
 from benchmarks.explain.answer import answer
+from benchmarks.explain.measured import compare
+from benchmarks.explain.measured_screen import show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show
 from benchmarks.records.simulated import TABLE
@@ -54,6 +57,7 @@ _TABLE = re.compile(
 )
 _VALUE = re.compile(r"(<!-- value: (\w+) (\S+) -->).*?(<!-- end of value -->)", flags=re.DOTALL)
 _RANKS, _MICROBATCHES = 4, 8
+_TIMES = ("4900tokens/s/GPU", "5150tokens/s/GPU num_gpus=64 global_batch=256")  # on docs/explain.md
 
 
 def filled(text: str) -> str:
@@ -520,12 +524,23 @@ def main() -> None:
 
 
 def _explained(words: list[str]) -> None:
-    """Draw what ``zeropp explain`` prints for the example of its page."""
-    console = Console(record=True, width=100, file=StringIO(), highlight=False)
+    """Draw what ``zeropp explain`` prints for the examples of its page, without and with a
+    measurement."""
     file = _DOCS / "examples" / "llama3_8b.toml"
-    show(answer(ask([str(file)], words, [])), console, verbose=False)
-    title = f"zeropp explain {file.name} {' '.join(words)}"
-    console.save_svg(str(_IMAGES / "explain.svg"), title=title, unique_id="explain")
+    asked = [str(file)], words, list[str]()
+    question, title = ask(*asked), f"zeropp explain {file.name} {' '.join(words)}"
+    with _terminal("explain", title) as console:
+        show(answer(question), console, verbose=False)
+    with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
+        show_measured(compare(question, _TIMES, *asked), console)
+
+
+@contextmanager
+def _terminal(name: str, title: str) -> Iterator[Console]:
+    """A console whose text becomes a picture."""
+    console = Console(record=True, width=100, file=StringIO(), highlight=False)
+    yield console
+    console.save_svg(str(_IMAGES / f"{name}.svg"), title=title, unique_id=name)
 
 
 if __name__ == "__main__":

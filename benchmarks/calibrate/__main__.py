@@ -6,7 +6,7 @@ cluster=NAME, and a page about them, results/reports/calibrate_NAME.md.
     python -m benchmarks.calibrate --name my_laptop --ranks 2       # CPUs, over gloo
 
 It takes up to five minutes on GPUs, and half a minute on CPUs. Kernels are those of a block of
---model. Exit status 0, or 2 on bad input.
+llama_8b, on CPUs of llama_mini. Exit status 0, or 2 on bad input.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks import CHECKOUT
+from benchmarks.calibrate.constants import MEASURED
 from benchmarks.calibrate.nccl_tests import read_tests
 from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.reading import preset
 from zeropp.cluster import Cluster
-from zeropp.shape import ModelShape
 
 
 def main() -> int:
@@ -43,7 +44,6 @@ def _calibrate() -> int:
     )
     parser.add_argument("--name", required=True, help="of the preset that is written")
     parser.add_argument("--like", default="", help="the preset of the machine's kind")
-    parser.add_argument("--model", default="", help="of conf/model (GPUs: llama_8b)")
     parser.add_argument("--ranks", type=int, default=0, help="without torchrun (GPUs: all)")
     parser.add_argument(
         "--nccl-tests", nargs="+", default=[], type=Path, metavar="FILE",
@@ -53,13 +53,16 @@ def _calibrate() -> int:
     on_gpu = torch.cuda.is_available()
     if not re.fullmatch(r"\w+", given.name):
         raise SpecError(f"--name {given.name}: must consist of letters, digits and _")
+    if given.ranks < 0:
+        raise SpecError(f"--ranks {given.ranks}: must be at least 1")
+    own = CHECKOUT / "conf" / "cluster" / f"{given.name}.yaml"
+    if own.is_file() and not own.read_text(encoding="utf-8").startswith(MEASURED):
+        raise SpecError(f"--name {given.name}: a preset that was not measured (take another name)")
     if on_gpu and not given.like:
         raise SpecError("--like: name the preset of these GPUs' kind, such as h100")
-    model = given.model or ("llama_8b" if on_gpu else "llama_mini")
     tests = read_tests(given.nccl_tests)
-    asked = Asked(given.name, given.like or "cpu_gloo", model, tests)
+    asked = Asked(given.name, given.like or "cpu_gloo", tests)
     preset("cluster", asked.like, Cluster)
-    preset("model", asked.model, ModelShape)
     ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
     if "RANK" in os.environ:
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])

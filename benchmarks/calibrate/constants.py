@@ -24,6 +24,7 @@ _SLOW_RANK = 1.05  # times the median of the ranks: a device that clocks lower, 
 _SLOW_LINK = 1.2
 _LESS = 0.8  # of the preset's rate
 _UNSTEADY = 0.15  # a spread beyond which a constant is not to be relied on
+MEASURED = "# Measured on"  # how the files of this command begin
 _LARGE = 2**20  # bytes from which on a collective's time tells its rate
 
 
@@ -156,7 +157,7 @@ def preset_text(cluster: Cluster, constants: Sequence[Constant], machine: str) -
     tree["device"] = {k: v for k, v in tree["device"].items() if k != "newer"}
     spreads = {constant.place: constant.spread for constant in constants}
     lines = [
-        f"# Measured on {date.today()} by python -m benchmarks.calibrate on {machine}. Lines with",
+        f"{MEASURED} {date.today()} by python -m benchmarks.calibrate on {machine}. Lines with",
         "# a spread were measured: that of repetitions (quartiles), or of the farthest rank. Other",
         "# lines are those of the preset of the machine's kind.",
     ]
@@ -181,12 +182,12 @@ def wrong(ranks: Sequence[Times], constants: Sequence[Constant], preset: Cluster
                 "other ranks (a lower clock, a power limit, or another process on the device?)"
             )
     lines += _slow_links(ranks)
+    if unsteady := [f"{c.place} ({c.spread:.0%})" for c in constants if c.spread > _UNSTEADY]:
+        lines.append(
+            f"not steady, by their spread: {', '.join(unsteady)}; measure again with nothing else "
+            "running"
+        )
     for constant in constants:
-        if constant.spread > _UNSTEADY:
-            lines.append(
-                f"{constant.place}: not steady (spread {constant.spread:.0%}); measure again with "
-                "nothing else running"
-            )
         rates = constant.place.endswith(("tflops", "efficiency", "gb_s"))
         if rates and constant.value < _LESS * constant.preset and not preset.device.is_cpu:
             nics = " (is every NIC used?)" if constant.place.startswith("inter") else ""

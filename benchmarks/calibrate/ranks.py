@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks import CHECKOUT
 from benchmarks.calibrate.constants import (
@@ -30,12 +33,11 @@ from zeropp.shape import ModelShape
 
 @dataclass(frozen=True)
 class Asked:
-    """The name of the preset to write, that of the machine's kind, a model of conf/model, and times
-    of a node's collectives that are used instead of measured ones."""
+    """The name of the preset to write, that of the machine's kind, and times of a node's
+    collectives that are used instead of measured ones."""
 
     name: str
     like: str
-    model: str
     tests: NodeTests
 
 
@@ -52,7 +54,7 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
         dist.init_process_group(backend, rendezvous, rank=local, world_size=ranks)
     else:
         dist.init_process_group(backend)
-    shape = preset("model", asked.model, ModelShape)
+    shape = preset("model", "llama_8b" if on_gpu else "llama_mini", ModelShape)
     times = Times(host=platform.node())
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with progress_line() as bar:
@@ -114,13 +116,23 @@ def _write(ranks: list[Times], asked: Asked, shape: ModelShape, *, half: bool) -
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, preset_text(cluster, constants, machine))
     write_atomically(page, _page(ranks, constants, like, machine, shape))
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    table = Table(title=f"Measured: {machine}", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("constant", "measured", "spread", f"preset {like.name}"):
+        table.add_column(heading, justify="left" if heading == "constant" else "right")
+    for row in _rows(constants):
+        table.add_row(*row)
+    console.print(table)
     for line in wrong(ranks, constants, like):
-        print(f"looks wrong: {line}")
-    print(f"wrote {_relative(file)} and {_relative(page)}")
+        console.print(f"Looks wrong: {line}", style="yellow")
+    console.print(
+        f"Wrote {file.relative_to(CHECKOUT)}, which every command takes as cluster={asked.name}, "
+        f"and {page.relative_to(CHECKOUT)} with all times."
+    )
 
 
-def _relative(path: Path) -> Path:
-    return path.relative_to(CHECKOUT)
+def _rows(constants: list[Constant]) -> list[tuple[str, str, str, str]]:
+    return [(c.place, f"{c.value:.4g}", f"{c.spread:.0%}", f"{c.preset:.4g}") for c in constants]
 
 
 def _page(
@@ -129,7 +141,7 @@ def _page(
     """The constants beside the preset's, what looks wrong, and every time that was measured."""
     lines = [f"# Measured: {machine}", "", f"| constant | measured | spread | {like.name} |",
              "| --- | ---: | ---: | ---: |"]  # fmt: skip
-    lines += [f"| {c.place} | {c.value:.4g} | {c.spread:.0%} | {c.preset:.4g} |" for c in constants]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(constants)]
     lines += ["", "## What looks wrong", ""]
     lines += [f"- {line}" for line in wrong(ranks, constants, like)] or ["Nothing."]
     first = ranks[0]

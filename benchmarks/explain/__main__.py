@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import inf
 
+from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
 
 _DIALECTS = ("torchtitan", "megatron", "overrides")
@@ -57,6 +59,8 @@ def _explain() -> int:
     )
     parser.add_argument("--tokens", type=float, metavar="N", help="how long N tokens would take")
     given = parser.parse_args(words[:split])
+    if given.tokens is not None and not 0 < given.tokens < inf:
+        raise SpecError(f"--tokens {given.tokens:g}: must be finite and above 0")
     from rich.console import Console
 
     from benchmarks.explain.answer import answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading
@@ -27,14 +27,8 @@ HARMLESS = (
 )
 
 
-def read(text: str, num_gpus: int | None) -> Reading:
+def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What a ``config.json`` says; raises SpecError, in one line, for a model without a price."""
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"not a JSON file: {error}") from None
-    if not isinstance(values, dict):
-        raise SpecError(f"a JSON {type(values).__name__}: must be an object, as a config.json is")
     if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
         raise SpecError("DeepSpeed's file has no model: give its config.json, too")
     kind = values.get("model_type", "")
@@ -60,7 +54,7 @@ def read(text: str, num_gpus: int | None) -> Reading:
     return reading
 
 
-def _sliding_window(keys: Keys, values: dict[str, Any], reading: Reading) -> None:
+def _sliding_window(keys: Keys, values: Mapping[str, Any], reading: Reading) -> None:
     """A window that is as long as the sequence, or is not used, changes nothing."""
     window = values.get("sliding_window")
     if window is None or values.get("use_sliding_window") is False:

@@ -21,7 +21,7 @@ from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
 from benchmarks.studies.ratio_errors import priced_runs
-from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, PublishedRow
+from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
 from benchmarks.studies.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task
 from zeropp.layout import InfeasibleError
@@ -32,15 +32,16 @@ from zeropp.price.programs import program_as_run
 MOST_RUNS = 3
 _NEAREST = 3
 _UNLIKE = 20.0  # a ratio of measured and priced time that no machine of the kind explains
-_SPEEDS = ("time", "rate", "flops", "utilization")
 _FAR = 3.0  # of ``_distance``: other models, or other numbers of GPUs by a factor of some four
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, what was measured of it, and its step's seconds with the fitted constants."""
+    """A run, the words in which it differs from the question, what was measured of it, and its
+    step's seconds by the preset and with the fitted constants."""
 
     task: Task
+    words: str
     measured: Measurement
     priced_s: float
     fitted_s: float
@@ -88,24 +89,27 @@ def compare(
     with progress_line() as bar:
         line = bar.add_task("the measured runs", total=None)
         measured = [_measured(text, files, words, arguments) for text in texts]
-        if any(of.task.cluster != question.task.cluster for of, _, _ in measured):
+        if any(of.task.cluster != question.task.cluster for of, *_ in measured):
             raise SpecError("--measured: all runs must be on the same cluster as the question")
-        runs = [run for _, _, run in measured]
+        runs = [run for *_, run in measured]
         bar.update(line, description="constants that explain them")
         fitted = fit(runs)
         bar.update(line, description="causes that explain them")
         causes = explain(runs)
     beside = [
-        MeasuredRun(asked.task, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
-        for asked, of, run in measured
+        MeasuredRun(asked.task, own, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
+        for asked, own, of, run in measured
     ]
     return Comparison(beside, causes, fitted, nearest(measured[0][0]))
 
 
 def _measured(
     text: str, files: Sequence[str], words: Sequence[str], arguments: Sequence[str]
-) -> tuple[Question, Measurement, Run]:
-    first, *others = shlex.split(text) or [""]
+) -> tuple[Question, str, Measurement, Run]:
+    try:
+        first, *others = shlex.split(text) or [""]
+    except ValueError as error:
+        raise SpecError(f"--measured {text}: {error}") from None
     own = [word for word in others if "=" in word]
     value = " ".join([first, *(word for word in others if "=" not in word)])
     question = ask(files, [*words, *own], arguments)
@@ -123,7 +127,7 @@ def _measured(
             "probably not of this run or in this unit, so nothing is fitted (check the unit, or "
             "add the words in which that run differs)"
         )
-    return question, measured, run
+    return question, " ".join(own), measured, run
 
 
 def priced(plan: Plan, task: Task) -> Priced:
@@ -143,7 +147,7 @@ def nearest(question: Question) -> list[PublishedNear]:
     near = []
     for cells in priced_runs():
         same = cells["device"] == question.task.cluster.device.name
-        if same and METRICS[cells["metric"]].kind in _SPEEDS:
+        if same and METRICS[cells["metric"]].kind in SPEEDS:
             row = _row(cells)
             near.append((_distance(row, question), row, float(cells["predicted"])))
     near.sort(key=lambda found: found[0])

@@ -20,7 +20,7 @@ def show_measured(comparison: Comparison, console: Console) -> None:
     """Print the runs, the causes, the constants, and the nearest published runs."""
     table = table_of("Measured beside the price")
     table.add_column("measured", overflow="fold")
-    for heading in ("step s", "tokens/s/GPU", "priced s", "of priced", "fitted s"):
+    for heading in ("step s", "tokens/s/GPU", "priced s", "times priced", "fitted s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
         table.add_row(
@@ -32,16 +32,15 @@ def show_measured(comparison: Comparison, console: Console) -> None:
             f"{run.fitted_s:.3f}",
         )
     console.print(table)
-    _print_causes(comparison, console)
-    _print_constants(comparison, console)
-    _print_nearest(comparison, console)
+    for part in (_print_causes, _print_constants, _print_nearest):
+        part(comparison, console)
+        console.print()
 
 
 def _source(run: MeasuredRun) -> str:
     measured = run.measured
-    if measured.steps == 1:
-        return measured.source
-    return f"{measured.source} ({measured.steps} steps, spread {100 * measured.spread:.1f} %)"
+    lines = f" ({measured.lines} lines, spread {100 * measured.spread:.1f} %)"
+    return f"{measured.source}{lines if measured.lines else ''} {run.words}".rstrip()
 
 
 def _print_causes(comparison: Comparison, console: Console) -> None:
@@ -50,10 +49,17 @@ def _print_causes(comparison: Comparison, console: Console) -> None:
         if cause.probability < _LEAST_PROBABILITY:
             continue
         steps = ", ".join(f"{step_s:.3f}" for step_s in cause.steps_s)
-        words = f": {cause.words} (a step would take {steps} s)" if cause.words else ""
+        words = f": {cause.words} (then {steps} s per step)" if cause.words else ""
         indented(f"{100 * cause.probability:3.0f} %  {cause.cause}{words}", console)
-    if comparison.causes[0].probability < _SURE:
+    first = comparison.causes[0]
+    if first.probability < _SURE:
         console.print("None stands out; runs that differ more in GPUs or degrees would tell more.")
+    elif first.words and first.cause not in {constant.cause for constant in CONSTANTS}:
+        console.print(
+            f"The likeliest, {first.cause}, is none of the constants that are fitted below: mend "
+            "it, or say it in the configuration, and measure again before relying on them.",
+            style="yellow",
+        )
 
 
 def _print_constants(comparison: Comparison, console: Console) -> None:
@@ -104,7 +110,8 @@ def show_training(
     task, step_s = answer.question.task, answer.asked.step_s
     training = Training.of(tokens, task, step_s)
     words = (
-        f"For {tokens:.3g} tokens: {training.days:,.1f} days, {training.gpu_hours:,.0f} GPU-hours"
+        f"For {tokens / 1e9:,g} billion tokens: {training.days:,.1f} days, "
+        f"{training.gpu_hours:,.0f} GPU-hours"
     )
     if comparison is not None:
         plan = answer.asked.result.plan

@@ -74,7 +74,7 @@ _HARMLESS = (
     *("--use-checkpoint", "--override-opt", "--finetune", "--initial-loss-scale", "--loss-scale"),
     *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
-    *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis"),
+    *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis", "--no-check-for-nan"),
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
 )
@@ -343,13 +343,9 @@ _NEMO_TRAINER = tuple(  # keys of ``trainer`` that change neither time nor memor
 )
 
 
-def read_nemo(text: str, num_gpus: int | None) -> Reading:
+def read_nemo(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What a NeMo YAML with ``model`` and ``trainer`` says (NeMo 1, as in NVIDIA's recipes)."""
-    try:
-        tree = yaml.safe_load(text)
-        model, trainer = tree["model"], tree["trainer"]
-    except (yaml.YAMLError, TypeError, KeyError) as error:
-        raise SpecError(f"not a YAML file with model and trainer: {error}") from None
+    model, trainer = tree["model"], tree["trainer"]
     values: Arguments = {flag: model[key] for key, flag in _NEMO.items() if model.get(key)}
     values |= {"--hidden-dropout": model.get("hidden_dropout", 0)}
     values |= {"--attention-dropout": model.get("attention_dropout", 0)}

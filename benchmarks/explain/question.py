@@ -89,7 +89,8 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
     if path.suffix == ".json":
-        return _record(text) or huggingface.read(text, num_gpus)
+        tree = _tree(path, text)
+        return _record(tree) or huggingface.read(tree, num_gpus)
     if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
         return _read_yaml(path, text, num_gpus)
     if path.suffix == ".py":
@@ -110,11 +111,11 @@ def _text(path: Path) -> str:
 
 def _tree(path: Path, text: str) -> dict[str, Any]:
     """The mapping that a JSON or YAML file holds."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise SpecError(f"{path}: not a YAML file: {words}") from None
+    try:  # YAML has no tabs, which people's JSON has
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        kind, words = path.suffix[1:].upper(), " ".join(str(error).split())
+        raise SpecError(f"{path}: not a {kind} file: {words}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: must hold keys with values")
     return tree
@@ -132,24 +133,30 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
             "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
             "contender=fsdp"
         )
-    if "model" in tree and "train" in tree:
+    tables = {key for key, value in tree.items() if isinstance(value, dict)}
+    if {"model", "train"} <= tables:
         return megatron.read_bridge(tree, num_gpus)
-    if "model" not in tree or "trainer" not in tree:
+    if not {"model", "trainer"} <= tables:
         raise SpecError(
             f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-Bridge (model, train), "
             "of Megatron-LM's tests "
             "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
         )
-    return megatron.read_nemo(text, num_gpus)
+    if "config" in tree["model"]:
+        raise SpecError(
+            f"{path}: a recipe of NeMo 2 is not read (give Megatron-LM's arguments after --, or "
+            "the run_config.yaml of Megatron-Bridge)"
+        )
+    return megatron.read_nemo(tree, num_gpus)
 
 
 def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
     """The reading of a model's ``config.json`` and the file of its trainer, in either order."""
     trees = [_tree(path, _text(path)) for path in paths]
-    (config, _), (trainer, tree) = sorted(
+    (_, config), (trainer, tree) = sorted(
         zip(paths, trees, strict=True), key=lambda pair: "model_type" not in pair[1]
     )
-    model = huggingface.read(_text(config), num_gpus)
+    model = huggingface.read(config, num_gpus)
     if "distributed_type" in tree:
         return trainers.accelerate(tree, model, num_gpus)
     if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
@@ -157,13 +164,9 @@ def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
     raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
 
 
-def _record(text: str) -> Reading | None:
-    """What a record of this suite says; None if the text is none."""
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    spec = values.get("spec") if isinstance(values, dict) else None
+def _record(values: Mapping[str, Any]) -> Reading | None:
+    """What a record of this suite says; None if the values are none."""
+    spec = values.get("spec")
     if not isinstance(spec, dict):
         return None
     knobs = dict(spec["contender"])

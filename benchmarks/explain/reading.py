@@ -84,14 +84,15 @@ class Keys:
         """Say of every key that is left whether it changes a price.
 
         ``neutral`` has the value with which a key changes nothing, and what it changes otherwise;
-        ``harmless`` are beginnings of keys that change nothing with any value. All others are named
-        as unknown.
+        ``harmless`` are beginnings of keys that change nothing with any value, as null does for
+        any key. All others are named as unknown.
         """
         beginnings = tuple(harmless)
         for key, value in self._left.items():
             nothing, why = neutral.get(key, (None, ""))
             setting = self._spelled(key) if value is True else f"{self._spelled(key)}={value}"
-            if (why and value == nothing) or (not why and key.startswith(beginnings)):
+            harmless_key = value is None or (not why and key.startswith(beginnings))
+            if harmless_key or (why and value == nothing):
                 reading.harmless.append(setting)
             else:
                 reading.named.append(f"{setting}: {why or UNKNOWN}")

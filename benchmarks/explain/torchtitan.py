@@ -44,9 +44,15 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+# Where the degrees stood until February 2025.
+_OLD = re.compile(
+    r"^(training|experimental)\.(?=(data|tensor|pipeline|context)_parallel_|enable_async_tensor)"
+)
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "model.converters": ([], "no price for 8-bit products; priced in bf16"),
+    "float8.enable_float8_linear": (False, "no price for 8-bit products; priced in bf16"),
+    "model.norm_type": ("rmsnorm", "priced as RMSNorm"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
     "training.enable_cpu_offload": (False, "no price for the host's memory"),
@@ -87,7 +93,7 @@ def read(text: str, num_gpus: int | None) -> Reading:
         raise SpecError(f"not a TOML file: {error}") from None
     if not values:
         raise SpecError("a TOML without keys (give torchtitan's, such as model.flavor)")
-    return _read(values, text, num_gpus)
+    return _read({_OLD.sub("parallelism.", key): v for key, v in values.items()}, text, num_gpus)
 
 
 def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -> Reading:

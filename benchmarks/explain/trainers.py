@@ -13,34 +13,45 @@ from benchmarks.specification import SpecError
 
 _NANOTRON_NEUTRAL: dict[str, tuple[Any, str]] = {
     "parallelism.expert_parallel_size": (1, "experts"),
+    "parallelism.moe_layer_recompute": (False, "experts"),
     "parallelism.tp_linear_async_communication": (False, "priced without this overlap"),
     "optimizer.accumulate_grad_in_fp32": (True, "gradients are priced in fp32"),
     "parallelism.tp_recompute_allgather": (True, "gathered inputs are not kept"),
     "parallelism.recompute_layer": (False, "recomputation"),
     "model.make_vocab_size_divisible_by": (1, "the vocabulary is priced without padding"),
 }
+_NANOTRON_MODEL = ("is_", "_attn_implementation", "z_loss", "no_rope_layer", "_use_")
 _NANOTRON_HARMLESS = (
     *("checkpoints.", "data_stages", "general.", "lighteval", "logging.", "profiler", "tokenizer."),
     *("optimizer.learning_rate", "optimizer.optimizer_factory", "optimizer.clip_grad"),
     *("optimizer.weight_decay", "model.init_method", "tokens.train_steps", "tokens.val_", "s3_"),
     *("tokens.limit_", "model.ddp_bucket_cap_mb", "metrics_logging", "optimizer.adam"),
 )
+_DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
     "zero_optimization.offload_param.device": ("none", "no price for the host's memory"),
     "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
+    "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "zero_optimization.zero_hpz_partition_size": (1, "no second copy of the parameters"),
 }
 _DEEPSPEED_HARMLESS = (
     *("optimizer.", "scheduler.", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
-    *("fp16.", "bf16.", "zero_allow_untested", "zero_optimization.contiguous_gradients"),
+    *(
+        "fp16.",
+        "bf16.",
+        "torch_autocast.lower",
+        "zero_allow_untested",
+        "zero_optimization.contiguous_gradients",
+    ),
     *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
     *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
 )
+_DEGREES = "parallelism_config.parallelism_config_"
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
     "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
     "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
@@ -49,9 +60,11 @@ _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
         "priced with a unit per block",
     ),
     "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
     "downcast_bf16": ("no", "parameters in another type"),
 }
 _ACCELERATE_HARMLESS = (
+    f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
     *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
     *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
     *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
@@ -83,7 +96,7 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     reading.free, reading.batch_per_replica = "replicate", local
     reading.model = huggingface.llama(config, "llama")
     reading.model["seq"] = keys.needed("tokens.sequence_length")
-    config.sort_rest(reading, huggingface.NEUTRAL, (*huggingface.HARMLESS, "is_llama_config"))
+    config.sort_rest(reading, huggingface.NEUTRAL, (*huggingface.HARMLESS, *_NANOTRON_MODEL))
     reading.settings = {"num_gpus": gpus, "global_batch": local * replicate // slices}
     reading.settings |= {"microbatch_size": size}
     half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
@@ -111,13 +124,19 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     if num_gpus is None:
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
     # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
-    keys = Keys({key: value for key, value in flat(tree).items() if value != "auto"})
+    said = flat(tree)
+    keys = Keys({key: value for key, value in said.items() if value != "auto"})
     reading = model
     stage = keys.number("zero_optimization.stage", 0) or 0
     tp = keys.number("tensor_parallel.autotp_size", 1) or 1
     replicate = share_of_ranks(num_gpus, {"tp": tp})
-    half = [keys.take(f"{name}.enabled", False) for name in ("bf16", "fp16")]
-    reading.settings["precision"] = "bf16" if any(half) else "fp32"
+    taken = [keys.take(f"{name}.enabled", False) for name in _DEEPSPEED_HALF]
+    if (half := any(taken)) or "auto" not in [
+        said.get(f"{name}.enabled") for name in _DEEPSPEED_HALF
+    ]:
+        reading.settings["precision"] = "bf16" if half else "fp32"
+    else:
+        reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
     if stage == 3:
         if tp > 1:
             raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
@@ -130,7 +149,7 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
         reading.knobs["compile"] = False
         if sums := keys.take("data_types.grad_accum_dtype"):
             reading.knobs["grad_accum_dtype"] = sums
-        elif any(half):  # DeepSpeed takes the type of the model
+        elif reading.settings["precision"] == "bf16":  # DeepSpeed takes the type of the model
             reading.knobs["grad_accum_dtype"] = "bf16"
     reading.free = "shard" if stage == 3 else "replicate"
     _without_recomputation(reading)
@@ -169,9 +188,19 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     if keys.take("fsdp_config.fsdp_version", 1) == 1:
         model.named.append("fsdp_version=1: priced as FSDP2")
     machines = keys.number("num_machines", 1) or 1
-    gpus = num_gpus or keys.needed("num_processes")
-    keys.take("num_processes")
-    replicate = machines if strategy == "HYBRID_SHARD" else 1
+    gpus = keys.number("num_processes", num_gpus)
+    if not (gpus := num_gpus or gpus):
+        raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
+    own, tp, cp = (
+        keys.number(f"{_DEGREES}{name}_size", 1) or 1 for name in ("dp_replicate", "tp", "cp")
+    )
+    if tp > 1:
+        raise SpecError(
+            f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "
+            f"contender=torchtitan contender.tp={tp} with the config.json alone)"
+        )
+    model.slice_sequences(f"{_DEGREES}cp_size", cp)
+    replicate = machines if strategy == "HYBRID_SHARD" else own
     model.contender, model.free = "fsdp", "shard"
     model.knobs = {"shard": share_of_ranks(gpus, {"replicate": replicate}), "replicate": replicate}
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
@@ -179,7 +208,10 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         model.knobs["recompute"] = "full"
     else:
         _without_recomputation(model)
-    precision = str(keys.take("mixed_precision", "no"))
+    if (precision := str(keys.take("mixed_precision", "no"))) == "no":
+        model.derived.append(
+            "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
+        )
     model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
     if precision == "fp8":
         model.named.append("mixed_precision=fp8: no price for 8-bit products; priced in bf16")

@@ -102,8 +102,8 @@ def _with_traits(**traits: Any) -> Callable[[Priced], float]:
 
 def _recomputing(recompute: Recompute) -> Callable[[Priced], float]:
     def step_s(run: Priced) -> float:
-        plan = replace(run.plan, recompute=recompute, recomputed=())
-        return replace(run, plan=plan).step_s()
+        changed = replace(run, plan=replace(run.plan, recompute=recompute, recomputed=()))
+        return changed.step_s() if changed.fits() or not run.fits() else run.step_s()
 
     return step_s
 
@@ -140,7 +140,7 @@ VARIANTS = (
     Variant("precision", "products of 16 bits", _with_bits(16)),
     Variant("precision", "products of 8 bits", _with_bits(8)),
     *(
-        Variant("data", f"{lost:.0%} of a step's time lost between steps", _slowed(lost))
+        Variant("data", f"a wait between steps of {100 * lost:.0f} % of their time", _slowed(lost))
         for lost in _LOST
     ),
 )

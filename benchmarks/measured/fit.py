@@ -24,7 +24,7 @@ from zeropp.cluster import Cluster, Device
 from zeropp.plan import Plan
 from zeropp.price import price_plan
 from zeropp.price.programs import Program
-from zeropp.price.simulator import simulate
+from zeropp.price.simulator import SimResult, simulate
 
 Array = npt.NDArray[np.float64]
 
@@ -121,8 +121,15 @@ class Priced:
     @lru_cache(maxsize=4096)  # noqa: B019 (few runs are priced, each with few constants)
     def step_s(self) -> float:
         """Seconds of the simulated step."""
+        return self._simulated().step_s
+
+    def fits(self) -> bool:
+        """Whether every rank's peak is within the device's memory for tensors."""
+        return self._simulated().peak_bytes <= self.cluster.device.usable_bytes
+
+    def _simulated(self) -> SimResult:
         price = price_plan(self.plan, self.cluster, self.program)
-        return simulate(self.plan, self.cluster, price=price).step_s
+        return simulate(self.plan, self.cluster, price=price)
 
     def with_factors(self, factors: Sequence[float]) -> Priced:
         """The same run with factors on ``CONSTANTS``."""

@@ -1,8 +1,10 @@
 """Reads how long a step took: a number with its unit, or a trainer's log.
 
-Lines of a log are found by their form, so nothing has to be said about the trainer. The first half
-of the lines is left out, because it has compilation and warm-up, and the median of the others
-counts, because steps with a checkpoint are not of interest.
+What a log says of a step is found by its form, so nothing has to be said about the trainer. The
+first half of what was found is left out, because it has compilation and warm-up, and the median of
+the rest counts, because steps with a checkpoint are not of interest. Where a log says a global
+batch, only steps with the configuration's count. Colours, and prefixes of ranks and times, do not
+matter; a terminal's line breaks are undone where no line fits as it stands.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from statistics import median, quantiles
 
 from benchmarks.specification import SpecError
 
-_NUMBER = r"([0-9][0-9,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
+_NUMBER = r"([0-9][0-9,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?[KM]?)"
+# Colours and movements of the cursor, also as text that has lost its escape.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]+m")
+_BATCH = re.compile(
+    rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
+)
+_GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
+_SAME = 0.01  # two batches: nanotron rounds them to three digits
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ _UNITS: dict[str, Callable[[float, Step], float]] = {
     "s": lambda number, step: number,
     "ms": lambda number, step: number / 1e3,
     "tokens/s": lambda number, step: step.global_batch * step.seq / number,
-    "tokens/s/GPU": lambda number, step: step.global_batch * step.seq / step.num_gpus / number,
+    "tokens/s/gpu": lambda number, step: step.global_batch * step.seq / step.num_gpus / number,
     "samples/s": lambda number, step: step.global_batch / number,
 }
 
@@ -47,34 +56,51 @@ class _Form:
     unit: str
 
 
-# The forms, read in logs and sources of torchtitan 0.2 and 0.3, Megatron-LM and Megatron-Bridge of
-# 2024 to 2026, NeMo 1 and 2, nanotron 0.4 and 0.5, DeepSpeed 0.6 to 0.19. Where a line fits
-# several, the first counts.
+# The forms, read in logs and sources of torchtitan of 2024 (wps) to 0.3, Megatron-LM, GPT-NeoX and
+# Megatron-Bridge of 2021 to 2026, NeMo 1 and 2, NeMo AutoModel, nanotron 0.4 and 0.5, DeepSpeed 0.1
+# to 0.19, fms-fsdp, InternEvo, Composer, OLMo and OLMo-core. Where a log fits several, the first
+# counts. Titan's lines of validation are no steps.
 _FORMS = tuple(
     _Form(program, re.compile(pattern), unit)
     for program, pattern, unit in (
-        ("torchtitan", rf"step:\s*\d+.*\btps: {_NUMBER}", "tokens/s/GPU"),
-        ("nanotron", rf"elapsed_time_per_iteration_ms: {_NUMBER}(?![.\dKMG])", "ms"),
-        ("nanotron", rf"elapsed_time_per_iteration_ms: {_NUMBER}K", "s"),
-        ("Megatron-LM", rf"elapsed time per iteration \(ms\): {_NUMBER}", "ms"),
-        ("Megatron-LM", rf"elapsed time per iteration \(s\): {_NUMBER}", "s"),
+        (
+            "torchtitan",
+            rf"(?<!validate )step:\s*\d+ .{{,300}}?\b[tw]ps: *{_NUMBER}",
+            "tokens/s/gpu",
+        ),
+        ("nanotron", rf"elapsed_time_per_iteration_ms: {_NUMBER}", "ms"),
+        ("Megatron-LM", rf"elapsed time per iteration \(ms\): *{_NUMBER}", "ms"),
+        ("Megatron-LM", rf"elapsed time per iteration \(s\): *{_NUMBER}", "s"),
         ("Megatron-Bridge", rf"Step Time ?: {_NUMBER} ?s\b", "s"),
-        ("NeMo", rf"train_step_timing in s[=:] ?{_NUMBER}", "s"),
-        ("DeepSpeed's pipeline engine", rf"steps: \d+ .*iter time \(s\): {_NUMBER}", "s"),
+        ("NeMo", rf"train_step_timing in s\"?[=:] ?{_NUMBER}", "s"),
+        ("NeMo AutoModel", rf"\btps {_NUMBER}\([\d.]+/gpu\)", "tokens/s"),
+        ("DeepSpeed's pipeline engine", rf"steps?: +\d+ .{{,300}}?iter time \(s\): {_NUMBER}", "s"),
         ("DeepSpeed", rf"CurrSamplesPerSec={_NUMBER}", "samples/s"),
         ("DeepSpeed", rf"\bSamplesPerSec={_NUMBER}", "samples/s"),
+        ("fms-fsdp", rf"current step time: {_NUMBER}", "s"),
+        ("InternEvo", rf"tgs \(tokens/gpu/second\)={_NUMBER}", "tokens/s/gpu"),
+        (
+            "Composer or OLMo",
+            rf"throughput/device/(?:tokens_per_sec(?:ond)?|TPS)[=:] *{_NUMBER}",
+            "tokens/s/gpu",
+        ),
+        (
+            "Hugging Face's Trainer, the mean with warm-up",
+            rf"'train_samples_per_second': '?{_NUMBER}",
+            "samples/s",
+        ),
     )
 )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The seconds of a measured step; of a log's steps the median, and the share of it that lies
-    between their quartiles."""
+    """The seconds of a measured step; of the ``lines`` of a log the median, and the share of it
+    that lies between their quartiles."""
 
     step_s: float
     source: str
-    steps: int = 1
+    lines: int = 0
     spread: float = 0.0
 
 
@@ -82,8 +108,9 @@ def measurement(text: str, step: Step) -> Measurement:
     """What ``843ms``, ``10456tokens/s/GPU`` or the name of a log says; raises SpecError, in one
     line, where it says no time."""
     match = re.fullmatch(rf"{_NUMBER} ?([A-Za-z/]+)", text)
-    if match and match[2] in _UNITS and (number := _value(match[1])):
-        if not 0 < (step_s := _UNITS[match[2]](number, step)) < inf:
+    unit = match[2].lower().replace("/sec", "/s") if match else ""
+    if match and unit in _UNITS and (number := _value(match[1])):
+        if not 0 < (step_s := _UNITS[unit](number, step)) < inf:
             raise SpecError(
                 f"--measured {text}: a step of {step_s:g} s: must be finite and above 0 (give the "
                 "number as the trainer prints it, with its unit)"
@@ -99,15 +126,22 @@ def measurement(text: str, step: Step) -> Measurement:
 
 
 def _of_log(path: Path, text: str, step: Step) -> Measurement:
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    for form in _FORMS:
-        numbers = [_value(match[1]) for line in lines if (match := form.pattern.search(line))]
-        if later := [number for number in numbers[len(numbers) // 2 :] if 0 < number < inf]:
-            seconds = [_UNITS[form.unit](number, step) for number in later]
-            middle = median(seconds)
-            low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
-            source = f"{path.name}, a log of {form.program}"
-            return Measurement(middle, source, len(seconds), (high - low) / middle)
+    plain = _ESCAPES.sub("", text)
+    gpus = [int(number) for number in _GPUS.findall(plain)]
+    if gpus and gpus[-1] != step.num_gpus:
+        raise SpecError(
+            f"--measured {path}: ran on {gpus[-1]} GPUs and the configuration has {step.num_gpus} "
+            f'(give --measured "{path} num_gpus={gpus[-1]}")'
+        )
+    for said in (plain, *(re.sub(r"\r?\n", blank, plain) for blank in ("", " "))):
+        for form in _FORMS:
+            numbers = _of_batch(path, form, said, step)
+            if later := [number for number in numbers[len(numbers) // 2 :] if 0 < number < inf]:
+                seconds = [_UNITS[form.unit](number, step) for number in later]
+                middle = median(seconds)
+                low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
+                source = f"{path.name} of {form.program}"
+                return Measurement(middle, source, len(seconds), (high - low) / middle)
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
         f"--measured {path}: no line says how long a step took (known: logs of {programs}; or give "
@@ -115,5 +149,26 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
     )
 
 
+def _of_batch(path: Path, form: _Form, text: str, step: Step) -> list[float]:
+    """The numbers of a form's steps whose batch, as far as the text says it, is the
+    configuration's; raises SpecError if all are of another batch."""
+    matches = list(form.pattern.finditer(text))
+    numbers, batch = [], None
+    for i, match in enumerate(matches):
+        end = matches[i + 1].start() if i + 1 < len(matches) else len(text)
+        before = _BATCH.findall(text[: match.start()]) if i == 0 else []
+        if stated := _BATCH.findall(text[match.end() : end])[:1] or before:
+            batch = _value(stated[-1])
+        if batch is None or abs(batch / step.global_batch - 1) <= _SAME:
+            numbers.append(_value(match[1]))
+    if matches and not numbers:
+        raise SpecError(
+            f"--measured {path}: its steps have {batch:g} sequences and the configuration "
+            f'{step.global_batch} (give --measured "{path} global_batch={batch:g}")'
+        )
+    return numbers
+
+
 def _value(text: str) -> float:
-    return float(text.replace(",", ""))
+    thousands = {"K": 1e3, "M": 1e6}.get(text[-1], 1.0)
+    return float(text.rstrip("KM").replace(",", "")) * thousands

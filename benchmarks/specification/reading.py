@@ -38,9 +38,15 @@ def preset(group: str, name: str, kind: type) -> Any:
     """The file ``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError if there is none."""
     path = CONF / group / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
-    return validated(kind, yaml.safe_load(path.read_text(encoding="utf-8")), group)
+        known = ", ".join(sorted(p.stem for p in (CONF / group).glob("*.yaml")))
+        raise SpecError(f"{group}={name!r}: no such preset in conf/{group} (known: {known})")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"{group}={name}: not a YAML file: {' '.join(str(error).split())}"
+        ) from None
+    return validated(kind, values, group)
 
 
 def _refuse_truth_as_number(values: Any, made: Any, field: str) -> None:

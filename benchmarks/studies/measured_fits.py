@@ -5,7 +5,7 @@ are fitted to them (``benchmarks.measured.fit``), and thirty others are predicte
 fixed seeds. It takes three minutes and writes results/reference/measured_fits.csv, one row per
 cluster, and measured_causes.csv, how often a cause is named rightly:
 
-    python -m benchmarks.studies.measured_fits [FILE.csv ...]
+    python -m benchmarks.studies.measured_fits
 
 ``before`` are the errors of the same predictions with the preset's constants, and ``held`` is the
 share of measured times within the intervals of 90 %.
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.progress import track
 from benchmarks.studies.validation.cases import EIGHT_BIT, case_of, plan_of
 from benchmarks.studies.validation.rows import (
+    SPEEDS,
     PublishedRow,
     UnpredictableError,
     read_rows,
@@ -44,7 +45,6 @@ TABLES = (
     "internevo_a100_a800", "llm_foundry_fsdp", "simumax_b200", "bloom_tune_up",
 )  # fmt: skip
 RUNS, PREDICTED, DRAWS = 3, 30, 5
-_SPEEDS = ("time", "rate", "flops", "utilization")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def clusters(path: Path) -> dict[str, list[Published]]:
     groups: dict[str, list[Published]] = defaultdict(list)
     seen = set()
     for row in (line.row for line in read_rows(path)):
-        if row is None or row.measure.kind not in _SPEEDS or row.run in seen:
+        if row is None or row.measure.kind not in SPEEDS or row.run in seen:
             continue
         try:
             case = case_of(row)
@@ -165,12 +165,11 @@ def causes_named(every: Iterable[tuple[str, Run]]) -> list[dict[str, object]]:
 @command
 def main() -> int:
     """Write the table; see ``--help``."""
-    parser = CommandParser(description="Fit three published runs per cluster, predict the others.")
-    parser.add_argument("files", nargs="*", type=Path, help="other tables, printed only")
-    files = parser.parse_args().files
-    paths = files or [CHECKOUT / "results/published" / f"{name}.csv" for name in TABLES]
+    description = "Fit three published runs per cluster, predict the others."
+    CommandParser(description=description).parse_args()
     rows, everything = [], []
-    for path in paths:
+    for name in TABLES:
+        path = CHECKOUT / "results" / "published" / f"{name}.csv"
         for cluster, published in clusters(path).items():
             runs = [p.run for p in published]
             if len(runs) <= RUNS:
@@ -182,16 +181,12 @@ def main() -> int:
             print(rows[-1], flush=True)
     rows.append(row_of("all", sum(int(str(row["runs"])) for row in rows), everything))
     print(rows[-1])
-    if not files:
-        named = causes_named(pair for path in training_tables() for pair in pairs(_all(path)))
-        print(*named, sep="\n")
-        _write("measured_fits.csv", rows)
-        _write("measured_causes.csv", named)
+    every = (chain(*clusters(path).values()) for path in training_tables())
+    named = causes_named(pair for published in every for pair in pairs(published))
+    print(*named, sep="\n")
+    _write("measured_fits.csv", rows)
+    _write("measured_causes.csv", named)
     return 0
-
-
-def _all(path: Path) -> list[Published]:
-    return [published for of in clusters(path).values() for published in of]
 
 
 def _write(name: str, rows: Sequence[dict[str, object]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from benchmarks.calibrate.__main__ import main
 from benchmarks.calibrate.constants import calibrated, constants_of, preset_text, wrong
 from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap
 from benchmarks.calibrate.nccl_tests import read_tests
@@ -48,6 +51,23 @@ def test_ranks_measure_a_preset(world: World) -> None:
     for constant in constants:
         assert f"{constant.place.rpartition('.')[2]}:" in text
     assert text.count("# spread") == len(constants)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--name h100", "--name h100: a preset that was not measured"),
+        ("--name my-laptop", "must consist of letters"),
+        ("--name mine --ranks -1", "--ranks -1: must be at least 1"),
+        ("--name cpu_2cores --like moon", "cluster='moon': no such preset"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibrate", *words.split()])
+    assert main() == 2
+    assert said in capsys.readouterr().err
 
 
 def synthetic(gather_us: float = 100.0, gb_s: float = 10.0, product: float = 1e-3) -> Times:
@@ -126,7 +146,12 @@ def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
         f"# Collective test concluded: {kind}_perf\n"
         for kind, row in named
     ]
-    for text in ("".join(told), "".join(as_nccl_tests(*row) for _, row in named)):
+    tagged = "".join(f"[1,0]<stdout>:{line}\n" for line in "".join(told).splitlines())
+    numbered = re.sub("(?m)^", "0: ", "".join(told))
+    others = f"alltoall_perf\n{as_nccl_tests('none', 1, 9.0, hosts=2)}{''.join(told)}"
+    old = "".join(told).replace("    none      -1", "").replace("sum      -1", "sum")
+    plain = "".join(as_nccl_tests(*row) for _, row in named)
+    for text in ("".join(told), plain, tagged, numbered, others, old):
         together.write_text(text)
         assert read_tests([together, paths[2]]) == tests
     times = synthetic()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import CHECKOUT
 from benchmarks.explain import answer as answers
@@ -19,8 +20,9 @@ from benchmarks.explain.answer import answer
 from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
-from benchmarks.specification import SpecError
+from benchmarks.specification import SpecError, reading
 from zeropp.choose.task import Candidate
+from zeropp.cluster import Cluster
 from zeropp.layout import InfeasibleError
 
 TOML = """
@@ -91,6 +93,21 @@ SHAPE_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 143
 def sizes(model: dict[str, object]) -> dict[str, object]:
     """The sizes of ``SHAPE_8B`` in a reading's model."""
     return {key: model[key] for key in SHAPE_8B}
+
+
+def test_torchtitan_as_it_was_before_its_section_of_degrees() -> None:
+    """Degrees stood in two other sections until February 2025."""
+    new, names = torchtitan.read(TOML, 16), ("tensor_parallel_degree", "pipeline_parallel_degree")
+    lines = [line for line in TOML.splitlines() if not line.startswith(names)]
+    moved = [line for line in TOML.splitlines() if line.startswith(names)]
+    assert len(moved) == 2
+    text = "\n".join(lines).replace("[training]", f"[training]\n{moved[0]}")
+    text += f"\n[experimental]\n{moved[1]}\n[float8]\nenable_float8_linear = true\n"
+    old = torchtitan.read(text, 16)
+    assert (old.knobs, old.settings) == (new.knobs, new.settings)
+    assert set(old.named) - set(new.named) == {
+        "float8.enable_float8_linear: no price for 8-bit products; priced in bf16"
+    }
 
 
 def test_torchtitan() -> None:
@@ -175,12 +192,11 @@ def test_the_same_configuration_in_every_dialect() -> None:
     tested = megatron.read(
         f"MODEL_ARGS:\n{lines}".replace("rmsnorm", "RMSNorm").replace("null", "Null"), 16
     )
-    script, nemo = megatron.read(SCRIPT, 16), megatron.read_nemo(NEMO, None)
+    script, nemo = megatron.read(SCRIPT, 16), megatron.read_nemo(yaml.safe_load(NEMO), None)
     assert sizes(tested.model) == sizes(script.model) == sizes(nemo.model)
     degrees = ("tp", "pp", "replicate", "replicate_zero", "sequence_parallel")
-    core = megatron.read_nemo(
-        NEMO.replace("distributed_fused_adam", "mcore_distributed_optim"), None
-    )
+    other = NEMO.replace("distributed_fused_adam", "mcore_distributed_optim")
+    core = megatron.read_nemo(yaml.safe_load(other), None)
     for name in degrees:
         assert tested.knobs[name] == script.knobs[name] == nemo.knobs[name], name
         assert core.knobs[name] == nemo.knobs[name], name
@@ -205,7 +221,7 @@ def test_megatron_is_refused_in_one_line(text: str, said: str) -> None:
 
 
 def test_huggingface() -> None:
-    reading = huggingface.read(json.dumps(LLAMA), 8)
+    reading = huggingface.read(LLAMA, 8)
     assert sizes(reading.model) == SHAPE_8B
     assert "give model.seq" in reading.derived[0]
     for change, said in (
@@ -214,8 +230,8 @@ def test_huggingface() -> None:
         ({"model_type": "falcon"}, "model_type='falcon'"),
     ):
         with pytest.raises(SpecError, match=said):
-            huggingface.read(json.dumps(LLAMA | change), 8)
-    window = huggingface.read(json.dumps(LLAMA | {"sliding_window": 4096}), 8)
+            huggingface.read(LLAMA | change, 8)
+    window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
 
 
@@ -368,6 +384,9 @@ mixed_precision: bf16
 num_machines: 2
 num_processes: 16
 """
+DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
+  parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2, made_up: null}
+"""
 
 
 @pytest.mark.parametrize(
@@ -376,7 +395,10 @@ num_processes: 16
         ("n.yaml", NANOTRON, "megatron_core", {"tp": 2, "pp": 2, "replicate": 4}, 64),
         ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
         ("d.json", DEEPSPEED.replace(': 2}', ': 3}'), "fsdp", {"shard": 16, "replicate": 1}, 64),
+        ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"shard": 4}, 128),
     ],
 )  # fmt: skip
 def test_trainers_around_a_model_of_hugging_face(
@@ -395,6 +417,46 @@ def test_trainers_around_a_model_of_hugging_face(
     assert asked.task.global_batch == batch
     assert sizes(asked.reading.model) == SHAPE_8B
     assert any("made_up=1: not known here" in line for line in asked.reading.named)
+    assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "derived"),
+    [
+        (DEEPSPEED, "bf16", ""),
+        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
+        (DEEPSPEED.replace("true", "false"), "fp32", ""),
+        (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
+        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
+    ],
+)
+def test_precision_that_the_file_leaves_to_the_script(
+    text: str, precision: str, derived: str, tmp_path: Path
+) -> None:
+    trainer, config = tmp_path / ("d.json" if text[0] == "{" else "a.yaml"), tmp_path / "c.json"
+    trainer.write_text(text, encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    words = ["cluster=h100", "num_gpus=16", "model.seq=4096", "global_batch=128"]
+    asked = ask([str(config), str(trainer)], words, [])
+    assert asked.task.precision == precision
+    assert any(derived in line for line in asked.reading.derived)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
+        (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
+    ],
+)
+def test_what_accelerate_leaves_open_is_refused(
+    changed: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    trainer, config = tmp_path / "a.yaml", tmp_path / "c.json"
+    trainer.write_text((ACCELERATE + DEGREES).replace(*changed), encoding="utf-8")
+    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    with pytest.raises(SpecError, match=said):
+        ask([str(config), str(trainer)], ["cluster=h100", "model.seq=4096", "global_batch=64"], [])
 
 
 @pytest.mark.parametrize(
@@ -403,6 +465,9 @@ def test_trainers_around_a_model_of_hugging_face(
         ("d.json", DEEPSPEED, "give its config.json, too"),
         ("x.yaml", "variables: {}\nmodel: {name: mpt_causal_lm}", "not a YAML file of NeMo"),
         ("x.yaml", "recipe: m", "not a YAML file of NeMo"),
+        ("x.yaml", "model: m\ntrainer: {}", "not a YAML file of NeMo"),
+        ("x.yaml", "model: m\ntrain: {steps: 9}", "not a YAML file of NeMo"),
+        ("x.yaml", "model: {config: {seq_length: 8192}}\ntrainer: {}", "a recipe of NeMo 2"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("n.yaml", NANOTRON.replace("1f1b", "afab"), "pp_engine=afab: no price"),
         ("a.toml", "# nothing\n", "a TOML without keys"),
@@ -414,6 +479,19 @@ def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_pa
     with pytest.raises(SpecError, match=said) as refused:
         ask([str(path)], ["cluster=h100"], [])
     assert "\n" not in str(refused.value)
+
+
+def test_a_cluster_of_ones_own_that_is_no_preset_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CONF", tmp_path)
+    (tmp_path / "cluster").mkdir()
+    mine = tmp_path / "cluster" / "mine.yaml"
+    mine.write_text("name: mine\n\tdevice: 3\n", encoding="utf-8")
+    for name, said in (("mine", "mine: not a YAML file: .* line 2"), (str(mine), "known: mine")):
+        with pytest.raises(SpecError, match=said) as refused:
+            reading.preset("cluster", name, Cluster)
+        assert "\n" not in str(refused.value)
 
 
 BRIDGE = """
@@ -505,7 +583,9 @@ def test_layers_per_stage_as_torchtitan_counts_them() -> None:
 
 
 def test_keys_without_a_price_are_named_in_every_dialect() -> None:
-    nemo = megatron.read_nemo(NEMO.replace("devices: 8", "devices: 8, made_up: 3"), None)
+    nemo = megatron.read_nemo(
+        yaml.safe_load(NEMO.replace("devices: 8", "devices: 8, made_up: 3")), None
+    )
     assert nemo.named == ["trainer.made_up=3: not known here, left out of the price"]
     script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
     assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)

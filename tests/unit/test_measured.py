@@ -21,7 +21,7 @@ from benchmarks.specification import SpecError
 from zeropp.choose.task import Candidate
 
 STEP = Step(global_batch=64, seq=4096, num_gpus=16)
-# Lines of real logs, shortened; a first one, which is slow, and two that count.
+# Lines as they stand in logs, shortened; a first one, which is slow, and two that count.
 TITAN = "[rank0]:[titan] 2025-03-12 - root - INFO - step: {} loss: 6.2 memory: 1.4GiB(2%)  tps: {}"
 MEGATRON = (
     " [2024-04-06 02:59:36] iteration {}/ 100 | consumed samples: 5504 | elapsed time per "
@@ -34,6 +34,10 @@ NANOTRON = (
     "elapsed_time_per_iteration_ms: {} | tokens_per_sec: 22.8K | tokens_per_sec_per_gpu: 11.4K"
 )
 PIPELINE = "steps: {} loss: 2.5000 iter time (s): {} samples/sec: 5.000"
+BATCH = "iteration {} | elapsed time per iteration (ms):  {} | global batch size:    64 | lm loss |"
+AUTOMODEL = (
+    "INFO | root | step {} | epoch 0 | mem 24.90 GiB | tps {}(1409.82/gpu) | num_label_tokens 5"
+)
 DEEPSPEED = (
     "[2023-07-25] [timer.py:215:stop] epoch=0/micro_step={}/global_step=34, "
     "RunningAvgSamplesPerSec=7.8, CurrSamplesPerSec={}, MemAllocated=59.65GB"
@@ -51,6 +55,19 @@ DEEPSPEED = (
         (NANOTRON, ("145", "45", "41.2"), 0.0431),
         (PIPELINE, ("32.1", "3.2", "3.4"), 3.3),
         (DEEPSPEED, ("1.5", "8.0", "8.0"), 8.0),
+        (NANOTRON, ("20K", "999", "1.01K"), 1.0045),
+        (TITAN.replace("tps", "wps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (TITAN.replace("tps", "[34mtps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (TITAN.replace("tps", "^[[34mtps"), ("1,093", "8,000", "8,192"), 64 * 4096 / 16 / 8096),
+        (BATCH, ("99999.9", "5444.9", "5533.8"), 5.48935),
+        (BATCH.replace("per i", "per\ni"), ("99999.9", "5444.9", "5533.8"), 5.48935),
+        (BATCH.replace("iteration (", "itera\r\ntion ("), ("9999", "5444.9", "5533.8"), 5.48935),
+        ('{{"step": {}, "data": {{"train_step_timing in s": {}}}}}', ("9", "3.1", "3.3"), 3.2),
+        (AUTOMODEL, ("1.5", "1e5", "1e5"), 64 * 4096 / 1e5),
+        ("current step time: {}\noverall step time: 7.0", ("99.1", "3.2", "3.4"), 3.3),
+        ("step={} loss=0.005 tgs (tokens/gpu/second)={} lr=1e-05", ("1", "8000", "8192"), 2.0237),
+        ("  throughput/device/TPS={}\n  throughput/device/MFU=4", ("1", "8,000", "8,192"), 2.0237),
+        ("Train throughput/device/tokens_per_sec: {}", ("1", "8000.5", "8191.5"), 2.0237),
     ],
 )
 def test_step_times_of_logs(
@@ -62,7 +79,35 @@ def test_step_times_of_logs(
     log.write_text("something else: 5 s\n" + "\x1b[32m\n".join(lines))
     measured = measurement(str(log), STEP)
     assert measured.step_s == pytest.approx(seconds, rel=1e-3)
-    assert measured.steps == 2
+    assert measured.lines == 2
+
+
+def test_validation_is_no_step(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    validated = TITAN.replace("step:", "validate step:").format(2, "24,000")
+    log.write_text(f"{TITAN.format(1, '8,000')}\n{validated}\n{validated}\n")
+    assert measurement(str(log), STEP).step_s == pytest.approx(64 * 4096 / 16 / 8000)
+
+
+def test_steps_of_another_batch_do_not_count(tmp_path: Path) -> None:
+    """While a batch grows, those before the last are shorter; a log of another run is refused."""
+    log = tmp_path / "train.log"
+    small = BATCH.replace("64", "32")
+    lines = [small.format(i, "1000") for i in range(9)]
+    log.write_text("\n".join([*lines, BATCH.format(9, "5000"), BATCH.format(10, "5000")]))
+    assert measurement(str(log), STEP).step_s == pytest.approx(5.0)
+    titan = "local batch size 2, global batch size 32, sequence length 4096\n"
+    totals = "  Total train batch size (w. parallel, distributed & accumulation) = 32\n"
+    mean = "{'train_runtime': 9.0, 'train_samples_per_second': 32.0, 'epoch': 3.0}\n"
+    for text in ("\n".join(lines), titan + TITAN.format(1, "8,000"), totals + mean):
+        log.write_text(text)
+        with pytest.raises(SpecError, match=r'32 .* 64 \(give --measured ".*log global_batch=32"'):
+            measurement(str(log), STEP)
+    assert measurement(str(log), Step(32, 4096, 16)).step_s == 1.0
+    log.write_text(f"using world size: 32, data-parallel size: 2\n{BATCH.format(1, '5000')}")
+    with pytest.raises(SpecError, match=r'32 GPUs .* has 16 \(give --measured ".*num_gpus=32"'):
+        measurement(str(log), STEP)
+    assert measurement(str(log), Step(64, 4096, 32)).step_s == 5.0
 
 
 @pytest.mark.parametrize(
@@ -73,6 +118,7 @@ def test_step_times_of_logs(
         ("10,456tokens/s/GPU", 64 * 4096 / 16 / 10456),
         ("2e5tokens/s", 64 * 4096 / 2e5),
         ("32samples/s", 2.0),
+        ("10.456K tokens/sec/gpu", 64 * 4096 / 16 / 10456),
     ],
 )
 def test_numbers_with_units(text: str, seconds: float) -> None:
@@ -88,7 +134,7 @@ def test_what_says_no_time_is_refused(tmp_path: Path) -> None:
             measurement(text, STEP)
     log = tmp_path / "endless.log"
     log.write_text(f"{TITAN.format(1, '1e400')}\n{TITAN.format(2, '8,000')}\n")
-    assert measurement(str(log), STEP).steps == 1
+    assert measurement(str(log), STEP).lines == 1
     log.write_text(f"{TITAN.format(1, '8,000')}\n{TITAN.format(2, '1e400')}\n")
     with pytest.raises(SpecError, match="no line says how long a step took"):
         measurement(str(log), STEP)
@@ -167,6 +213,20 @@ def test_a_gap_that_nothing_explains_has_another_cause() -> None:
     assert explain([Run(run, 0.4 * run.step_s())])[0].cause == OTHER
 
 
+def test_what_does_not_fit_the_memory_is_no_cause() -> None:
+    """A run with full recomputation may have had none only where that fits."""
+    run = priced_run(tp=2, num_gpus=8, layers=34)
+    full = replace(run, plan=replace(run.plan, recompute="full"))
+    other = next(v for v in VARIANTS if v.words == "recomputation is none")
+    assert run.fits()
+    assert other.step_s(full) < full.step_s()
+    small = replace(run.cluster, device=replace(run.cluster.device, memory_gib=70.0))
+    assert not replace(run, cluster=small).fits()
+    full = replace(full, cluster=small)
+    assert full.fits()
+    assert other.step_s(full) == full.step_s()
+
+
 def test_two_runs_tell_the_network_from_the_clock() -> None:
     """A gap of the run across nodes alone is not one of the products."""
     inside, across = priced_run(tp=1, num_gpus=8), priced_run(tp=1, num_gpus=64)
@@ -181,6 +241,20 @@ def test_nearest_published_runs_are_of_the_device() -> None:
     assert near
     assert {found.row.device for found in near} == {"h100"}
     assert all(found.tokens_per_s_per_gpu > 0 and found.priced > 0 for found in near)
+
+
+def test_the_screen_warns_where_the_likeliest_cause_is_no_constant() -> None:
+    """The constants are fitted all the same, and blame the machine."""
+    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
+    asked = ask([], words, arguments)
+    step_s = priced_run(tp=8, num_gpus=8).step_s()
+    said = {}
+    for factor in (1.0, 1.75):
+        console = Console(width=200, file=StringIO())
+        show_measured(compare(asked, [f"{factor * step_s}s"], [], words, arguments), console)
+        said[factor] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The likeliest, data, is none of the constants" in said[1.75]
+    assert "The likeliest" not in said[1.0]
 
 
 def test_length_and_energy_of_a_training() -> None:
@@ -199,7 +273,7 @@ def test_the_screen_says_what_was_measured() -> None:
     console = Console(width=200, file=StringIO())
     show_measured(comparison, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    for words_in_it in ("8s", "8.000", "3.000"):
+    for words_in_it in ("8s", "8.000", "3 s num_gpus=16", "3.000"):
         assert words_in_it in said
     assert "all prices below are with these" in said
     assert "did another configuration run?" in said
@@ -209,6 +283,8 @@ def test_the_screen_says_what_was_measured() -> None:
         assert task.cluster.device.matmul_bf16_tflops < rate
     with pytest.raises(SpecError, match="at most 3 runs"):
         compare(asked, texts * 2, [], words, arguments)
+    with pytest.raises(SpecError, match='--measured a"b: No closing quotation'):
+        compare(asked, ['a"b'], [], words, arguments)
     for text in ("1e12s", "0.5tokens/s", "1ms"):
         with pytest.raises(SpecError, match="probably not of this run or in this unit") as refused:
             compare(asked, [text], [], words, arguments)

@@ -124,6 +124,7 @@ class Metric:
 # ``hardware_`` and ``hfu`` also count recomputation (arXiv 2205.05198, appendix). ``allocated`` is
 # the memory of tensors, ``reserved`` what torch's allocator holds. The unit says the rest: GB is
 # 10^9 bytes, GiB is 2^30.
+SPEEDS = ("time", "rate", "flops", "utilization")  # kinds of metrics that say how long a step took
 METRICS: Mapping[str, Metric] = {
     "step_time": Metric("time", _TIMES),
     "steps_per_s": Metric("rate", {"1/s": 1.0}),
