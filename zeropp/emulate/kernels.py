@@ -23,6 +23,7 @@ from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
 from zeropp.emulate.private_names import (
     CONVERSION,
+    MANY_IN_ONE_KERNEL,
     MOST_KNOWN_NUMBERS,
     SHAPES_BY_TRIAL,
     without_modes,
@@ -114,6 +115,7 @@ def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
         for owner, name, stand_in in (
             (functional, "rms_norm", _rms_norm),
             (deferred, "add_wide_product", _add_wide_product),
+            (*MANY_IN_ONE_KERNEL, _in_one_kernel),
             (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
             (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
         ):
@@ -200,6 +202,12 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
     assert _device is not None
     _device.kernel("aten::addmm_", [left, right], [total])
+
+
+def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
+    """Whether a GPU takes the norms of all of these in one kernel, as it does of plain tensors."""
+    del device
+    return not any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -297,7 +297,8 @@ def _elementwise_kernels(work: Work) -> tuple[int, int]:
         return 12, 18
     gated = work.shape.gates - 1
     rotary, biases = (0, 6) if work.shape.family == "gpt" else (2, 0)
-    return 5 + rotary + gated, 7 + rotary + 2 * gated + biases
+    added = _biases_added(work)
+    return 5 + rotary + gated + added, 7 + rotary + 2 * gated + biases
 
 
 def block_traffic(work: Work) -> float:
@@ -306,6 +307,7 @@ def block_traffic(work: Work) -> float:
     reads and writes queries and keys), and the MLP's non-linearity."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
+    whole += 2 * _biases_added(work)
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
     around = 6
@@ -313,6 +315,11 @@ def block_traffic(work: Work) -> float:
         around = 0 if shape.family == "gpt" else 4
     inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
+
+
+def _biases_added(work: Work) -> int:
+    """Kernels in a block's forward that only add a bias to a hidden state."""
+    return 2 if work.program.separate_biases and work.tp > 1 and work.shape.family == "gpt" else 0
 
 
 def mlp_traffic(work: Work) -> float:

@@ -86,6 +86,8 @@ class Program:
     # Queries, keys and values are products of their own, which attention takes as they are; so are
     # both parts of a gated MLP's input.
     separate_projections: bool = False
+    # With tensor parallelism the bias of a row-parallel product is added in a kernel of its own.
+    separate_biases: bool = False
     fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
@@ -93,7 +95,8 @@ class Program:
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
-    eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
+    # The same again where torch.compile has not fused its blocks, and they rotate queries and keys.
+    eager_traffic: float = 1.0
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
@@ -286,6 +289,13 @@ def program_as_run(name: str, *, compiled: bool) -> Program:
     program = program_named(name)
     factor = 1.0 if compiled else program.eager_traffic
     return replace(program, traffic_factor=program.traffic_factor * factor)
+
+
+def program_of(plan: SizedPlan) -> Program:
+    """The program of a plan of the suite's models, as it runs them. GPT's blocks have the same
+    element-wise kernels with ``torch.compile`` as without: there is no chain to fuse."""
+    compiled = plan.compile or plan.shape.family == "gpt"
+    return program_as_run(plan.program, compiled=compiled)
 
 
 def gathers(plan: SizedPlan) -> bool:
