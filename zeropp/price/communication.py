@@ -362,8 +362,11 @@ def gather_updated_s(
     elif program.updated == "slices":
         copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s
-    if program.overlap_updated:  # the next forward hides all but the first piece's
-        seconds = _slowed(cluster, seconds, seconds / pieces)
+    if program.overlap_updated:
+        # The next forward hides all but the first piece's. Of several stages the first is gathered
+        # whole, because gathers are in the order of a backward.
+        first = len(stages) if len(stages) > 1 else pieces
+        seconds = _slowed(cluster, seconds, seconds / first)
     return seconds
 
 
