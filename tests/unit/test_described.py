@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
-from zeropp.choose.contender import Candidate
+from zeropp.choose.task import Candidate
 from zeropp.price.communication import update_s
 from zeropp.price.network import all_reduce_s, gather_s, group_of
 from zeropp.price.price import work_of

@@ -89,13 +89,15 @@ def replay(
     links = _Links(logs, cluster, world, network_prices)
     slow_nodes = stragglers(cluster, world)
     prices = _Cached(kernel_prices)
-    alone = _Machine(logs, links, prices, launch_s, dict.fromkeys(logs, slow_nodes)).run()
     slowdown = cluster.device.overlap_slowdown
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
-    factors = {
-        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives(ran.end_of(last - 1)))
-        for rank, ran in alone.items()
-    }
+    factors = dict.fromkeys(logs, slow_nodes)
+    for _ in range(2):  # compute that is slowed hides more of the collectives
+        factors = {
+            rank: slow_nodes
+            + slowdown * min(slow_nodes, factors[rank] * ran.share_beside(ran.end_of(last - 1)))
+            for rank, ran in _Machine(logs, links, prices, launch_s, factors).run().items()
+        }
     ranks = _Machine(logs, links, prices, launch_s, factors).run()
     begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
@@ -244,7 +246,7 @@ class _Rank:
         """When all has ended that was issued until the end of a step."""
         return max((time for step, time in self.ends.items() if step <= last), default=0.0)
 
-    def share_beside_collectives(self, since: float) -> float:
+    def share_beside(self, since: float) -> float:
         """The share of its compute since some time beside which collectives move bytes."""
         compute = [
             (max(begin, since), end)
