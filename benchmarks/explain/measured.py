@@ -27,7 +27,7 @@ from zeropp.choose.task import Task
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
 from zeropp.price import parameter_count
-from zeropp.price.programs import program_as_run
+from zeropp.price.programs import program_of
 
 MOST_RUNS = 3
 _NEAREST = 3
@@ -132,7 +132,7 @@ def _measured(
 
 def priced(plan: Plan, task: Task) -> Priced:
     """What the price of a plan depends on."""
-    return Priced(plan, task.cluster, program_as_run(plan.program, compiled=plan.compile))
+    return Priced(plan, task.cluster, program_of(plan))
 
 
 def on_fitted(question: Question, fitted: Fitted) -> Question:

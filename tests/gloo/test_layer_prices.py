@@ -104,8 +104,9 @@ def test_both_prices_of_a_stage_agree(
     assert_near(ratios(*asked, (0, 2, 4, 6)), 0.02)  # embedding with a block, blocks, head
     embedding, block, head = ratios(*asked, (0, 1, 5, 6))
     assert_near([block, head], 0.02)
-    _, eager, _ = ratios(*asked, (0, 1, 5, 6), compiled=False)
-    assert_near([eager], 0.025)
+    if "llama" in model:  # GPT has no chain that torch.compile fuses; of layers nobody knows
+        _, eager, _ = ratios(*asked, (0, 1, 5, 6), compiled=False)
+        assert_near([eager], 0.025)
     # The suite's formula has one price for both families, which counts a sum with positions for
     # Llama and no look-up of positions for GPT. It is 3 % of a block's forward at most.
     assert embedding.pop("forward") == pytest.approx(1.0, abs=0.65)

@@ -112,6 +112,9 @@ CONTRACTS = [
     Contract("torch.distributed.distributed_c10d:isend", "zeropp.emulate: batches of messages"),
     Contract("torch.distributed.distributed_c10d:irecv", "zeropp.emulate: batches of messages"),
     Contract("torch.nn:Module._apply", "replay: modules that a script moves to its device"),
+    Contract(
+        "torch.nn.utils.clip_grad:_has_foreach_support", "replay: norms of gradients in one kernel"
+    ),
     Contract("torch.cpu:Stream", "zeropp.emulate: streams of FSDP2 on a CPU"),
     Contract("torch._subclasses.fake_tensor:unset_fake_temporarily", f"{_FSDP}, traced: meshes"),
     Contract(f"{_COLLECTIVES}:DefaultAllGather.__call__", f"{_FSDP}: counting gathers"),

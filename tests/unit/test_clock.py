@@ -12,7 +12,8 @@ from zeropp.emulate.clock import Replay, kernel_s, replay
 from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import fused_attention_s, matmul_s, stream_s
-from zeropp.price.network import gather_s, group
+from zeropp.price.network import gather_s, group, waits_s
+from zeropp.price.price import stragglers
 
 CLUSTER = cluster_of("a800")
 DEVICE = replace(CLUSTER.device, overlap_slowdown=0.0)
@@ -113,7 +114,25 @@ def test_compute_beside_collectives_is_slower() -> None:
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", 1000 * GIB)
     log.kernel(COMPUTE, SECOND)
     slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
-    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25)
+    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25, rel=1e-4)
+
+
+def test_a_ring_over_nodes_slows_no_compute_while_it_only_waits() -> None:
+    log, name = Log(), "c10d::_reduce_scatter_base_"
+    log.place(STEP)
+    group_, cluster = ("shard", tuple(range(16))), replace(CLUSTER, ring_half_mb=100.0)
+    log.collective("nccl", group_, 16, name, GIB)
+    log.kernel(COMPUTE, SECOND)
+    log.place(STEP)
+    ranks = group(cluster, 16, 1, 16)
+    moves = gather_s(cluster, ranks, GIB) - waits_s(cluster, ranks)
+    assert 0 < moves < waits_s(cluster, ranks)
+    result = replay(
+        {0: log.issued}, cluster, 16, kernel_prices=lambda kernel: 1.0, launch_s=0.0
+    )  # fmt: skip
+    slow = stragglers(cluster, 16)
+    slowed = slow * (1 + cluster.device.overlap_slowdown * moves / slow)
+    assert result.busy_s[0] == pytest.approx(slowed, rel=1e-6)
 
 
 def test_messages_in_opposite_orders_wait_for_ever() -> None:

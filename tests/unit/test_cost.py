@@ -198,7 +198,9 @@ def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
     assert in_the_open > 1.9 * best.stages[0].reduce_replicas
     assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
     assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
-    assert deepspeed.stages[0].forward > best.stages[0].forward
+    tied = sum(price.extras[0].tensor_forward for price in (deepspeed, best))
+    assert tied == 0.0  # so that its transfer, which is in line, is all that a forward adds
+    assert deepspeed.extras[0].transfer_forward > 0 == best.extras[0].transfer_forward
 
 
 def without_pipeline(name: str, microbatches: int, zero: ReplicateZero = 1) -> PlanPrice:
@@ -244,17 +246,39 @@ def test_deepspeed_looks_for_overflow_in_16_bits_alone() -> None:
             for value in (True, False)
         )
         spent[precision] = looks - none
-    norm_s = parameter_count(GPT) / 16 * 4 / (A100.device.memory_bandwidth_gb_s * 1e9)
-    assert 0.5 * norm_s < spent["fp32"] < 2 * norm_s
     assert spent["bf16"] > spent["fp32"] + 12 * GPT.layers * A100.device.launch_us / 1e6
 
 
-def test_blocks_that_are_not_compiled_move_more_bytes() -> None:
-    mine = replace(plan(pp=2), program="zeropp")
-    eager, compiled = (price_plan(replace(mine, compile=c), A100) for c in (False, True))
-    assert eager.stages[0].forward > 1.03 * compiled.stages[0].forward
-    others = replace(mine, program="megatron_core")  # fused without torch.compile
-    assert price_plan(others, A100) == price_plan(replace(others, compile=True), A100)
+def test_blocks_that_are_not_compiled_move_more_bytes_if_they_rotate() -> None:
+    def forwards(shape: ModelShape, name: str) -> list[float]:
+        mine = replace(plan(shape, pp=2), program=name)
+        both = (price_plan(replace(mine, compile=c), A100) for c in (False, True))
+        return [price.stages[0].forward for price in both]
+
+    eager, compiled = forwards(LLAMA, "zeropp")
+    assert eager > 1.03 * compiled
+    for shape, name in ((LLAMA, "megatron_core"), (GPT, "zeropp")):
+        eager, compiled = forwards(shape, name)  # fused without torch.compile, or nothing to fuse
+        assert eager == compiled
+
+
+def test_torch_computes_all_but_the_last_product_again() -> None:
+    full = replace(plan(), recompute="full")
+    whole, stops = (
+        price_plan(full, A100, program(stops_recomputing=s)).stages[0] for s in (False, True)
+    )
+    last = matmul_s(A100.device, "bf16", m=2 * GPT.seq, k=GPT.ffn, n=GPT.hidden)
+    less = whole.backward_input - stops.backward_input
+    assert less == pytest.approx(GPT.layers * last)
+
+
+def test_torch_computes_gradients_of_biases_with_those_of_weights() -> None:
+    ours, torchs = (
+        price_plan(replace(plan(pp=2), program=name), A100, program(torch_stages=stages)).stages[0]
+        for name, stages in (("zeropp", False), ("zeropp", True))
+    )
+    assert torchs.backward_weight > ours.backward_weight
+    assert torchs.compute == pytest.approx(ours.compute)
 
 
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:
@@ -294,15 +318,6 @@ def test_the_loss_moves_what_its_program_s_kernels_read_and_write() -> None:
     assert loss_bytes(program(fused_loss=True), "bf16") == (2, 4)
     assert loss_bytes(program(loss_gradient="torch"), "bf16") == (14, 22)
     assert loss_bytes(program(), "bf16") == (38, 14)
-
-
-def test_hidden_reductions_slow_the_compute_beside_them() -> None:
-    def exposed(slowdown: float) -> float:
-        device = replace(A100.device, overlap_slowdown=slowdown)
-        mine = replace(plan(replicate=64), program="best_public_3d")
-        return price_plan(mine, replace(A100, device=device)).stages[0].reduce_replicas
-
-    assert exposed(0.0) < exposed(0.1) < exposed(1.0)
 
 
 def test_selective_recomputation_costs_what_its_program_makes_again() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zeropp.schedule import lower
@@ -59,15 +61,25 @@ def test_compute_may_have_to_wait_for_a_reduction(waits: bool, step_s: float) ->
 
 
 def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> None:
-    """Copy-out by the first action that uses the parameters, copy-in before the reduction."""
+    """Copy-out before the first action that uses the parameters, copy-in before the reduction."""
     words = "0UNSHARD 0F0 0I0 0RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0F1 0I1 0W1 0REDUCE_GRAD 0RESHARD"
     cost = StageCost(unshard=0.5, copy_out=2.0, copy_in=3.0)
     result = run(scheduled((program(words),), (0,)), [cost])
     named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=False))
-    assert named["0F0"] == (0.5, 3.5)
+    assert named["0F0"] == (0.5 + 2.0, 3.5)
     assert named["0W0"] == (4.5, 5.5)  # no copy, though the parameters came before it
-    assert named["0F1"] == (8.5, 11.5)  # after the copy-in of 3, with its own copy-out of 2
+    assert named["0F1"] == (10.5, 11.5)  # after the copy-in of 3 and its own copy-out of 2
     assert result.busy == (6 + 2 * 2 + 2 * 3,)
+
+
+def test_parameters_are_copied_while_their_first_action_waits_for_its_input() -> None:
+    """As torch's runtime asks for parameters (``_assert_unsharded``) before it waits for a receive:
+    the forward of stage 1 begins when the message is there, after 1 + 4."""
+    first, second = (program(f"{n}UNSHARD {n}F0 {n}B0") for n in (0, 1))
+    cost = StageCost(transfer=4.0)
+    result = run(scheduled((first, second), (0, 1)), [cost, replace(cost, copy_out=3.0)])
+    assert result.start[1][1] == 5.0
+    assert result.exposed_wait[1] == 2.0
 
 
 END = StageCost(

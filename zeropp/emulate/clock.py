@@ -5,7 +5,8 @@ A stream is a queue. A kernel runs after its stream's earlier ones and its launc
 collective when all who take part and are here have come to it and its link is free. Ranks that are
 not here do what their like here does at the same time. Prices are the simulator's
 (``zeropp.price``): of kernels by what they compute and move, of communication by bytes and links.
-While collectives run, compute takes ``overlap_slowdown`` longer, spread evenly over a rank's step.
+While collectives move bytes, compute takes ``overlap_slowdown`` longer, spread evenly over a rank's
+step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart
 from zeropp.literals import Precision
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, matmul_s, stream_s
-from zeropp.price.network import all_reduce_s, gather_s, group, message_s
+from zeropp.price.network import (
+    all_reduce_s,
+    all_reduce_waits_s,
+    gather_s,
+    group,
+    message_s,
+    waits_s,
+)
 from zeropp.price.price import stragglers
 from zeropp.timeline import Lane, Span, Timeline
 
@@ -78,20 +86,19 @@ def replay(
     ``kernel_prices`` and a time of the host per launch; messages and collectives are priced by
     ``network_prices``, if given, otherwise by the links of the cluster. Raises ValueError with what
     each rank waits for if they do not end."""
-    links = _Links(logs, cluster, world)
-    seconds = network_prices or links.seconds
+    links = _Links(logs, cluster, world, network_prices)
     slow_nodes = stragglers(cluster, world)
     prices = _Cached(kernel_prices)
-    alone = _Machine(
-        logs, links.holders, seconds, prices, launch_s, dict.fromkeys(logs, slow_nodes)
-    ).run()
     slowdown = cluster.device.overlap_slowdown
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
-    factors = {
-        rank: slow_nodes * (1.0 + slowdown * ran.share_beside_collectives(ran.end_of(last - 1)))
-        for rank, ran in alone.items()
-    }
-    ranks = _Machine(logs, links.holders, seconds, prices, launch_s, factors).run()
+    factors = dict.fromkeys(logs, slow_nodes)
+    for _ in range(2):  # compute that is slowed hides more of the collectives
+        factors = {
+            rank: slow_nodes
+            + slowdown * min(slow_nodes, factors[rank] * ran.share_beside(ran.end_of(last - 1)))
+            for rank, ran in _Machine(logs, links, prices, launch_s, factors).run().items()
+        }
+    ranks = _Machine(logs, links, prices, launch_s, factors).run()
     begin, end = (max(ran.end_of(step) for ran in ranks.values()) for step in (last - 1, last))
     names = {rank: index for index, rank in enumerate(sorted(logs))}
     spans = [
@@ -119,11 +126,18 @@ class _Cached(dict[Kernel, float]):
 
 
 class _Links:
-    """Seconds of communication between ranks. A message between stages shares its network with the
-    collectives of shards, if they use the same, as in the simulator."""
+    """Seconds of communication between ranks, those of ``prices``, if given. A message between
+    stages shares its network with the collectives of shards, if they use the same, as in the
+    simulator."""
 
-    def __init__(self, logs: Logs, cluster: Cluster, world: int) -> None:
-        self._cluster, self._world = cluster, world
+    def __init__(
+        self,
+        logs: Logs,
+        cluster: Cluster,
+        world: int,
+        prices: Callable[[Issued, RankPart], float] | None = None,
+    ) -> None:
+        self._cluster, self._world, self._prices = cluster, world, prices
         ranks = sorted(logs)
         gaps = (after - before for before, after in pairwise(ranks))
         self._stride = min(gaps, default=1)
@@ -138,6 +152,8 @@ class _Links:
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
         """How long one message or collective takes once all are there."""
+        if self._prices:
+            return self._prices(issued, part)
         key: Any = part.key
         name, _ = key
         if len(name) == 3:
@@ -146,15 +162,25 @@ class _Links:
             crosses = source // node != target // node
             moved = part.moved * (2 if crosses in self._crossed else 1)
             return message_s(self._cluster, self._stride, self._world, crosses=crosses, size=moved)
-        among = self._group(part)
-        price = all_reduce_s if "allreduce" in issued.what.replace("_", "") else gather_s
-        return price(self._cluster, among, part.moved)
+        price = all_reduce_s if _all_reduces(issued) else gather_s
+        return price(self._cluster, self._group(part), part.moved)
+
+    def waits_s(self, issued: Issued, part: RankPart) -> float:
+        """For how long of it a collective moves nothing, and so slows no compute."""
+        if self._prices:
+            return 0.0
+        price = all_reduce_waits_s if _all_reduces(issued) else waits_s
+        return price(self._cluster, self._group(part))
 
     def _group(self, part: RankPart) -> Any:
         key: Any = part.key
         (_, ranks), _ = key
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         return group(self._cluster, len(ranks), stride, self._world)
+
+
+def _all_reduces(issued: Issued) -> bool:
+    return "allreduce" in issued.what.replace("_", "")
 
 
 def _is_beside_compute(issued: Issued) -> bool:
@@ -207,6 +233,7 @@ class _Rank:
         self.busy: dict[int, float] = defaultdict(float)
         self.waits: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.spans: list[tuple[Lane, str, float, float]] = []
+        self.moving: list[tuple[float, float]] = []  # when collectives move bytes
 
     def waited(self, stream: _Stream, step: int, until: float, cause: str) -> None:
         """A stream goes on at a later time, because of some cause."""
@@ -219,16 +246,15 @@ class _Rank:
         """When all has ended that was issued until the end of a step."""
         return max((time for step, time in self.ends.items() if step <= last), default=0.0)
 
-    def share_beside_collectives(self, since: float) -> float:
-        """The share of its compute since some time beside which collectives run."""
+    def share_beside(self, since: float) -> float:
+        """The share of its compute since some time beside which collectives move bytes."""
         compute = [
             (max(begin, since), end)
             for lane, _, begin, end in self.spans
             if lane == "compute" and end > since
         ]
-        others = [span[2:] for span in self.spans if span[0] not in ("compute", "transfer")]
         total = sum(end - begin for begin, end in compute)
-        return _overlap_s(compute, others) / total if total else 0.0
+        return _overlap_s(compute, self.moving) / total if total else 0.0
 
 
 def _overlap_s(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
@@ -260,14 +286,12 @@ class _Machine:
     def __init__(
         self,
         logs: Logs,
-        holders: Mapping[Hashable, set[int]],
-        seconds: Callable[[Issued, RankPart], float],
+        links: _Links,
         prices: Mapping[Kernel, float],
         launch_s: float,
         factors: Mapping[int, float],
     ) -> None:
-        self._logs, self._holders = logs, holders
-        self._seconds, self._prices = seconds, prices
+        self._logs, self._links, self._prices = logs, links, prices
         self._launch_s, self._factors = launch_s, factors
         self._ranks = {rank: _Rank() for rank in logs}
         self._ends: dict[Hashable, _End] = {}
@@ -301,15 +325,15 @@ class _Machine:
         """One of those who take part has come; whether it was the last one that is here."""
         arrived = self._arrived[part.key]
         arrived.append(time)
-        return len(arrived) == len(self._holders[part.key])
+        return len(arrived) == len(self._links.holders[part.key])
 
     def _communicate(self) -> None:
         ready, _, issued, part = heapq.heappop(self._complete)
         key: Any = part.key
-        (name, _), holders = key, self._holders[key]
+        (name, _), holders = key, self._links.holders[key]
         links = [name[1:]] if len(name) == 3 else [(rank, name[1]) for rank in holders]
         begin = max([ready, *(self._free[link] for link in links)])
-        end = begin + self._seconds(issued, part)
+        end = begin + self._links.seconds(issued, part)
         self._free |= dict.fromkeys(links, end)
         self._ended(part.key, end, lane_of(issued), begin)
 
@@ -397,7 +421,11 @@ class _Machine:
                     yield part.key
                     end = self._ends[part.key]
                     rank.waited(stream, step, end.time, end.cause)
-                    rank.spans.append((lane_of(item), item.what, end.begin, end.time))
+                    lane = lane_of(item)
+                    rank.spans.append((lane, item.what, end.begin, end.time))
+                    if lane != "transfer":
+                        moves = end.begin + self._links.waits_s(item, part)
+                        rank.moving.append((moves, end.time))
             elif item.kind == "wait":
                 yield number, item.event
                 end = self._ends[number, item.event]

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from zeropp.emulate.device import Tensors, VirtualDevice, size_of, tensors_in
 from zeropp.emulate.log import Kernel
-from zeropp.emulate.private_names import without_modes
+from zeropp.emulate.private_names import MANY_IN_ONE_KERNEL, without_modes
 from zeropp.emulate.world import replaced
 from zeropp.engine import deferred
 from zeropp.operators import Attention, Product
@@ -98,6 +99,7 @@ def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
     with replaced(
         (functional, "rms_norm", _rms_norm),
         (deferred, "add_wide_product", _add_wide_product),
+        (*MANY_IN_ONE_KERNEL, _in_one_kernel),
         (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
         (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
     ):
@@ -171,6 +173,12 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
     assert _device is not None
     _device.kernel("aten::addmm_", [left, right], [total])
+
+
+def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
+    """Whether a GPU takes the norms of all of these in one kernel, as it does of plain tensors."""
+    del device
+    return not any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def _fused(construct: Callable[..., None]) -> Callable[..., None]:

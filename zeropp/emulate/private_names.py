@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = ["FakeTensorMode", "without_modes"]
@@ -29,6 +30,9 @@ FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a red
 
 # Of how many numbers at most a fake tensor keeps the values that the host has given it.
 MOST_KNOWN_NUMBERS = (fake_tensor, "CONSTANT_NUMEL_LIMIT")
+
+# Whether ``get_total_norm`` takes the norms of some tensors in one kernel.
+MANY_IN_ONE_KERNEL = (clip_grad, "_has_foreach_support")
 
 # Methods, as (class, name): what ``Module.to`` calls; DTensor's trial of an operator's output
 # shapes; FSDP2's allocation of gathered parameters, and of the gradients that it accumulates before

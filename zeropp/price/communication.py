@@ -245,11 +245,12 @@ def sent_bytes(plan: SizedPlan, program: Program) -> int:
 
 def replica_s(
     plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
-) -> float:
-    """Exposed seconds of the reduction of a stage's gradients over the replicas."""
+) -> tuple[float, float]:
+    """Seconds of the reduction of a stage's gradients over the replicas that begin once the stage
+    has no backward left, and those that its own backward hides."""
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
-        return 0.0
+        return 0.0, 0.0
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
     pieces = sizes
@@ -270,58 +271,63 @@ def replica_s(
         seconds += more * reduce(cluster, replicas, 0.0)
     if state.copied:
         seconds += stream_s(work.device, state.copied * sum(sizes), len(sizes))
+    exposed = seconds
     if program.overlap_reduction and not cost.waits_for_reduction:  # the first piece is exposed
         hidden = cost.backward_input + cost.backward_weight
-        seconds = _slowed(cluster, seconds, max(seconds - hidden, seconds * pieces[0] / sum(sizes)))
-    return seconds
+        exposed = max(seconds - hidden, seconds * pieces[0] / sum(sizes))
+    return exposed, seconds - exposed
 
 
 def _by_bucket_s(
     plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
-) -> float:
-    """Exposed seconds in which DeepSpeed all-reduces the gradients of a stage beside its backward
+) -> tuple[float, float]:
+    """As ``replica_s``, where DeepSpeed all-reduces the gradients of a stage beside its backward
     (``average_tensor`` of its ``stage_1_and_2.py``).
 
     A bucket is reduced once the next gradient does not fit into it; a larger one is a bucket of its
-    own. Before a reduction compute waits for those before it. The backward is divided among the
-    matrices by their size; a bias is there just before its matrix.
+    own, and all others are copied into theirs, between the kernels of the backward. Before a
+    reduction compute waits for those before it. The backward is divided among the products by
+    their size; a bias comes with its matrix, just before it.
     """
     replicas, state = (
         group_of(cluster, plan.layout, "replicate"),
         work.program.state(plan.precision),
     )
-    sent = sent_bytes(plan, work.program)
+    sent, into = sent_bytes(plan, work.program), 2 * element_bytes(plan.precision)
 
     def reduced_s(elements: float) -> float:
-        copied_s = stream_s(work.device, state.copied * elements)
+        copied_s = stream_s(work.device, (state.copied - into) * elements)
         return copied_s + all_reduce_s(cluster, replicas, elements * sent)
 
     gradients = _gradients_of(plan, work, stage)
-    backward_s = (cost.backward_input + cost.backward_weight) / sum(gradients)
+    backward_s = cost.backward_input + cost.backward_weight
+    each_s = backward_s / sum(map(sum, gradients))
     now = end = held = total = 0.0
-    for elements in gradients:
-        now += elements * backward_s
-        if held and held + elements > state.bucket:
-            now = max(now, end)
-            total += reduced_s(held)
-            end, held = now + reduced_s(held), 0.0
-        held += elements
+    for together in gradients:
+        now += sum(together) * each_s
+        for elements in together:
+            if held and held + elements > state.bucket:
+                now = max(now, end)
+                total += reduced_s(held)
+                end, held = now + reduced_s(held), 0.0
+            held += elements
+            if elements <= state.bucket:
+                now += stream_s(work.device, into * elements)
     total += reduced_s(held)
-    exposed = max(now, end) + reduced_s(held) - (cost.backward_input + cost.backward_weight)
-    return _slowed(cluster, total, exposed)
+    exposed = max(now, end) + reduced_s(held) - backward_s
+    return exposed, max(0.0, total - exposed)
 
 
-def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[float]:
-    """The elements of a stage's gradients in the order in which a backward makes them."""
+def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, ...]]:
+    """The elements of a stage's gradients in the order in which a backward makes them, those of one
+    product together."""
     shape, pieces = plan.shape, plan.pieces_of(stage)
     biases = shape.family == "gpt"
-    block: list[float] = []
-    for k, n in reversed(linears(work)):
-        block += [float(n)] * biases + [float(k * n)]
-    table = float(shape.vocab * shape.hidden / plan.layout.tp)
+    block = [(float(n),) * biases + (float(k * n),) for k, n in reversed(linears(work))]
+    table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
     ends = [0 in pieces, shape.num_pieces - 1 in pieces]
-    head = [table] if ends[1] and not (shape.tied_embeddings and ends[0]) else []
-    return head + block * plan.blocks_of(stage) + [table] * ends[0]
+    head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
+    return head + block * plan.blocks_of(stage) + table * ends[0]
 
 
 def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
@@ -356,8 +362,11 @@ def gather_updated_s(
     elif program.updated == "slices":
         copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s
-    if program.overlap_updated:  # the next forward hides all but the first piece's
-        seconds = _slowed(cluster, seconds, seconds / pieces)
+    if program.overlap_updated:
+        # The next forward hides all but the first piece's. Of several stages the first is gathered
+        # whole, because gathers are in the order of a backward.
+        first = len(stages) if len(stages) > 1 else pieces
+        seconds = _slowed(cluster, seconds, seconds / first)
     return seconds
 
 
@@ -370,18 +379,30 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     updated = parameters / optimizer_shards(plan.layout, program)
     kept = 0 if state.casts_parameters else element_bytes(plan.precision)
     moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
-    if program.gradient_buffer:
+    kernels = 4
+    if program.checks_gradients:
+        blocks = plan.shape.layers / plan.layout.pp
+        tensors = blocks * tensors_of(work) * updated / parameters
+        looks = plan.precision != "fp32"  # for overflow
+        moved += updated * _checked_bytes(state.gradients, looks)
+        kernels += round((_NORMS + _LOOKS * looks) * tensors)
+    elif program.gradient_buffer:
         moved += parameters * 3 * state.gradients
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
-    kernels = 4
-    if program.checks_gradients:
-        moved += updated * _FP32
-        if plan.precision != "fp32":
-            moved += updated * 2 * _FP32
-            blocks = plan.shape.layers / plan.layout.pp
-            kernels += round(12 * blocks * tensors_of(work) * updated / parameters)
     return stream_s(cluster.device, moved, kernels)
+
+
+_NORMS, _LOOKS = 6, 12  # kernels of ``checks_gradients`` for a gradient's norm, and for overflow
+
+
+def _checked_bytes(gradient: int, looks: bool) -> int:
+    """Bytes per element that DeepSpeed's ZeRO and its trainer move to check gradients of so many
+    bytes and to hand them to Adam: a norm, the scaling that clips, a norm in fp64, where they look
+    for overflow the greatest and the least, and, if they are not fp32, their joining and their
+    cast."""
+    checked = gradient + 2 * gradient + (gradient + 8) + 8 + 2 * gradient * looks
+    return checked + (0 if gradient == _FP32 else 2 * gradient + gradient + _FP32)
 
 
 def tied_s(plan: SizedPlan, cluster: Cluster) -> float:

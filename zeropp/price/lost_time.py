@@ -89,7 +89,7 @@ def _without_gathers(price: PlanPrice) -> PlanPrice:
 
 
 def _without_reductions(price: PlanPrice) -> PlanPrice:
-    return _changed(
+    price = _changed(
         price,
         lambda cost, extras: replace(
             cost,
@@ -98,6 +98,7 @@ def _without_reductions(price: PlanPrice) -> PlanPrice:
             backward_weight=_less(cost.backward_weight, extras.reductions),
         ),
     )
+    return _with_extras(price, hidden_replicas=0.0)
 
 
 def _without_transfers(price: PlanPrice) -> PlanPrice:
@@ -121,8 +122,7 @@ def _without_tensor(price: PlanPrice) -> PlanPrice:
             backward_input=_less(cost.backward_input, extras.tensor_backward),
         ),
     )
-    none = {"tensor_forward": 0.0, "tensor_backward": 0.0}
-    return replace(price, extras=tuple(replace(extras, **none) for extras in price.extras))
+    return _with_extras(price, tensor_forward=0.0, tensor_backward=0.0)
 
 
 def _without_copies(price: PlanPrice) -> PlanPrice:
@@ -145,6 +145,10 @@ def _less(duration: float, part: float) -> float:
     """A duration without a part of it, at least 0: if traced durations replace the model's, the
     part may be longer than the whole."""
     return max(0.0, duration - part)
+
+
+def _with_extras(price: PlanPrice, **seconds: float) -> PlanPrice:
+    return replace(price, extras=tuple(replace(extras, **seconds) for extras in price.extras))
 
 
 def _changed(price: PlanPrice, change: _Change) -> PlanPrice:

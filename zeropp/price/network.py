@@ -76,11 +76,18 @@ def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
     if group.size == 1:
         return 0.0
     gain = cluster.reduction_gain if group.nodes == 1 else 1.0
+    return all_reduce_waits_s(cluster, group) + 2 * _moved(group, total) / gain
+
+
+def all_reduce_waits_s(cluster: Cluster, group: Group) -> float:
+    """Seconds of an all-reduce in which a rank only waits for its next bytes."""
+    if group.size == 1:
+        return 0.0
     ring = 2 * _ring_steps_s(cluster, group)
     local = group.size // group.nodes
     tree = 2 * (local - 1) * cluster.intra.hop_us * 1e-6
     tree += 2 * log2(group.nodes) * cluster.inter.hop_us * 1e-6
-    return start_s(cluster, group) + min(ring, tree) + 2 * _moved(group, total) / gain
+    return start_s(cluster, group) + min(ring, tree)
 
 
 def transfer_s(cluster: Cluster, layout: Layout, *, source: int, target: int, size: float) -> float:

@@ -145,7 +145,9 @@ class KernelSeconds:
     elementwise: float
     elementwise_backward: float
     accumulation: float  # weight gradients that are added to their sums
+    biases: float = 0.0  # of all element-wise backward ones, those that come with weight gradients
     mlp: float = 0.0  # of all forward ones, those of the MLP and of the norm before it
+    last: float = 0.0  # of all forward ones, the last product
 
 
 def _block_kernels(work: Work) -> KernelSeconds:
@@ -172,6 +174,8 @@ def _block_kernels(work: Work) -> KernelSeconds:
             device, block_traffic_backward(work) + cast_backward, backward
         ),
         accumulation=stream_s(device, work.accumulated * parameters, added),
+        biases=_late_biases_s(work),
+        last=products[-1],
         mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
@@ -192,15 +196,16 @@ def passes_of(
     core, elementwise = kernels.attention, kernels.elementwise
     forward = kernels.products + core + elementwise + forward_tp
     forward = forward + host_s if in_line else max(forward, host_s)
-    again = {"none": 0.0, "selective": 0.0, "full": forward}
+    whole = forward - kernels.last if program.stops_recomputing else forward
+    again = {"none": 0.0, "selective": 0.0, "full": whole}
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
         parts["mlp"] = max(kernels.mlp + forward_tp / 2, host_s / 2)
         again["selective"] = parts[program.selective]
-    weight = kernels.weights + kernels.accumulation
+    weight = kernels.weights + kernels.accumulation + kernels.biases
     input_ = kernels.transposed + kernels.attention_backward
-    input_ += kernels.elementwise_backward + backward_tp
+    input_ += kernels.elementwise_backward - kernels.biases + backward_tp
     if not input_ + weight:  # nothing in it has a gradient
         return PassTimes(forward, again[recompute], 0.0)
     back = BACKWARD_LAUNCHES * host_s / (input_ + weight)
@@ -297,7 +302,8 @@ def _elementwise_kernels(work: Work) -> tuple[int, int]:
         return 12, 18
     gated = work.shape.gates - 1
     rotary, biases = (0, 6) if work.shape.family == "gpt" else (2, 0)
-    return 5 + rotary + gated, 7 + rotary + 2 * gated + biases
+    added = _biases_added(work)
+    return 5 + rotary + gated + added, 7 + rotary + 2 * gated + biases
 
 
 def block_traffic(work: Work) -> float:
@@ -306,6 +312,7 @@ def block_traffic(work: Work) -> float:
     reads and writes queries and keys), and the MLP's non-linearity."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
+    whole += 2 * _biases_added(work)
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
     around = 6
@@ -313,6 +320,21 @@ def block_traffic(work: Work) -> float:
         around = 0 if shape.family == "gpt" else 4
     inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
+
+
+def _late_biases_s(work: Work) -> float:
+    """Seconds of the gradients of GPT's biases, where torch computes them with those of weights:
+    they sum the gradients of outputs."""
+    if not work.program.torch_stages or work.shape.family != "gpt":
+        return 0.0
+    shape, tp = work.shape, work.tp
+    summed = 3 * shape.hidden / tp + shape.ffn / tp + 2 * shape.hidden
+    return stream_s(work.device, work.tokens * element_bytes(work.precision) * summed, kernels=6)
+
+
+def _biases_added(work: Work) -> int:
+    """Kernels in a block's forward that only add a bias to a hidden state."""
+    return 2 if work.program.separate_biases and work.tp > 1 and work.shape.family == "gpt" else 0
 
 
 def mlp_traffic(work: Work) -> float:

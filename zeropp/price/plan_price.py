@@ -53,6 +53,8 @@ class StageExtras:
     accumulation: float = 0.0  # weight gradients added outside their product; in backward_weight
     # Exposed reductions over the replicas of all microbatches but the last; in backward_weight.
     reductions: float = 0.0
+    # Of a step's reductions over the replicas, what the stage's own backward hides, which it slows.
+    hidden_replicas: float = 0.0
     # Of a gather, or of a reduction over the shards: it moves nothing then and slows no compute.
     waits: float = 0.0
 

@@ -38,7 +38,7 @@ from zeropp.price.pieces import (
     piece_times,
 )
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
-from zeropp.price.programs import Program, program_as_run
+from zeropp.price.programs import Program, program_of
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
-    program = program or program_as_run(plan.program, compiled=plan.compile)
+    program = program or program_of(plan)
     return Work(
         shape=plan.shape,
         device=cluster.device.of_year(program.kernels),
@@ -212,14 +212,15 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
 def _timed_stage(job: _Job, stage: int) -> _TimedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
     cost = _stage_cost(job, stage)
-    over_replicas = replica_s(plan, cluster, work, stage=stage, cost=cost)
+    over_replicas, hidden = replica_s(plan, cluster, work, stage=stage, cost=cost)
     earlier = 0.0
     if plan.layout.replicate_zero == 2:  # reduces for every microbatch
         earlier = over_replicas * (1 - 1 / plan.num_microbatches)
+        hidden *= plan.num_microbatches
     weight = cost.backward_weight + earlier
     return _TimedStage(
         cost=replace(cost, backward_weight=weight, reduce_replicas=over_replicas),
-        extras=replace(_extras(job, stage), reductions=earlier),
+        extras=replace(_extras(job, stage), reductions=earlier, hidden_replicas=hidden),
         parameters=stage_parameters(plan, stage),
     )
 

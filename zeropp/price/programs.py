@@ -86,14 +86,20 @@ class Program:
     # Queries, keys and values are products of their own, which attention takes as they are; so are
     # both parts of a gated MLP's input.
     separate_projections: bool = False
+    # With tensor parallelism the bias of a row-parallel product is added in a kernel of its own.
+    separate_biases: bool = False
     fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
     short_loss: bool = False  # torch's loss computes in the type of the logits, not in fp32
     selective: Selective = "scores"
+    # Recomputation ends once it has all saved tensors, so that it leaves out a block's last product
+    # (torch's ``checkpoint`` with ``use_reentrant=False``).
+    stops_recomputing: bool = False
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
-    eager_traffic: float = 1.0  # the same again where torch.compile has not fused its blocks
+    # The same again where blocks rotate queries and keys, and torch.compile has not fused that.
+    eager_traffic: float = 1.0
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
@@ -281,11 +287,19 @@ def program_named(name: str) -> Program:
 
 
 @cache
-def program_as_run(name: str, *, compiled: bool) -> Program:
-    """A program whose blocks run through ``torch.compile`` or do not."""
+def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Program:
+    """A program whose blocks run through ``torch.compile`` or do not; ``rotates``: whether they
+    rotate queries and keys, which is the one chain of kernels in the suite's models. GPT has the
+    same kernels compiled and not."""
     program = program_named(name)
-    factor = 1.0 if compiled else program.eager_traffic
+    factor = 1.0 if compiled or not rotates else program.eager_traffic
     return replace(program, traffic_factor=program.traffic_factor * factor)
+
+
+def program_of(plan: SizedPlan) -> Program:
+    """The program of a plan of the suite's models, as it runs them."""
+    rotates = plan.shape.family == "llama"
+    return program_as_run(plan.program, compiled=plan.compile, rotates=rotates)
 
 
 def gathers(plan: SizedPlan) -> bool:

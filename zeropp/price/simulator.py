@@ -155,6 +155,7 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         # All but the first gather and the last reductions have compute beside them.
         beside -= sum(first.values()) + sum(last.values())
         stages = plan.schedule.stages_of(rank)
+        beside += sum(price.extras[s].hidden_replicas for s in stages)
         compute = plan.num_microbatches * sum(costs[s].compute for s in stages) + copies
         compute *= price.stragglers
         share = (

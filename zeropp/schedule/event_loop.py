@@ -7,10 +7,10 @@ once both ranks have come to them (``Schedule.pair_streams``). A gather, reducti
 starts once the compute actions before it in the program have ended, and a reduction over the
 replicas once the stage's gradients are reduced over the shards. Tied sums, updates and the gathers
 of what is updated whole stand in line with compute, and wait for all reductions of their own rank,
-but for no other rank. The copy that belongs to a gather is done by the first compute action that
-uses the parameters; the copy that belongs to a reduction is done before it starts. In programs
-without transfers (compute actions alone) a message takes ``StageCost.transfer`` from the end of the
-action that produces it.
+but for no other rank. The copy that belongs to a gather is done before the first compute action
+that uses the parameters, while that waits for its input; the copy that belongs to a reduction is
+done before it starts. In programs without transfers (compute actions alone) a message takes
+``StageCost.transfer`` from the end of the action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
@@ -233,16 +233,16 @@ class _Loop:
             start = compute[rank]
             if kind == _USE:
                 place += stage * m + (microbatch or 0)
+                if copy_out[stage]:
+                    start = self._copied(stage, rank)
                 if ready[place] > start:
                     self._stall_wait[rank] += ready[place] - start
                     start = ready[place]
                 if unsharded[stage] > start:
                     self._stall_gather[rank] += unsharded[stage] - start
                     start = unsharded[stage]
-                duration = seconds[stage] + copy_out[stage]
-                copy_out[stage] = 0.0
-                end = compute[rank] = start + duration
-                busy[rank] += duration
+                end = compute[rank] = start + seconds[stage]
+                busy[rank] += seconds[stage]
                 ready[place + moves[stage]] = end + after[stage]
             elif kind == _WEIGHT:
                 end = compute[rank] = start + seconds[stage]
@@ -266,6 +266,14 @@ class _Loop:
                 start, end = self._end_of_step(stage, op, rank)
             add_start(start)
             add_end(end)
+
+    def _copied(self, stage: int, rank: int) -> float:
+        """When a stage's parameters, once gathered, are copied."""
+        start, copied = max(self._compute[rank], self._unsharded[stage]), self._copy_out[stage]
+        self._stall_gather[rank] += start - self._compute[rank]
+        self._busy[rank] += copied
+        self._copy_out[stage] = 0.0
+        return start + copied
 
     def _collective(self, stage: int, op: Op, rank: int) -> tuple[float, float]:
         """The times of a gather, a reduction or a release."""

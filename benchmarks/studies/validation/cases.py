@@ -133,7 +133,8 @@ def _layout(row: PublishedRow) -> Layout:
 
 def program_of(row: PublishedRow) -> Program:
     """The registered program, with the traits that the row states differently."""
-    program = program_as_run(row.program, compiled=bool(row.compiled))
+    rotates = row.shape.family == "llama"
+    program = program_as_run(row.program, compiled=bool(row.compiled), rotates=rotates)
     state = program.state(_precision(row))
     if row.gradient_dtype:
         state = replace(state, gradients=_BYTES[row.gradient_dtype])

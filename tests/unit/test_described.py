@@ -1,0 +1,77 @@
+"""What replays have corrected in the descriptions of programs (docs/replay.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.specification.contenders import PRICED
+from tests.unit.simulated_task import task
+from zeropp.choose.task import Candidate
+from zeropp.price.communication import update_s
+from zeropp.price.network import all_reduce_s, gather_s, group_of
+from zeropp.price.price import work_of
+from zeropp.price.simulator import SimResult, simulate
+
+
+@cache
+def described(name: str, microbatch: int = 1, **knobs: Any) -> SimResult:
+    contender = PRICED[name]
+    return contender.simulated(task(64, 64), Candidate(contender.knobs(**knobs), microbatch))
+
+
+CHUNKS: dict[str, Any] = {
+    "pp": 2,
+    "replicate": 32,
+    "replicate_zero": 1,
+    "schedule": "interleaved_1f1b",
+    "chunks": 2,
+}
+
+
+def test_reductions_that_a_backward_hides_slow_compute() -> None:
+    result = described("megatron_core", tp=1, **CHUNKS)
+    price, plan = result.price, result.plan
+    assert all(extras.hidden_replicas > 0 for extras in price.extras)
+    free = replace(price, extras=tuple(replace(e, hidden_replicas=0.0) for e in price.extras))
+    hidden = sum(price.extras[stage].hidden_replicas for stage in plan.schedule.stages_of(0))
+    faster = simulate(plan, task().cluster, price=free)
+    less = result.events.busy[0] - faster.events.busy[0]
+    assert less == pytest.approx(price.overlap_slowdown * hidden, rel=0.05)
+
+
+def test_the_first_chunk_is_gathered_before_a_step_of_megatron_core() -> None:
+    result = described("megatron_core", tp=1, **CHUNKS)
+    cluster, plan = task().cluster, result.plan
+    seconds = result.price.stages[0].gather_updated
+    parameters = sum(result.price.memory[s].parameters for s in plan.schedule.stages_of(0))
+    replicas = group_of(cluster, plan.layout, "replicate")
+    half = gather_s(cluster, replicas, parameters) / 2  # one of two chunks
+    slowed = half * (1 + result.price.overlap_slowdown)
+    assert seconds == pytest.approx(slowed, rel=0.15)
+
+
+def test_deepspeed_waits_for_one_reduction_before_the_bias_that_follows_it() -> None:
+    """Both matrices of an MLP are larger than a bucket. The bias of the first one in the model
+    comes with its matrix, after the other one's reduction has begun, and no compute lies between
+    them."""
+    result = described("deepspeed_3d", pp=1, tp=2, replicate=32, replicate_zero=2)
+    cluster, plan = task().cluster, result.plan
+    replicas = group_of(cluster, plan.layout, "replicate")
+    matrix = plan.shape.hidden * plan.shape.ffn / plan.layout.tp
+    assert matrix > work_of(plan, cluster).program.state("bf16").bucket
+    each = all_reduce_s(cluster, replicas, 2 * matrix)
+    assert result.price.stages[0].reduce_replicas > plan.shape.layers * each
+
+
+def test_deepspeed_looks_at_every_gradient_tensor_by_tensor() -> None:
+    result = described("deepspeed_3d", pp=1, tp=2, replicate=32, replicate_zero=2)
+    plan, cluster = result.plan, task().cluster
+    work = work_of(plan, cluster)
+    blind = replace(work, program=replace(work.program, checks_gradients=False))
+    looking, not_looking = (update_s(plan, cluster, w, parameters=7.4e9) for w in (work, blind))
+    tensors = 16 * plan.shape.layers / plan.layout.replicate
+    assert looking - not_looking > 18 * tensors * cluster.device.kernel_us * 1e-6
