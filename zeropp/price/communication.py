@@ -295,7 +295,7 @@ def _by_bucket_s(
         work.program.state(plan.precision),
     )
     sent = sent_bytes(plan, work.program)
-    # ZeRO-2 copies every microbatch's, which is what its backward adds (``StateBytes.accumulated``).
+    # With ZeRO-2 a backward has copied them already (``StateBytes.accumulated``).
     into = 0 if state.accumulated else 2 * element_bytes(plan.precision)
 
     def reduced_s(elements: float) -> float:
