@@ -117,6 +117,18 @@ def test_compute_beside_collectives_is_slower() -> None:
     assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25, rel=1e-4)
 
 
+def test_compute_that_is_slowed_hides_more_of_a_collective() -> None:
+    """A collective of 1.1 s beside a kernel of 1 s, which becomes as long, and one behind it."""
+    (log,) = logs(1)
+    size = round(1100 * GIB / gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB))
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", size)
+    log.kernel(COMPUTE, SECOND)
+    log.follow(COMPUTE, "nccl")
+    log.kernel(COMPUTE, SECOND)
+    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
+    assert step_of([log], slowed).busy_s[0] == pytest.approx(2 + 0.25 * 1.1, rel=2e-3)
+
+
 def test_a_ring_over_nodes_slows_no_compute_while_it_only_waits() -> None:
     log, name = Log(), "c10d::_reduce_scatter_base_"
     log.place(STEP)

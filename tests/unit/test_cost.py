@@ -19,7 +19,7 @@ from zeropp.operators import Attention
 from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.activations import block_kept
-from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s
+from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s, stream_s
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
 from zeropp.price.price import stragglers, work_of
 from zeropp.price.programs import Program, Selective, StateBytes, Updated, program_named
@@ -279,6 +279,17 @@ def test_torch_computes_gradients_of_biases_with_those_of_weights() -> None:
     )
     assert torchs.backward_weight > ours.backward_weight
     assert torchs.compute == pytest.approx(ours.compute)
+
+
+def test_biases_behind_a_sum_over_ranks_are_added_apart() -> None:
+    def forward(tp: int, **traits: bool) -> float:
+        mine = program(separate_projections=True, **traits)
+        return price_plan(plan(tp=tp), A100, mine).stages[0].forward
+
+    assert forward(1, separate_biases=True) == forward(1)
+    hidden = 2 * GPT.seq * GPT.hidden * 2  # bytes of the hidden states of two sequences
+    each = stream_s(A100.device, 2 * hidden)
+    assert forward(2, separate_biases=True) - forward(2) == pytest.approx(2 * GPT.layers * each)
 
 
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:

@@ -12,6 +12,7 @@ from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
 from zeropp.price.communication import update_s
+from zeropp.price.kernels import stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group_of
 from zeropp.price.price import work_of
 from zeropp.price.simulator import SimResult, simulate
@@ -73,5 +74,7 @@ def test_deepspeed_looks_at_every_gradient_tensor_by_tensor() -> None:
     work = work_of(plan, cluster)
     blind = replace(work, program=replace(work.program, checks_gradients=False))
     looking, not_looking = (update_s(plan, cluster, w, parameters=7.4e9) for w in (work, blind))
-    tensors = 16 * plan.shape.layers / plan.layout.replicate
-    assert looking - not_looking > 18 * tensors * cluster.device.kernel_us * 1e-6
+    updated = 7.4e9 / plan.layout.replicate
+    kernels = round(18 * 16 * plan.shape.layers / plan.layout.replicate)
+    more = stream_s(cluster.device, updated * (40 - 8), kernels)  # bytes of fp32 gradients
+    assert looking - not_looking == pytest.approx(more)

@@ -20,6 +20,7 @@ from zeropp.price.memory import optimizer_shards, sends_compute_type, zero1_rank
 from zeropp.price.network import (
     Group,
     all_reduce_s,
+    all_reduce_waits_s,
     axis_stride,
     gather_s,
     group,
@@ -293,37 +294,45 @@ def _by_bucket_s(
         group_of(cluster, plan.layout, "replicate"),
         work.program.state(plan.precision),
     )
-    sent, into = sent_bytes(plan, work.program), 2 * element_bytes(plan.precision)
+    sent = sent_bytes(plan, work.program)
+    # With ZeRO-2 a backward has copied them already (``StateBytes.accumulated``).
+    into = 0 if state.accumulated else 2 * element_bytes(plan.precision)
 
     def reduced_s(elements: float) -> float:
         copied_s = stream_s(work.device, (state.copied - into) * elements)
         return copied_s + all_reduce_s(cluster, replicas, elements * sent)
 
+    def moving_s(elements: float) -> float:
+        waits_s = all_reduce_waits_s(cluster, replicas)
+        return all_reduce_s(cluster, replicas, elements * sent) - waits_s
+
     gradients = _gradients_of(plan, work, stage)
     backward_s = cost.backward_input + cost.backward_weight
     each_s = backward_s / sum(map(sum, gradients))
-    now = end = held = total = 0.0
+    now = end = held = moving = 0.0
     for together in gradients:
         now += sum(together) * each_s
         for elements in together:
             if held and held + elements > state.bucket:
                 now = max(now, end)
-                total += reduced_s(held)
+                moving += moving_s(held)
                 end, held = now + reduced_s(held), 0.0
             held += elements
-            if elements <= state.bucket:
+            if into and elements <= state.bucket:
                 now += stream_s(work.device, into * elements)
-    total += reduced_s(held)
     exposed = max(now, end) + reduced_s(held) - backward_s
-    return exposed, max(0.0, total - exposed)
+    return exposed, max(0.0, moving + moving_s(held) - exposed)
 
 
 def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, ...]]:
     """The elements of a stage's gradients in the order in which a backward makes them, those of one
-    product together."""
+    product, or of one norm, together."""
     shape, pieces = plan.shape, plan.pieces_of(stage)
     biases = shape.family == "gpt"
-    block = [(float(n),) * biases + (float(k * n),) for k, n in reversed(linears(work))]
+    products = [(float(n),) * biases + (float(k * n),) for k, n in reversed(linears(work))]
+    mlp = 1 + (shape.gates if work.program.separate_projections else 1)
+    norm = (float(shape.hidden),) * (1 + biases)
+    block = [*products[:mlp], norm, *products[mlp:], norm]
     table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
     ends = [0 in pieces, shape.num_pieces - 1 in pieces]
     head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
