@@ -111,8 +111,12 @@ def _measured(
     except ValueError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     own = [word for word in others if "=" in word]
+    keys = {word.partition("=")[0] for word in own}
     value = " ".join([first, *(word for word in others if "=" not in word)])
-    question = ask(files, [*words, *own], arguments)
+    given = [
+        word for word in words if word.partition("=")[0] not in keys
+    ]  # own words replace these
+    question = ask(files, [*given, *own], arguments)
     task = question.task
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
     try:

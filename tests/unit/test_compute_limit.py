@@ -83,7 +83,8 @@ def one(recompute: Literal["none", "full"] = "none") -> dict[str, float]:
 def test_each_cause_is_found_where_it_is_and_nowhere_else() -> None:
     plain, again = one(), one(recompute="full")
     assert plain["recomputation"] == 0.0
-    assert again["recomputation"] == pytest.approx(plain["limit"] / 3, rel=0.15)
+    # Torch stops before a block's last product, which is a third of it.
+    assert again["recomputation"] == pytest.approx(plain["limit"] / 3 * 2 / 3, rel=0.15)
     assert plain["tensor"] == 0.0
     assert plain["gathers"] > 0.0  # ZeRO-1 gathers what it has updated
     assert plain["transfers"] > 0.0  # DeepSpeed's block
