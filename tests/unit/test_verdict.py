@@ -353,9 +353,9 @@ def test_a_fresh_search_has_no_settings_to_begin_with(
 def test_a_plan_is_searched_again_without_a_choice_that_it_makes() -> None:
     shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
     cell = Cell(replace(task(16, 32), shape=shape))
-    concerned = {
-        "zeropp": {"compile", "one_rank"},
-        "deepspeed_best": {"compile", "zero2"},
+    concerned = {  # GPT is priced alike with and without torch.compile
+        "zeropp": {"one_rank"},
+        "deepspeed_best": {"zero2"},
         "megatron_core": set[str](),
     }
     for name, expected in concerned.items():
