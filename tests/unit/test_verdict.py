@@ -355,9 +355,9 @@ def test_a_plan_is_searched_again_without_a_choice_that_it_makes() -> None:
     sizes: dict[str, Any] = {"layers": 4, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5504}
     shape = replace(task().shape, family="llama", **sizes)  # which has what a compiler fuses
     cell = Cell(replace(task(16, 32), shape=shape))
-    concerned = {  # GPT is priced alike with and without torch.compile
-        "zeropp": {"one_rank"},
-        "deepspeed_best": {"zero2"},
+    concerned = {
+        "zeropp": {"compile", "one_rank"},
+        "deepspeed_best": {"compile", "zero2"},
         "megatron_core": set[str](),
     }
     for name, expected in concerned.items():
