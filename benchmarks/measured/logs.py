@@ -154,12 +154,13 @@ def _of_batch(path: Path, form: _Form, text: str, step: Step) -> list[float]:
     configuration's; raises SpecError if all are of another batch."""
     matches = list(form.pattern.finditer(text))
     numbers, batch = [], None
+    owns = (step.global_batch, step.global_batch * step.seq)  # OLMo-core's batch is of tokens
     for i, match in enumerate(matches):
         end = matches[i + 1].start() if i + 1 < len(matches) else len(text)
         before = _BATCH.findall(text[: match.start()]) if i == 0 else []
         if stated := _BATCH.findall(text[match.end() : end])[:1] or before:
             batch = _value(stated[-1])
-        if batch is None or abs(batch / step.global_batch - 1) <= _SAME:
+        if batch is None or any(abs(batch / own - 1) <= _SAME for own in owns):
             numbers.append(_value(match[1]))
     if matches and not numbers:
         raise SpecError(

@@ -85,7 +85,7 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     knobs = {each.name: getattr(spec.contender, each.name) for each in fields(StepKnobs)}
     knobs = {name: value for name, value in knobs.items() if value != "auto"}
     knobs |= {"chunks": plan.layout.chunks, "unit": plan.schedule.unit}  # CPUs hide no collectives
-    times = piece_times(work_of(plan, spec.cluster), 0.0, 0.0)
+    times = piece_times(work_of(plan, spec.cluster), 0.0, 0.0, 0.0)
     blocks = [times.block.total] * spec.model.layers
     return knobs | {
         "sample": torch.zeros(plan.microbatch_size, spec.model.seq, dtype=torch.long),

@@ -20,9 +20,17 @@ from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.activations import block_kept
 from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s, stream_s
+from zeropp.price.network import all_reduce_s, gather_s, group_of
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
 from zeropp.price.price import stragglers, work_of
-from zeropp.price.programs import Program, Selective, StateBytes, Updated, program_named
+from zeropp.price.programs import (
+    Program,
+    Selective,
+    StateBytes,
+    Updated,
+    program_as_run,
+    program_named,
+)
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
@@ -270,6 +278,31 @@ def test_torch_computes_all_but_the_last_product_again() -> None:
     last = matmul_s(A100.device, "bf16", m=2 * GPT.seq, k=GPT.ffn, n=GPT.hidden)
     less = whole.backward_input - stops.backward_input
     assert less == pytest.approx(GPT.layers * last)
+
+
+def test_functions_of_autograd_are_computed_again_to_their_end() -> None:
+    assert not program_named("zeropp").stops_recomputing  # its linear layers are such functions
+    for name in ("fsdp", "torch_pp", "deepspeed_3d"):
+        assert program_as_run(name, compiled=False).stops_recomputing
+        assert not program_as_run(name, compiled=True).stops_recomputing
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_what_is_not_computed_again_is_not_summed_again(sliced: bool) -> None:
+    mine = replace(plan(tp=2, sequence_parallel=sliced), recompute="full")
+
+    def price(*, stops: bool) -> PlanPrice:
+        return price_plan(mine, A100, program(stops_recomputing=stops))
+
+    half = matmul_s(A100.device, "bf16", m=2 * GPT.seq, k=GPT.ffn // 2, n=GPT.hidden)
+    summed_s = gather_s if sliced else all_reduce_s
+    size = 2 * GPT.seq * GPT.hidden * 2  # bytes of the hidden states of two sequences
+    summed = summed_s(A100, group_of(A100, mine.layout, "tp"), size)
+    whole, stops = (price(stops=stops) for stops in (False, True))
+    less = whole.stages[0].backward_input - stops.stages[0].backward_input
+    assert less == pytest.approx(GPT.layers * (half + summed))
+    recomputation = whole.extras[0].recomputation - stops.extras[0].recomputation
+    assert recomputation == pytest.approx(GPT.layers * half)
 
 
 def test_torch_computes_gradients_of_biases_with_those_of_weights() -> None:

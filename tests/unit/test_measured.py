@@ -104,6 +104,9 @@ def test_steps_of_another_batch_do_not_count(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=r'32 .* 64 \(give --measured ".*log global_batch=32"'):
             measurement(str(log), STEP)
     assert measurement(str(log), Step(32, 4096, 16)).step_s == 1.0
+    olmo = "DataLoaderConfig(global_batch_size=262144)\nthroughput/device/TPS=8,192\n"
+    log.write_text(olmo)  # 64 sequences of 4096 tokens
+    assert measurement(str(log), STEP).step_s == pytest.approx(2.0)
     log.write_text(f"using world size: 32, data-parallel size: 2\n{BATCH.format(1, '5000')}")
     with pytest.raises(SpecError, match=r'32 GPUs .* has 16 \(give --measured ".*num_gpus=32"'):
         measurement(str(log), STEP)

@@ -111,7 +111,9 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         collective *= 1 / work.tp + slowdown
     elif program.overlap_input_gradient:
         more -= (1 - slowdown) * sum(min(last, seconds) for seconds in _column_weights_s(work))
-    again = {"none": 0, "selective": int(program.selective == "mlp"), "full": 2}
+    again = {"none": 0.0, "selective": float(program.selective == "mlp"), "full": 2.0}
+    if program.stops_recomputing:  # before the last sum, of which slices are half a collective
+        again["full"] -= 0.5 if work.sequence_parallel else 1.0
     if program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += collective
     logits = _logits_s(cluster, among, work)

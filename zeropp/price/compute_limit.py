@@ -84,6 +84,6 @@ def _fits(work: Work, device: Device, num_gpus: int) -> bool:
 
 
 def _tokens_per_s(work: Work) -> float:
-    times = piece_times(work, 0.0, 0.0)
+    times = piece_times(work, 0.0, 0.0, 0.0)
     whole = work.shape.layers * times.block.total + times.embedding.total + times.head.total
     return work.tokens / whole

@@ -35,7 +35,7 @@ def cut_by_cost(
 
 @lru_cache(maxsize=65536)
 def _cuts(work: Work, tensor: TensorTimes, stage_rank: tuple[int, ...]) -> tuple[int, ...]:
-    times = piece_times(work, tensor.forward, tensor.backward)
+    times = piece_times(work, tensor.forward, tensor.backward, tensor.again)
     embedding, head = (
         # Rounded, so that plans that differ little share their cuts.
         round((end.total + 2 * tensor.collective) / times.block.total, 3)

@@ -44,9 +44,8 @@ def passes_of_layer(
     moved = sum(element * elements for elements in _backwards(layer, "weight"))
     moved += accumulation_bytes(program, precision) * layer.trained
     adding = len(weights) + len(_backwards(layer, "weight"))
-    products = [_forward_s(product, device, precision) for product in layer.products]
     kernels = KernelSeconds(
-        products=sum(products),
+        products=sum(_forward_s(product, device, precision) for product in layer.products),
         transposed=sum(_gradients_s(layer, "input", device, precision)),
         weights=sum(weights),
         attention=sum(
@@ -61,7 +60,6 @@ def passes_of_layer(
         elementwise=stream_s(device, element * sum(forwards), len(forwards)),
         elementwise_backward=stream_s(device, element * sum(backwards), len(backwards)),
         accumulation=stream_s(device, moved, adding),
-        last=products[-1] if products else 0.0,
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
     in_line = program.blocking_launches or device.is_cpu

@@ -122,13 +122,13 @@ class PieceTimes:
 
 
 @lru_cache(maxsize=65536)
-def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes:
-    """The times of all kinds of piece. ``forward_tp`` and ``backward_tp`` are the exposed seconds
-    of a block's tensor-parallel collectives, without those of recomputation."""
+def piece_times(work: Work, forward_tp: float, backward_tp: float, again_tp: float) -> PieceTimes:
+    """The times of all kinds of piece. ``forward_tp``, ``backward_tp`` and, of recomputation,
+    ``again_tp`` are the exposed seconds of a block's tensor-parallel collectives."""
     block = passes_of(
         _block_kernels(work), work.program, work.recompute,
         host_s=_host(work), in_line=work.launches_in_line,
-        forward_tp=forward_tp, backward_tp=backward_tp,
+        forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
     )  # fmt: skip
     return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
 
@@ -189,6 +189,7 @@ def passes_of(
     in_line: bool,
     forward_tp: float = 0.0,
     backward_tp: float = 0.0,
+    again_tp: float = 0.0,
 ) -> PassTimes:
     """The passes of a block, or of any other layer, whose forward the host starts in ``host_s``
     seconds, and its backward in 1.5 times as many: before the kernels run (``in_line``) or while
@@ -197,11 +198,11 @@ def passes_of(
     forward = kernels.products + core + elementwise + forward_tp
     forward = forward + host_s if in_line else max(forward, host_s)
     whole = forward - kernels.last if program.stops_recomputing else forward
-    again = {"none": 0.0, "selective": 0.0, "full": whole}
+    again = {"none": 0.0, "selective": 0.0, "full": whole - forward_tp + again_tp}
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
-        parts["mlp"] = max(kernels.mlp + forward_tp / 2, host_s / 2)
+        parts["mlp"] = max(kernels.mlp + again_tp, host_s / 2)
         again["selective"] = parts[program.selective]
     weight = kernels.weights + kernels.accumulation + kernels.biases
     input_ = kernels.transposed + kernels.attention_backward

@@ -205,7 +205,9 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
     ideal = accumulation_bytes(replace(work.program, fused_accumulation=True), work.precision)
     fused = replace(work, accumulated=min(work.accumulated, ideal))
     variants = (work, replace(work, recompute="none"), fused)
-    times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
+    times = [
+        piece_times(variant, tensor.forward, tensor.backward, tensor.again) for variant in variants
+    ]
     return times[0], times[1], times[2]
 
 
