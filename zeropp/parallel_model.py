@@ -201,7 +201,8 @@ class ParallelModel:
         reads it, too.
 
         An interrupted save leaves no half checkpoint: the last one with that name stays until this
-        one is complete.
+        one is complete. Raises CheckpointError where something else than a checkpoint has that
+        name.
         """
         self._checkpointer.save(directory)
 
@@ -209,7 +210,8 @@ class ParallelModel:
         """Read a checkpoint of this topology or another, of ``save`` or of
         ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
-        where a file of ``save`` is missing or is not as it was written."""
+        where a file of ``save`` is missing or is not as it was written, or where it has other
+        layers or another optimizer's state."""
         self.engine.on_all_ranks("load", lambda: check_inference("load"))
         self._checkpointer.load(directory, weights_only=weights_only)
 
