@@ -387,12 +387,14 @@ def _closed_circle(name: str) -> str:
     lines = []
     for row in rows.to_dict("records"):
         seconds = (f"{row[key] * 1e3:.0f}" for key in ("measured_step_s", "replayed_step_s"))
-        parts = f"{row['kernels_s'] * 1e3:.0f}", f"{row['between_us']:.0f}"
+        times = (f"{row[key] * 1e3:.0f}" for key in ("kernels_s", "pages_s"))
+        parts = *times, f"{row['between_us']:.0f}"
         label = contender_label(row["contender"])
         lines.append([label, row["plan"], *seconds, f"{row['ratio']:.3f}", *parts])
     error = f"{(rows['ratio'] - 1).abs().median():.1%}"
-    lines.append(["median error", "", "", "", error, "", ""])
-    heads = ["plan", "measured ms", "replayed ms", "ratio", "kernels ms", "Python µs per kernel"]
+    lines.append(["median error", "", "", "", error, "", "", ""])
+    heads = ["plan", "measured ms", "replayed ms", "ratio"]
+    heads += ["kernels ms", "new pages ms", "Python µs per kernel"]
     return markdown_table(["", *heads], lines)
 
 

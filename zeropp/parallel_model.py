@@ -196,12 +196,11 @@ class ParallelModel:
         self._checkpointer.load_named(state_dict)
 
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint that any topology can load: parameters, persistent
-        buffers, optimizer, steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)``
-        reads it, too.
+        """Write a checkpoint that any topology can load: parameters, persistent buffers, optimizer,
+        steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)`` reads it, too.
 
         An interrupted save leaves no half checkpoint: the last one with that name stays until this
-        one is complete.
+        one is complete. Raises CheckpointError where other files have that name.
         """
         self._checkpointer.save(directory)
 
@@ -209,7 +208,8 @@ class ParallelModel:
         """Read a checkpoint of this topology or another, of ``save`` or of
         ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
-        where a file of ``save`` is missing or is not as it was written."""
+        where a file of ``save`` is missing or is not as it was written, or where it has other
+        layers or another optimizer's state."""
         self.engine.on_all_ranks("load", lambda: check_inference("load"))
         self._checkpointer.load(directory, weights_only=weights_only)
 
@@ -267,8 +267,7 @@ class ParallelModel:
     ) -> Microbatches:
         self._check_ready()
         parts = self._microbatches(inputs, targets, keyword_inputs)
-        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
-        counts = {name: len(part) for name, part in batch.items()}
+        counts = {name: len(part) for name, part in parts.whole.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"inputs: numbers of rows differ ({counts})")
         return parts
@@ -308,8 +307,7 @@ def describe(plan: Plan) -> str:
     layout, order = plan.layout, plan.schedule
     counts = " ".join(str(end - begin) for begin, end in pairwise(plan.cuts))
     return (
-        f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
-        f"chunks={layout.chunks} unit={order.unit} activation_cap={plan.activation_cap} "
-        f"recompute={plan.recompute}; {order.num_microbatches} microbatches, layers per stage: "
-        f"{counts}"
+        f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} chunks={layout.chunks} "
+        f"unit={order.unit} activation_cap={plan.activation_cap} recompute={plan.recompute}; "
+        f"{order.num_microbatches} microbatches, layers per stage: {counts}"
     )

@@ -10,6 +10,10 @@ Python between kernels is measured, too: the CPU time that a rank's thread takes
 same layers so narrow that kernels take next to none, over the number of its kernels. It leaves out
 what the thread waits for.
 
+The C library hands memory back to the system and takes it anew, page by page, in every step. The
+caching allocator of a GPU does not, and kernels that are timed alone do not meet it. So the pages
+that a rank's real step takes are counted, and each takes as long as one was measured to take.
+
     python -m benchmarks.studies.closed_circle [results/reference/closed_circle.csv]
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -70,11 +75,13 @@ Transfer = tuple[str, int]  # the name of a collective, or "message", and its by
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank has measured: seconds of steps by plan, and of its thread's CPU in them; of
-    kernels; of transfers."""
+    """What one rank has measured: seconds of steps by plan, of its thread's CPU in them, and the
+    pages that they take; seconds of a page, of kernels, and of transfers."""
 
     steps: list[list[float]]
     cpu: list[list[float]]
+    pages: list[list[int]]
+    page_s: float
     kernels: dict[Kernel, float]
     transfers: list[float]
 
@@ -129,31 +136,56 @@ def measure(
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     steps = [_steps(plan) for plan in plans]
+    page_s = _page_s()
     transfer_s = [_transfer_s(*transfer) for transfer in transfers]
     dist.barrier()
     kernel_s = seconds_of(kernels)
     dist.destroy_process_group()
-    return Times([wall for wall, _ in steps], [cpu for _, cpu in steps], kernel_s, transfer_s)
+    wall, cpu, pages = (list(part) for part in zip(*steps, strict=True))
+    return Times(wall, cpu, pages, page_s, kernel_s, transfer_s)
 
 
-def _steps(plan: Plan) -> tuple[list[float], list[float]]:
+def _steps(plan: Plan) -> tuple[list[float], list[float], list[int]]:
     trainer = CONTENDERS[plan.contender].build(plan, ADAMW, torch.device("cpu"), 0)
     rows = plan.num_microbatches * plan.microbatch_size
     generator = torch.Generator().manual_seed(0)  # ranks of one pipeline get the same rows
     batch = torch.randint(plan.shape.vocab, (rows, plan.shape.seq), generator=generator)
     samples = [_together(lambda: trainer.step(batch, batch)) for _ in range(WARMUP + STEPS)]
-    wall, cpu = zip(*samples[WARMUP:], strict=True)
-    return list(wall), list(cpu)
+    wall, cpu, pages = zip(*samples[WARMUP:], strict=True)
+    return list(wall), list(cpu), list(pages)
 
 
-def _together(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds from when both ranks begin to when both have ended, and of this thread's CPU."""
+def _together(run: Callable[[], object]) -> tuple[float, float, int]:
+    """Seconds from when both ranks begin to when both have ended, and of this thread's CPU; and the
+    pages that the process took."""
     dist.barrier()
-    begin, cpu = time.perf_counter(), time.thread_time()
+    begin, cpu, pages = time.perf_counter(), time.thread_time(), _pages()
     run()
-    cpu = time.thread_time() - cpu
+    cpu, pages = time.thread_time() - cpu, _pages() - pages
     dist.barrier()
-    return time.perf_counter() - begin, cpu
+    return time.perf_counter() - begin, cpu, pages
+
+
+def _pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _page_s() -> float:
+    """Seconds that a page takes which the system gives anew: what it takes longer to write memory
+    for the first time than for the second."""
+    samples = []
+    for _ in range(STEPS):
+        memory = torch.empty(2**24)  # so large that the C library asks the system for it
+        first, second = (_timed(memory.zero_) for _ in range(2))
+        samples.append((first - second) / (memory.nbytes / resource.getpagesize()))
+        del memory
+    return median(samples)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def _transfer_s(what: str, size: int) -> float:
@@ -170,9 +202,7 @@ def _transfer_s(what: str, size: int) -> float:
     samples = []
     for _ in range(WARMUP + STEPS):
         dist.barrier()
-        begin = time.perf_counter()
-        runs[what]()
-        samples.append((time.perf_counter() - begin) / ways)
+        samples.append(_timed(runs[what]) / ways)
     return median(samples[WARMUP:])
 
 
@@ -208,7 +238,8 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
         small = len(plans) + index
         cpu_s = [median(t.cpu[small]) for t in times]
         between_s = _between(logs[small], seconds, cpu_s)
-        replayed_s = _replayed(logs[index], seconds, sent, between_s)
+        pages_s = max(median(t.pages[index]) * t.page_s for t in times)
+        replayed_s = _replayed(logs[index], seconds, sent, between_s) + pages_s
         rows.append(
             {
                 "contender": plan.contender,
@@ -219,6 +250,7 @@ def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any
                 "ratio": replayed_s / steps[index],
                 "kernels_s": max(_sum(log, seconds) for log in logs[index].values()),
                 "between_us": between_s * 1e6,
+                "pages_s": pages_s,
                 "commit": commit_of(*git_state()),
             }
         )

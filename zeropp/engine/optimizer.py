@@ -173,9 +173,8 @@ class Updater:
         optimizer cannot skip an update by itself, as torch's fused ones can."""
         self.is_updating, optimizer = True, cast("Any", self.optimizer)
         try:
-            if getattr(
-                optimizer, "_step_supports_amp_scaling", False
-            ):  # as torch's GradScaler asks
+            # As torch's GradScaler asks.
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
                 optimizer.found_inf = (~finite).float()
                 optimizer.step()
                 del optimizer.found_inf
