@@ -374,8 +374,8 @@ def gather_updated_s(
         copies = tensors_of(work) * pieces * ranks
         seconds += copies * work.launch_s
     if program.overlap_updated:
-        # The next forward hides all but the first piece's. Of several stages the first is gathered
-        # whole, because gathers are in the order of a backward.
+        # The next forward hides all but the first piece's. Of several stages all of the first is
+        # gathered before any forward (Megatron-Core's ``align_param_gather``).
         first = len(stages) if len(stages) > 1 else pieces
         seconds = _slowed(cluster, seconds, seconds / first)
     return seconds
