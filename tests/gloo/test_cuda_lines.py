@@ -108,9 +108,8 @@ def test_small_collectives_run_on_the_cpu_where_it_has_a_backend() -> None:
 
 
 def test_a_learning_rate_on_the_device_is_not_read_to_compare_it() -> None:
-    rate, kind = stand_in(is_cuda=True), type("SGD", (), {})
-    optimizer = kind()
-    optimizer.param_groups, optimizer.state = [{"params": [], "lr": rate, "momentum": 0.5}], {}
+    rate, optimizer = stand_in(is_cuda=True), torch.optim.SGD([torch.zeros(())])
+    optimizer.param_groups = [{"params": [], "lr": rate, "momentum": 0.5}]
     assert Updater(optimizer, {}).described() == "SGD [{'momentum': 0.5}]"
 
 
