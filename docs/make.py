@@ -383,14 +383,19 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
 
 def _closed_circle(name: str) -> str:
     """Steps on two ranks: measured, and replayed from the measured times of their parts."""
-    rows = pd.read_csv(_REFERENCE / f"{name}.csv").sort_values("measured_step_s")
+    table = pd.read_csv(_REFERENCE / f"{name}.csv")
+    plans = table.groupby(["contender", "plan"])
+    rows = plans.median(numeric_only=True).sort_values("measured_step_s").reset_index()
     lines = []
     for row in rows.to_dict("records"):
-        seconds = (f"{row[key] * 1e3:.0f}" for key in ("measured_step_s", "replayed_step_s"))
-        times = (f"{row[key] * 1e3:.0f}" for key in ("kernels_s", "pages_s"))
-        parts = *times, f"{row['between_us']:.0f}"
+        ratios = plans.get_group((row["contender"], row["plan"]))["ratio"]
+        times = ("measured_step_s", "replayed_step_s", "kernels_s", "pages_s")
+        measured, replayed, *parts = (f"{row[key] * 1e3:.0f}" for key in times)
+        ratio = f"{row['ratio']:.3f} ({ratios.min():.3f} to {ratios.max():.3f})"
         label = contender_label(row["contender"])
-        lines.append([label, row["plan"], *seconds, f"{row['ratio']:.3f}", *parts])
+        lines.append(
+            [label, row["plan"], measured, replayed, ratio, *parts, f"{row['between_us']:.0f}"]
+        )
     error = f"{(rows['ratio'] - 1).abs().median():.1%}"
     lines.append(["median error", "", "", "", error, "", "", ""])
     heads = ["plan", "measured ms", "replayed ms", "ratio"]

@@ -25,7 +25,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -69,6 +69,7 @@ SHAPE = ModelShape(
 )  # fmt: skip
 NARROW = replace(SHAPE, name="narrow", hidden=4, ffn=4, vocab=8, seq=2)
 BATCH, WARMUP, STEPS = 8, 2, 9
+ROUNDS = 3  # in each of which new processes measure everything
 ADAMW = OptimizerConfig(kind="adamw", clip_norm=0.0)
 Transfer = tuple[str, int]  # the name of a collective, or "message", and its bytes
 
@@ -135,8 +136,8 @@ def measure(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    page_s = _page_s()  # first, while the C library holds no memory that it could give again
     steps = [_steps(plan) for plan in plans]
-    page_s = _page_s()
     transfer_s = [_transfer_s(*transfer) for transfer in transfers]
     dist.barrier()
     kernel_s = seconds_of(kernels)
@@ -176,8 +177,9 @@ def _page_s() -> float:
     samples = []
     for _ in range(STEPS):
         memory = torch.empty(2**24)  # so large that the C library asks the system for it
+        before = _pages()
         first, second = (_timed(memory.zero_) for _ in range(2))
-        samples.append((first - second) / (memory.nbytes / resource.getpagesize()))
+        samples.append((first - second) / (_pages() - before))
         del memory
     return median(samples)
 
@@ -213,48 +215,55 @@ def _there_and_back(tensor: Tensor) -> None:
     second(tensor, peer)
 
 
-def rows_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Trace and measure all plans, and replay them."""
+def rounds_of(plans: Sequence[Plan], narrow: Sequence[Plan]) -> Iterator[list[dict[str, Any]]]:
+    """Trace all plans; then, several times, measure and replay them. Yields the rows of a round."""
     logs = [_logs(plan) for plan in [*plans, *narrow]]
     kernels = [[k for log in logs for k in kernels_of(log[rank])] for rank in (0, 1)]
     transfers = transfers_of(logs)
-    with tempfile.TemporaryDirectory() as folder:
-        given = [
-            (rank, [*plans, *narrow], kernels[rank], transfers, f"{folder}/s") for rank in (0, 1)
+    for number in range(1, ROUNDS + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            given = [
+                (rank, [*plans, *narrow], kernels[rank], transfers, f"{folder}/s")
+                for rank in (0, 1)
+            ]
+            with multiprocessing.get_context("spawn").Pool(2) as pool:
+                times = pool.starmap(measure, given, chunksize=1)
+        yield [
+            {"contender": plan.contender, "plan": _words(case), "round": number}
+            | _replay_of(index, logs, transfers, times)
+            for index, (case, plan) in enumerate(zip(CASES, plans, strict=True))
         ]
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            times = pool.starmap(measure, given, chunksize=1)
+
+
+def _words(case: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in case.items() if key != "name")
+
+
+def _replay_of(
+    index: int, logs: Sequence[Logs], transfers: Sequence[Transfer], times: Sequence[Times]
+) -> dict[str, Any]:
+    """One plan's replay from what the two ranks have measured, beside its measured step. The logs
+    of narrow models come after those of all plans."""
+    narrow = len(CASES) + index
     seconds = {
         kernel: fmean(t.kernels[kernel] for t in times if kernel in t.kernels)
-        for kernel in chain(*kernels)
+        for kernel in chain(*(t.kernels for t in times))
     }
     sent = {key: fmean(t.transfers[i] for t in times) for i, key in enumerate(transfers)}
-    steps = [
-        median(max(pair) for pair in zip(*(t.steps[index] for t in times), strict=True))
-        for index in range(len(plans) + len(narrow))
-    ]
-    rows = []
-    for index, (case, plan) in enumerate(zip(CASES, plans, strict=True)):
-        small = len(plans) + index
-        cpu_s = [median(t.cpu[small]) for t in times]
-        between_s = _between(logs[small], seconds, cpu_s)
-        pages_s = max(median(t.pages[index]) * t.page_s for t in times)
-        replayed_s = _replayed(logs[index], seconds, sent, between_s) + pages_s
-        rows.append(
-            {
-                "contender": plan.contender,
-                "plan": " ".join(f"{k}={v}" for k, v in case.items() if k != "name"),
-                "provenance": "replayed",
-                "measured_step_s": steps[index],
-                "replayed_step_s": replayed_s,
-                "ratio": replayed_s / steps[index],
-                "kernels_s": max(_sum(log, seconds) for log in logs[index].values()),
-                "between_us": between_s * 1e6,
-                "pages_s": pages_s,
-                "commit": commit_of(*git_state()),
-            }
-        )
-    return rows
+    step_s = median(max(pair) for pair in zip(*(t.steps[index] for t in times), strict=True))
+    between_s = _between(logs[narrow], seconds, [median(t.cpu[narrow]) for t in times])
+    pages_s = max(median(t.pages[index]) * t.page_s for t in times)
+    replayed_s = _replayed(logs[index], seconds, sent, between_s) + pages_s
+    return {
+        "provenance": "replayed",
+        "measured_step_s": step_s,
+        "replayed_step_s": replayed_s,
+        "ratio": replayed_s / step_s,
+        "kernels_s": max(_sum(log, seconds) for log in logs[index].values()),
+        "between_us": between_s * 1e6,
+        "pages_s": pages_s,
+        "commit": commit_of(*git_state()),
+    }
 
 
 def _logs(plan: Plan) -> Logs:
@@ -323,9 +332,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     plans, narrow = ([plan_of(case, shape) for case in CASES] for shape in (SHAPE, NARROW))
-    table = pd.DataFrame(rows_of(plans, narrow))
-    table.to_csv(options.out, index=False)
-    print(table.to_string())
+    rows: list[dict[str, Any]] = []
+    for rows_of_round in rounds_of(plans, narrow):
+        rows += rows_of_round
+        pd.DataFrame(rows).to_csv(options.out, index=False)
+        print(pd.DataFrame(rows_of_round).to_string(), flush=True)
     return 0
 
 

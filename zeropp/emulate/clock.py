@@ -15,6 +15,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def replay(
     each rank waits for if they do not end."""
     links = _Links(logs, cluster, world, network_prices)
     slow_nodes = stragglers(cluster, world)
-    prices = _Cached(kernel_prices)
+    prices = cache(kernel_prices)
     slowdown = cluster.device.overlap_slowdown
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     factors = dict.fromkeys(logs, slow_nodes)
@@ -113,16 +114,6 @@ def replay(
         waits_s={rank: dict(ran.waits[last]) for rank, ran in ranks.items()},
         timeline=Timeline(title, "replayed", tuple(spans)),
     )
-
-
-class _Cached(dict[Kernel, float]):
-    def __init__(self, price: Callable[[Kernel], float]) -> None:
-        super().__init__()
-        self._price = price
-
-    def __missing__(self, kernel: Kernel) -> float:
-        self[kernel] = seconds = self._price(kernel)
-        return seconds
 
 
 class _Links:
@@ -287,7 +278,7 @@ class _Machine:
         self,
         logs: Logs,
         links: _Links,
-        prices: Mapping[Kernel, float],
+        prices: Callable[[Kernel], float],
         launch_s: float,
         factors: Mapping[int, float],
     ) -> None:
@@ -375,7 +366,7 @@ class _Machine:
                 break
             assert issued.kernel is not None
             kernels += 1
-            lasts = factor * self._prices[issued.kernel]
+            lasts = factor * self._prices(issued.kernel)
             seconds += lasts
             after = max(after, kernels * self._launch_s) + lasts
         return _Run(seconds, after), kernels
