@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import CHECKOUT
 from benchmarks.records.record import read_record
 from benchmarks.specification.reading import preset
+from tests.slurm.commands import call
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.log import STEP
@@ -88,13 +87,6 @@ while True:
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=CHECKOUT, capture_output=True, text=True, encoding="utf-8", timeout=600,
-    )  # fmt: skip
-
-
 def seconds_in(line: str, text: str) -> float:
     found = re.search(rf"{line}: (\S+) s", text)
     assert found, text
@@ -114,11 +106,9 @@ def replayed_alike(traces: list[Trace], world: int) -> Replay:
 
 def test_a_plain_script_has_a_step_time_a_timeline_and_memory(tmp_path: Path) -> None:
     timeline = tmp_path / "step.json"
-    done = run(
-        *("benchmarks.replay", PLAIN, "--ranks", "16", "--cluster", "h100"),
-        *("--timeline", str(timeline), "--", "--width", "256", "--layers", "1"),
-    )
-    assert done.returncode == 0, done.stderr
+    words = f"{PLAIN} --ranks 16 --cluster h100 --timeline {timeline} -- --width 256 --layers 1"
+    done = call("benchmarks.replay", words.split(), os.environ)
+    assert done.returncode == 0, done.printed
     step_s = float(done.stdout.partition(" s per step")[0].split()[-1])
     compute_s = seconds_in("compute of the busiest rank", done.stdout)
     waits = [line for line in done.stdout.splitlines() if "waits for" in line]
@@ -181,22 +171,22 @@ def test_what_cannot_be_emulated_is_refused_in_one_line(
     if script is not None:
         path.write_text(script, encoding="utf-8")
     name = "missing.py" if script is None else str(path)
-    done = run("benchmarks.replay", name, *words.split())
-    assert done.returncode == 2
-    assert line in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = call("benchmarks.replay", [name, *words.split()], os.environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line in done.printed
+    assert len(done.printed.strip().splitlines()) == 1
 
 
 def test_a_point_is_replayed_and_its_record_says_so(tmp_path: Path) -> None:
-    done = run(
-        *("benchmarks.run", "model=gpt_tiny", "num_gpus=4", "cluster=a800", "precision=bf16"),
-        *("data=synthetic", "global_batch=8", "launcher=replay", f"runs_dir={tmp_path}"),
-        *("contender=zeropp", "contender.pp=2", "contender.shard=2", "microbatch_size=1"),
-        "contender.compile=true",
+    words = (
+        "model=gpt_tiny num_gpus=4 cluster=a800 precision=bf16 data=synthetic global_batch=8 "
+        "launcher=replay contender=zeropp contender.pp=2 contender.shard=2 microbatch_size=1 "
+        f"contender.compile=true runs_dir={tmp_path}/runs report_dir={tmp_path}/report"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "runs no torch.compile" in done.stderr
-    (path,) = tmp_path.glob("*/*/record.json")
+    done = call("benchmarks.run", words.split(), os.environ)
+    assert done.returncode == 0, done.printed
+    assert "runs no torch.compile" in done.printed
+    (path,) = tmp_path.glob("runs/*/*/record.json")
     record = read_record(path)
     assert (record.provenance, record.status) == ("replayed", "ok")
     assert record.step_s[0] > 0
