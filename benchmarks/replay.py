@@ -11,7 +11,7 @@ from statistics import fmean
 
 from benchmarks.launch.running import say
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import CommandParser, command
+from benchmarks.specification.command import CommandParser, check_writable, command
 from benchmarks.specification.reading import preset
 from zeropp.cluster import NEWEST, Cluster
 
@@ -39,13 +39,15 @@ def main() -> int:
     parser.add_argument("script", type=Path, help="the script, as torchrun would start it")
     parser.add_argument("--ranks", type=int, required=True, help="GPUs of the job")
     parser.add_argument("--cluster", default="h100", help="a file in conf/cluster")
-    parser.add_argument("--timeline", type=Path, help="write the step for ui.perfetto.dev")
+    parser.add_argument("--timeline", type=Path, help="write (over) this file, for ui.perfetto.dev")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if options.ranks < 1:
         raise SpecError(f"--ranks={options.ranks}: must be at least 1")
     if not options.script.is_file():
         raise SpecError(f"script={options.script}: no such file")
+    if options.timeline:  # before minutes of work
+        check_writable("--timeline", options.timeline.parent)
     cluster = preset("cluster", options.cluster, Cluster)
     from zeropp.emulate.clock import kernel_s, replay
     from zeropp.emulate.trace import ScriptError, trace_script

@@ -52,7 +52,7 @@ from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 from zeropp.settings import ParameterName
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _IGNORED = -100  # the label of a token that ``transformers`` leaves out of the loss
 
 
@@ -133,6 +133,7 @@ class HuggingFaceLayers(Sequence[Layer]):
                 "weight_map": {name: file for of_rank, _ in held for name, file in of_rank.items()},
             }
             (folder / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
+            (folder / _SINGLE).unlink(missing_ok=True)  # transformers would read it instead
             config = copy.deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.dtype = dtype
@@ -319,7 +320,7 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / _INDEX).exists():
         files = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in files.items()}
-    single = folder / "model.safetensors"
+    single = folder / _SINGLE
     if not single.exists():
         raise InfeasibleError(f"model={str(folder)!r}: has no {_INDEX} and no {single.name}")
     with safe_open(single, framework="pt") as opened:

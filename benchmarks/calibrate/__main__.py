@@ -42,7 +42,7 @@ def _calibrate() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--name", required=True, help="of the preset that is written")
+    parser.add_argument("--name", required=True, help="of the preset; replaces one measured before")
     parser.add_argument("--like", default="", help="the preset of the machine's kind")
     parser.add_argument("--ranks", type=int, default=0, help="without torchrun (GPUs: all)")
     parser.add_argument(

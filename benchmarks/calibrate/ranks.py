@@ -114,6 +114,7 @@ def _write(ranks: list[Times], asked: Asked, shape: ModelShape, *, half: bool) -
     file = CHECKOUT / "conf" / "cluster" / f"{asked.name}.yaml"
     page = CHECKOUT / "results" / "reports" / f"calibrate_{asked.name}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
+    wrote = "Replaced" if file.exists() else "Wrote"
     write_atomically(file, preset_text(cluster, constants, machine))
     write_atomically(page, _page(ranks, constants, like, machine, shape))
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -126,7 +127,7 @@ def _write(ranks: list[Times], asked: Asked, shape: ModelShape, *, half: bool) -
     for line in wrong(ranks, constants, like):
         console.print(f"Looks wrong: {line}", style="yellow")
     console.print(
-        f"Wrote {file.relative_to(CHECKOUT)}, which every command takes as cluster={asked.name}, "
+        f"{wrote} {file.relative_to(CHECKOUT)}, which every command takes as cluster={asked.name}, "
         f"and {page.relative_to(CHECKOUT)} with all times."
     )
 

@@ -58,10 +58,9 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
         waiting = [pool.submit(_search, question.task, o, budget_s=search_s) for o in others]
-        tell = partial(
-            bar.update, bar.add_task(f"best plans (at most {search_s:.0f} s)", total=None)
-        )
-        own = _search(task, contender, budget_s=search_s)
+        searching = f"best plans (at most {search_s:.0f} s of CPU time)"
+        tell = partial(bar.update, bar.add_task(searching, total=None))
+        own = _search(task, contender, budget_s=search_s, progress=lambda *_: tell())
         tell(description="the plan itself")
         candidate = settled(question, search_s, own)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,7 +175,9 @@ def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
 def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
-        text = path.read_bytes()
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise OSError("is no file")
+        text = path.read_bytes().removeprefix(BOM_UTF8)  # editors of Windows write it
         record = adapter(RunRecord).validate_json(text)
     except OSError as error:
         raise RecordError(f"{path}: not readable ({error})") from None

@@ -178,7 +178,7 @@ def report_folder(out: Path) -> Iterator[Path]:
     """An empty folder to write into, whose files then replace those of the last report in ``out``.
 
     If the body raises, the last report stays as it was. Files in ``out`` that no report has written
-    stay there.
+    stay there; raises SpecError if one of them has a new file's name.
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,12 @@ def report_folder(out: Path) -> Iterator[Path]:
         yield fresh
         names = sorted(str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file())
         (fresh / _MANIFEST).write_text(json.dumps(names, indent=1), encoding="utf-8")
-        _remove_last(out, set(names))
+        last = _last_names(out)
+        if others := [name for name in names if name not in last and (out / name).exists()]:
+            raise SpecError(
+                f"{out / others[0]}: is of no report, and would be lost (name another folder)"
+            )
+        _remove_last(out, last - set(names))
         for name in [*names, _MANIFEST]:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (fresh / name).replace(out / name)
@@ -196,13 +201,17 @@ def report_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _remove_last(out: Path, kept: set[str]) -> None:
-    """Delete the files of the last report that this one does not replace."""
+def _last_names(out: Path) -> set[str]:
+    """The names of the files of the last report; none if it is not known."""
     try:
-        names = json.loads((out / _MANIFEST).read_text(encoding="utf-8"))
+        return set(json.loads((out / _MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return
-    for name in set(names) - kept:
+        return set()
+
+
+def _remove_last(out: Path, names: set[str]) -> None:
+    """Delete the files of the last report that this one does not replace."""
+    for name in names:
         path = out / name
         path.unlink(missing_ok=True)
         if path.parent != out and path.parent.is_dir() and not any(path.parent.iterdir()):

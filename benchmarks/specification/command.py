@@ -36,11 +36,14 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     """Run a command's ``main`` and return its exit status.
 
     After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
-    ``interrupted`` and returns 130. If the reader of the output has closed it (``| head``), it
-    prints nothing; where a disk has no room for it, one line. SIGTERM ends its worker processes
+    ``interrupted`` and returns 130. If the output is closed, at once or by its reader (``| head``),
+    it prints nothing; where a disk has no room for it, one line. SIGTERM ends its worker processes
     with it. What the terminal's character set lacks is printed as a question mark.
     """
     raise_on_ctrl_c()
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller, as `>&-` does
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # tests and notebooks have others
         sys.stdout.reconfigure(errors="replace")
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

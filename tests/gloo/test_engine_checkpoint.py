@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,29 @@ def test_the_last_whole_checkpoint_survives_a_death_while_saving(
     assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
     place.rename(tmp_path / "checkpoint.previous")  # as between the two renames
     assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
+
+
+def test_other_files_stay_beside_a_checkpoint(world: World, tmp_path: Path) -> None:
+    place, previous = tmp_path / "checkpoint", tmp_path / "checkpoint.previous"
+    others = [place / "notes.txt", place / "logs" / "day.txt", place / ".hidden"]
+
+    def save_and_load(steps: int) -> list[str]:
+        assert set(world.run(save_after, place, steps, "", size=SAVED.world)) == {"saved"}
+        assert set(world.run(load_from, place, size=SAVED.world)) == {f"{steps} steps"}
+        assert not previous.exists()
+        return [path.read_text() for path in others if path.is_file()]
+
+    assert save_and_load(1) == []
+    others[1].parent.mkdir()
+    for path in others:
+        path.write_text(path.name)
+    kept = [path.name for path in others]
+    assert save_and_load(2) == kept
+    place.rename(previous)  # as between the two renames
+    assert save_and_load(3) == kept
+    place.rename(previous)  # as between the second one and the removal of the last checkpoint
+    shutil.copytree(previous, place, ignore=lambda *_: ["notes.txt", "logs", ".hidden"])
+    assert save_and_load(4) == kept
 
 
 def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def check_folders(world: World, family: str, tmp_path: Path) -> None:
     whole: Any = made(family)
     whole.float()
     whole.save_pretrained(tmp_path / "first" / family)
+    whole.save_pretrained(tmp_path / "second" / family)  # an earlier model, which is replaced
     ranks = world.run(from_folder, family, tmp_path / "first", tmp_path / "second", size=4)
     make: Any = AutoModelForCausalLM
     again = make.from_pretrained(tmp_path / "second" / family)

@@ -17,10 +17,13 @@ import psutil
 import pytest
 
 from benchmarks import CHECKOUT
+from benchmarks.launch.attempt import Ending, new_header, write_unstarted
 from benchmarks.records.record import read_record
 from benchmarks.run import main
 from benchmarks.specification import progress
 from benchmarks.specification.command import run_command
+from benchmarks.specification.run_spec import spec_from_mapping
+from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
@@ -277,6 +280,18 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     full = [f"{sys.executable} -m benchmarks.status {tmp_path} > /dev/full"]
     done = subprocess.run(["bash", "-c", *full], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: output: no space left on device\n")
+    for closed in (">&-", ">&- 2>&-"):  # before it starts
+        command = f"{sys.executable} -m benchmarks.show schedule {closed}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_terminal_of_no_columns_is_one_of_80(tmp_path: Path) -> None:
+    write_unstarted(spec_from_mapping(mapping()), tmp_path, new_header("local"), Ending("ok"))
+    command = [sys.executable, "-m", "benchmarks.status", str(tmp_path)]
+    terminal = os.environ | {"COLUMNS": "0", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=terminal)
+    assert done.stdout.splitlines()[-1] == "1 ok"
 
 
 COMMANDS = ("report.__main__", "show", "status", "tune", "validate")

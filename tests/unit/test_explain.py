@@ -21,6 +21,7 @@ from benchmarks.explain.arguments import arguments_of, arguments_of_log, argumen
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
 from benchmarks.specification import SpecError, reading
+from benchmarks.specification import progress as bars
 from zeropp.choose.task import Candidate
 from zeropp.cluster import Cluster
 from zeropp.layout import InfeasibleError
@@ -288,9 +289,12 @@ def test_the_command_answers_on_one_screen(
     words = ["num_gpus=8", "cluster=h100", "global_batch=32", "model.seq=4096", "contender.tp=2"]
     words += ["contender.pp=1", "contender.recompute=none"]
     monkeypatch.setattr(answers, "SEARCH_S", 0.5)
+    monkeypatch.setattr(bars, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(bars, "_LOG_EVERY_S", 0.01)
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words, "--as", "overrides"])
     assert main() in (0, 1), capsys.readouterr().err
-    told = capsys.readouterr().out
+    told, shown = capsys.readouterr()
+    assert shown.count(" s: best plans (at most 0 s of CPU time)") > 1  # while it searches
     for said in ("Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"):
         assert said in told
     assert "contender=megatron_core" in told.splitlines()[-1]

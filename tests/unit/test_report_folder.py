@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.report.__main__ import main
 from benchmarks.report.write import report_folder
+from benchmarks.specification import SpecError
 from tests.unit.synthetic_records import make_record, write_records
 
 
@@ -32,6 +33,17 @@ def test_stale_files_go_and_those_of_others_stay(tmp_path: Path) -> None:
     assert names(out) == {"notes.txt", "a.csv", "c.csv", ".report.json"}
     assert not (out / "traces").exists()
     assert list(tmp_path.iterdir()) == [out]  # nothing is left beside it
+
+
+def test_a_file_of_another_is_never_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "paper.tex")
+    (out / "paper.tex").write_text("the paper itself")
+    with pytest.raises(SpecError, match=r"out/paper.tex: is of no report"), report_folder(out) as f:
+        write(f, "a.csv", "paper.tex")
+    assert names(out) == {"paper.tex"}
+    assert (out / "paper.tex").read_text() == "the paper itself"
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def interrupted_report(out: Path) -> None:

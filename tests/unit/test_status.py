@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from codecs import BOM_UTF8
 from dataclasses import replace
 from errno import EACCES
 from pathlib import Path
@@ -108,6 +109,30 @@ def test_a_point_without_a_plan_is_gone_once_a_search_has_found_one(
     write_unstarted(spec_from_mapping(mapping()), tmp_path, header, Ending("ok"))
     row, counts = printed(tmp_path, monkeypatch, capsys)
     assert (row.split()[1], counts) == ("ok", "1 ok")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_record_that_is_no_file_is_named(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_from_mapping(mapping())
+    write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
+    (record,) = tmp_path.glob("*/*/record.json")
+    record.unlink()
+    make(record)
+    row, reason, *_ = printed(tmp_path, monkeypatch, capsys)
+    assert row.split() == [spec.spec_id, "corrupt"]
+    assert reason.strip() == f"{record}: not readable (is no file)"
+
+
+def test_a_record_may_begin_with_the_mark_of_an_editor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_unstarted(spec_from_mapping(mapping()), tmp_path, new_header("local"), Ending("ok"))
+    (record,) = tmp_path.glob("*/*/record.json")
+    record.write_bytes(BOM_UTF8 + record.read_bytes())
+    assert printed(tmp_path, monkeypatch, capsys)[-1] == "1 ok"
 
 
 def test_what_another_user_has_closed_is_named(

@@ -159,8 +159,8 @@ def save(state: State, directory: Path | str) -> None:
     The new checkpoint is written into ``NAME.partial``, and takes the last one's place only when
     every rank has written and every file has a digest. If the job is killed between the two
     renames, ``NAME.previous`` is the complete one, and ``load`` reads it. Where anything raises on
-    one rank, every rank raises, and the last checkpoint is untouched. Raises CheckpointError where
-    something else than a checkpoint has that name.
+    one rank, every rank raises, and the last checkpoint is untouched. Other files in its directory
+    stay there. Raises CheckpointError where something else than a checkpoint has that name.
     """
     place = together(lambda: _place(directory))
     partial = _beside(place, "partial")
@@ -244,11 +244,25 @@ def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
     _sync_directory(partial)
     previous = _beside(directory, "previous")
     if directory.exists():  # else what is beside it may be the only whole one
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous, directory)
         directory.rename(previous)
     partial.rename(directory)
     _sync_directory(directory.parent)
+    _remove(previous, directory)
+
+
+def _remove(previous: Path, directory: Path) -> None:
+    """Delete the last checkpoint; other files that lie beside its own go on to the new one's
+    ``directory``."""
+    for path in sorted(previous.glob("*")):
+        if not (path.name == _DIGESTS or _is_own(path) or (directory / path.name).exists()):
+            path.rename(directory / path.name)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether torch has written a file, by the names that it gives in a checkpoint."""
+    return path.name == ".metadata" or path.suffix == ".distcp"
 
 
 def _sync_directory(directory: Path) -> None:
@@ -278,10 +292,10 @@ def _beside(directory: Path, suffix: str) -> Path:
 
 
 def _digests_over_ranks(directory: Path) -> dict[str, str]:
-    """Digests of all files, each read by one rank; collective."""
+    """Digests of a checkpoint's files, each read by one rank; collective."""
 
     def of_this_rank() -> dict[str, str]:
-        files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
+        files = sorted(filter(_is_own, directory.iterdir()))
         digests = files[dist.get_rank() :: dist.get_world_size()]
         return {path.name: _digest(path) for path in digests}
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeropp.engine.collectives import as_sent
 from zeropp.engine.errors import together
 from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
 from zeropp.layout import InfeasibleError
@@ -81,7 +82,7 @@ def _values(index: int, layer: nn.Module) -> dict[str, object]:
     """
     values: dict[str, object] = {}
     for name, parameter in layer.named_parameters():
-        wide = parameter.detach().double()
+        wide = as_sent(parameter.detach()).double()
         sums = () if wide.is_meta else (float(wide.sum()), float(wide.square().sum()))
         if any(math.isnan(one) for one in sums) and bool(wide.isnan().all()):
             raise InfeasibleError(
