@@ -74,6 +74,16 @@ def test_short_factors_are_added_to_a_wide_sum_in_one_kernel() -> None:
     product.assert_called_once_with(total, short, short, out_dtype=torch.float32, out=total)
 
 
+def test_a_count_of_tokens_is_filled_in_on_the_device() -> None:
+    """A copy of a number from the host would wait."""
+    loss = Loss(lambda output, targets: (output.sum(), len(targets)), "tokens")
+    refused = mock.Mock(side_effect=AssertionError("a copy from the host"))
+    with mock.patch.multiple(torch, tensor=refused, as_tensor=refused):
+        _, count = loss(torch.ones(3), Microbatches([], [torch.ones(3)]), 0)
+    assert count is not None
+    assert (float(count), count.dtype) == (3.0, torch.float64)
+
+
 def test_what_cuda_was_told_is_checked_before_anything_is_made() -> None:
     engine = stand_in(_device=GPU, _layout=stand_in(pp=2))
     with (
@@ -129,18 +139,25 @@ def test_rows_are_compared_a_step_late_without_a_wait_in_their_own(
     batch = {name: torch.arange(8).view(4, 2) for name in ("inputs", "targets")}
     sums = [int(given_rows._checksum(part)) for part in batch.values()]
     empty, pinned = torch.empty, []
+    copy, blocking = torch.Tensor.copy_, []
 
     def make(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         pinned.append(pin_memory)  # else the copy waits
         return empty(*sizes, **options)
 
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        blocking.append(not non_blocking)
+        return copy(self, source, non_blocking)
+
     with emulated() as device:
         assert rows.numbers("train_step", batch) == [0, 0]
         monkeypatch.setattr(torch, "empty", make)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
         rows.begin(batch)
         monkeypatch.undo()
         kinds = [one.kind for one in device.log.issued]
         assert (kinds[-1], "sync" in kinds, pinned) == ("record", False, [True])
+        assert blocking == [False] * 2
         assert rows.numbers("train_step", batch) == sums
     waits = [one for one in device.log.issued[len(kinds) :] if one.kind == "sync"]
     assert waits[0].what == "Event.synchronize"

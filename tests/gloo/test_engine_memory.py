@@ -47,6 +47,8 @@ def measure(case: Case) -> Peaks:
         return sum(flat._sums.nbytes for flat in engine.flats if flat._sums is not None)
 
     def look() -> None:
+        for flat in engine.flats:  # never two buffers of sums
+            assert flat._sums is None or flat not in engine.lanes.shard_reductions
         peaks.gathered = max(peaks.gathered, gathered())
         peaks.reducing = max(peaks.reducing, len(engine.lanes.shard_reductions))
         peaks.gradients = max(peaks.gradients, gradients())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,15 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.utils import get_total_norm
 
 from tests.gloo.world import World
 from zeropp import emulate
-from zeropp.emulate.log import COMPUTE
+from zeropp.emulate.device import VirtualDevice
+from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.log import COMPUTE, Kernel
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.world import fake_world
+from zeropp.engine import deferred
 from zeropp.engine.collectives import reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
+from zeropp.operators import Attention, Product
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
 
@@ -153,6 +162,18 @@ def test_a_lane_ends_with_its_stream() -> None:
     assert device.log.issued[-1][:2] == ("sync", stream)
 
 
+def test_a_cpus_lane_waits_for_tickets_and_ends_with_its_work() -> None:
+    first, second = (make_lane(torch.device("cpu"), name) for name in ("first", "second"))
+    begun, done = threading.Event(), list[bool]()
+    ticket = first.run(lambda: done.append(begun.wait(0.2)))  # the second one must not come before
+    second.run(begun.set, [ticket])
+    second.run(lambda: time.sleep(0.1))
+    second.run(lambda: done.append(begun.is_set()))
+    second.close()
+    assert done == [False, True]
+    first.close()
+
+
 def test_a_stream_from_before_is_refused() -> None:
     before = torch.cpu.Stream()
     refused = pytest.raises(TypeError, match="was made before emulation began")
@@ -282,3 +303,61 @@ def test_what_waits_for_a_functional_collective_follows_it(fake: bool) -> None:
         functional.wait_tensor(early)
         streams = {one.stream for one in device.log.issued if one.kind == "communication"}
     assert len(streams - {COMPUTE}) == len(streams) == 1
+
+
+def kernels_of(work: Callable[[], object]) -> list[Kernel]:
+    """What a GPU would run for some operators."""
+    device = VirtualDevice(describe=describe)
+    with emulate.emulated(device), as_on_cuda(device):
+        work()
+    return [one.kernel for one in device.log.issued if one.kernel is not None]
+
+
+def test_norms_of_plain_gradients_are_taken_in_one_kernel() -> None:
+    gradients = [torch.ones(4) for _ in range(5)]
+    names = [kernel.name for kernel in kernels_of(lambda: get_total_norm(gradients))]
+    assert names == ["aten::_foreach_norm", "aten::stack", "aten::linalg_vector_norm"]
+
+
+def test_a_wide_sum_of_short_factors_is_one_kernel_that_reads_and_writes_it() -> None:
+    total, left, right = torch.zeros(4, 8), torch.ones(4, 2).bfloat16(), torch.ones(2, 8).bfloat16()
+    product = Product(m=4, k=2, n=8, batch=1)
+    # 4 x 8 sums are read, and written with 2 bytes more than those of a product in 16 bits.
+    moved = 4 * 32 + 2 * 32
+    assert kernels_of(lambda: deferred.add_wide_product(total, left, right)) == [
+        Kernel("aten::addmm_", moved, product, 2)
+    ]
+
+
+def test_an_rms_norm_is_one_kernel_each_way() -> None:
+    x, weight = torch.ones(6, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+
+    def both() -> None:
+        functional.rms_norm(x, (8,), weight, 1e-6).sum().backward()  # type: ignore[no-untyped-call]
+
+    found = [kernel for kernel in kernels_of(both) if "rms_norm" in kernel.name]
+    assert found == [
+        Kernel("aten::_fused_rms_norm", 4 * (48 + 8 + 48)),
+        # The gradient of a sum is one number; it and x are read a second time for the scales'.
+        Kernel("aten::_fused_rms_norm_backward", 4 * (1 + 48 + 8 + 48 + 8) + 4 * (1 + 48)),
+    ]
+
+
+def test_attention_is_causal_where_it_is_and_backward_is_its_own_kernel() -> None:
+    q, k, v = (torch.ones(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+
+    def both(is_causal: bool) -> None:
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+    for causal in (True, False):
+        found = [kernel for kernel in kernels_of(partial(both, causal)) if kernel.product]
+        attention = Attention(heads=2, queries=6, keys=6, width=8, causal=causal)
+        assert [kernel.product for kernel in found] == [attention] * 2
+        assert [kernel.is_backward for kernel in found] == [False, True]
+
+
+def test_what_is_changed_in_place_is_read_and_written() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    assert kernels_of(lambda: x.add_(y)) == [Kernel("aten::add_", 16 + 2 * 16)]
+    assert kernels_of(lambda: x.copy_(y)) == [Kernel("aten::copy_", 16 + 16)]

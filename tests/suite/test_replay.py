@@ -87,6 +87,20 @@ while True:
 """
 
 
+TWO_BATCHES = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layer = nn.Linear(64, 64, bias=False, device="cuda")
+optimizer = torch.optim.AdamW(layer.parameters())
+for rows in (4096, 16):
+    layer(torch.ones(rows, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def seconds_in(line: str, text: str) -> float:
     found = re.search(rf"{line}: (\S+) s", text)
     assert found, text
@@ -145,6 +159,16 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
     gathered = [issued.parts[0].moved for issued in step if "allgather" in issued.what]
     assert set(gathered) == {2 * 2 * 512 * 1024}  # bf16, of two layers' halves
     assert replayed_alike(traces, 8).step_s > 0
+
+
+def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> None:
+    script = tmp_path / "two_batches.py"
+    script.write_text(TWO_BATCHES, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 1)
+    weights, rows = 4 * 64 * 64, 4 * 16 * 64
+    assert trace.memory.optimizer == 2 * weights + 4  # and the number of steps
+    assert trace.memory.gradients == weights
+    assert 4 * weights < trace.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
 
 
 def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from zeropp.emulate.clock import Replay, kernel_s, replay
 from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import fused_attention_s, matmul_s, stream_s
-from zeropp.price.network import gather_s, group, waits_s
+from zeropp.price.network import (
+    all_reduce_s,
+    all_reduce_waits_s,
+    gather_s,
+    group,
+    message_s,
+    waits_s,
+)
 from zeropp.price.price import stragglers
 
 CLUSTER = cluster_of("a800")
@@ -79,6 +86,37 @@ def test_a_message_leaves_when_both_are_there() -> None:
     assert result.step_s == pytest.approx(1.0 + result.waits_s[1]["transfer"])
 
 
+def test_messages_of_both_directions_of_a_pair_share_no_link() -> None:
+    def step_s(*sources: int) -> float:
+        both = logs(2)
+        for log in both:
+            for source in sources:
+                message = Message("group", source, 1 - source, "", GIB)
+                log.messages(f"from {source}", [message], "isend")
+        return step_of(both).step_s
+
+    assert step_s(0, 1) == pytest.approx(step_s(0))
+
+
+BESIDE = [
+    ("nccl", "c10d::_allgather_base_", 2),
+    (COMPUTE, "c10d::_allgather_base_", 1),  # tensor parallelism, for which compute waits
+    ("nccl", "_c10d_functional::all_gather_into_tensor", 1),
+]
+
+
+@pytest.mark.parametrize(("stream", "what", "share"), BESIDE)
+def test_a_message_shares_its_network_with_gathers_beside_compute(
+    stream: str, what: str, share: int
+) -> None:
+    both = logs(2)
+    both[0].collective(stream, ("shard", (0, 1)), 2, what)
+    for log in both:
+        log.messages("messages", [Message("group", 0, 1, "", GIB)], "isend")
+    expected = message_s(PLAIN, 1, 2, crosses=False, size=share * GIB)
+    assert step_of(both).step_s == pytest.approx(expected)
+
+
 def test_collectives_of_the_same_ranks_share_their_link_and_others_do_not() -> None:
     def step_s(*groups: tuple[str, tuple[int, ...]]) -> float:
         (log,) = logs(1)
@@ -101,6 +139,13 @@ def test_a_slow_host_leaves_the_device_waiting() -> None:
     assert result.busy_s[0] == pytest.approx(1.5)
 
 
+def test_a_collective_takes_a_launch_of_the_host() -> None:
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_")
+    log.kernel(COMPUTE, SECOND)
+    assert step_of([log], launch_s=2.0).step_s == pytest.approx(5.0)  # two launches, and the kernel
+
+
 def test_a_host_that_waits_starts_the_next_kernel_late() -> None:
     (log,) = logs(1)
     log.kernel("side", SECOND)
@@ -117,6 +162,18 @@ def test_compute_beside_collectives_is_slower() -> None:
     assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25, rel=1e-4)
 
 
+def test_messages_and_collectives_of_earlier_steps_slow_no_compute() -> None:
+    (log,) = logs(1)
+    half = round(500 * GIB / gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB))
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", half)
+    log.kernel(COMPUTE, SECOND)
+    log.place(STEP)
+    log.messages("messages", [Message("group", 0, 1, "", 1000 * GIB)], "isend")
+    log.kernel(COMPUTE, SECOND)
+    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
+    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.0)
+
+
 def test_compute_that_is_slowed_hides_more_of_a_collective() -> None:
     """A collective of 1.1 s beside a kernel of 1 s, which becomes as long, and one behind it."""
     (log,) = logs(1)
@@ -129,16 +186,24 @@ def test_compute_that_is_slowed_hides_more_of_a_collective() -> None:
     assert step_of([log], slowed).busy_s[0] == pytest.approx(2 + 0.25 * 1.1, rel=2e-3)
 
 
-def test_a_ring_over_nodes_slows_no_compute_while_it_only_waits() -> None:
-    log, name = Log(), "c10d::_reduce_scatter_base_"
+RINGS = {
+    "c10d::_reduce_scatter_base_": (gather_s, waits_s),
+    "c10d::allreduce_": (all_reduce_s, all_reduce_waits_s),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_ring_over_nodes_slows_no_compute_while_it_only_waits(name: str) -> None:
+    log, (lasts_s, only_waits_s) = Log(), RINGS[name]
     log.place(STEP)
     group_, cluster = ("shard", tuple(range(16))), replace(CLUSTER, ring_half_mb=100.0)
     log.collective("nccl", group_, 16, name, GIB)
     log.kernel(COMPUTE, SECOND)
     log.place(STEP)
     ranks = group(cluster, 16, 1, 16)
-    moves = gather_s(cluster, ranks, GIB) - waits_s(cluster, ranks)
-    assert 0 < moves < waits_s(cluster, ranks)
+    moves = lasts_s(cluster, ranks, GIB) - only_waits_s(cluster, ranks)
+    assert only_waits_s(cluster, ranks) > 1e-5
+    assert 0 < moves < 1
     result = replay(
         {0: log.issued}, cluster, 16, kernel_prices=lambda kernel: 1.0, launch_s=0.0
     )  # fmt: skip

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
+from zeropp.cluster import Link
+from zeropp.price import price_plan
 from zeropp.price.communication import update_s
 from zeropp.price.kernels import stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group_of
@@ -78,3 +80,25 @@ def test_deepspeed_looks_at_every_gradient_tensor_by_tensor() -> None:
     kernels = round(18 * 16 * plan.shape.layers / plan.layout.replicate)
     more = stream_s(cluster.device, updated * (40 - 8), kernels)  # bytes of fp32 gradients
     assert looking - not_looking == pytest.approx(more)
+
+
+def test_deepspeed_divides_gradients_where_a_backward_has_copied_them() -> None:
+    """With ZeRO-2: on a network that takes no time the divisions of the last two buckets are left,
+    in 16 bits. One is the embedding's, the other as large at most as a bucket."""
+    asked = task(64, 64)
+    fast = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
+    cluster = replace(asked.cluster, intra=fast, inter=fast, ring_half_mb=0.0)
+    shape = replace(asked.shape, ffn=2 * asked.shape.hidden)  # all matrices fit into a bucket
+    contender = PRICED["deepspeed_3d"]
+    knobs = contender.knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
+    plan = contender.simulated(
+        replace(asked, cluster=cluster, shape=shape), Candidate(knobs, 1)
+    ).plan
+    work = work_of(plan, cluster)
+    table = shape.vocab * shape.hidden / plan.layout.tp
+    seconds = price_plan(plan, cluster).stages[0].reduce_replicas
+    least, most = (
+        stream_s(work.device, 2 * 2 * elements)
+        for elements in (table, table + work.program.state("bf16").bucket)
+    )
+    assert least < seconds < most
