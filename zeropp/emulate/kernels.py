@@ -38,6 +38,8 @@ _SCATTERS = {"embedding_dense_backward", "index_add_", "index_put_"}
 _WRITE_ONLY = {"nll_loss_forward", "nll_loss_backward"}  # or read a number per row
 _READ_TWICE = {"native_layer_norm_backward", "_fused_rms_norm_backward"}
 
+_ADAMS: tuple[Any, ...] = (torch.optim.AdamW, torch.optim.Adam)
+
 _WARMUP, _REPEATS = 1, 5  # of kernels that are timed
 
 
@@ -93,15 +95,15 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
 
 
 @contextmanager
-def as_on_cuda(device: VirtualDevice) -> Iterator[None]:
-    """Inside this context, what differs on a GPU runs as there."""
+def as_on_cuda(device: VirtualDevice, *, fused: bool = True) -> Iterator[None]:
+    """Inside this context, what differs on a GPU runs as there. ``fused``: Adam is, whatever it is
+    told."""
     global _device
     with replaced(
         (functional, "rms_norm", _rms_norm),
         (deferred, "add_wide_product", _add_wide_product),
         (*MANY_IN_ONE_KERNEL, _in_one_kernel),
-        (torch.optim.AdamW, "__init__", _fused(torch.optim.AdamW.__init__)),
-        (torch.optim.Adam, "__init__", _fused(torch.optim.Adam.__init__)),
+        *((kind, "__init__", _fused(kind.__init__)) for kind in _ADAMS if fused),
     ):
         before, _device = _device, device
         try:

@@ -71,6 +71,11 @@ class Allocations:
         self._events: list[tuple[_Allocation, int]] = []
         self._pass, self._run = 0, -1
 
+    @property
+    def allocated(self) -> int:
+        """Bytes that are allocated now."""
+        return sum(allocation.size for allocation, _ in self._live.values())
+
     def begin_step(self) -> None:
         """Begin a step: storages that are still allocated count, and earlier events do not."""
         self._events = [(allocation, allocation.size) for allocation, _ in self._live.values()]

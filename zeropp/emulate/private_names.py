@@ -7,6 +7,7 @@ A release of torch may move or change the names in this file; for each one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: outp
 FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
 FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
 
+AUTOCAST = torch.amp.autocast_mode.autocast  # the class
+NUMBER_OF_STEPS = "_get_value"  # of modules of torch.optim: reads a step's number
+
 # Of how many numbers at most a fake tensor keeps the values that the host has given it.
 MOST_KNOWN_NUMBERS = (fake_tensor, "CONSTANT_NUMEL_LIMIT")
 
@@ -44,6 +48,11 @@ FSDP_GRADIENTS = (
     (FSDPParam, "to_accumulated_grad_if_needed"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
 )
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of the backward that is under way."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def autograd_run() -> int:
@@ -75,6 +84,12 @@ def is_fake(tensor: Tensor) -> bool:
 def set_numbers(fake: Tensor, numbers: Tensor) -> None:
     """Let a fake tensor have known values, which what is computed from them alone has, too."""
     fake.constant = numbers  # type: ignore[attr-defined]
+
+
+def fake_of_known(fake: Tensor, numbers: Tensor) -> Tensor:
+    """The fake tensor, with these values."""
+    set_numbers(fake, numbers)
+    return fake
 
 
 def is_known(tensor: Tensor) -> bool:

@@ -12,29 +12,26 @@ import gc
 import multiprocessing
 import os
 import runpy
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
 
 from zeropp.emulate.device import Describe, VirtualDevice
 from zeropp.emulate.emulation import emulated
 from zeropp.emulate.kernels import as_on_cuda, called, describe
-from zeropp.emulate.log import STEP, Issued, Log
+from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
-from zeropp.emulate.private_names import FakeTensorMode, without_modes
-from zeropp.emulate.world import Fill, fake_world, replaced, without_values
+from zeropp.emulate.private_names import FakeTensorMode
+from zeropp.emulate.script import ScriptError, as_launched
+from zeropp.emulate.world import Fill, fake_world, without_values
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
@@ -51,10 +48,6 @@ class Program(Protocol):
 
     def fill_integers(self, plan: Plan, message: Tensor) -> None:
         """Fill a received message of integers as a peer would have."""
-
-
-class ScriptError(ValueError):
-    """A script cannot be emulated; the message is one line that says why."""
 
 
 class _EnoughError(BaseException):
@@ -126,21 +119,28 @@ def _in_processes(trace: Callable[[int], Trace], ranks: Sequence[int]) -> Iterat
 
 @contextmanager
 def _alone(
-    rank: int, world: int, kernel: Describe | None, fill: Fill | None = None, *, here: bool = False
-) -> Iterator[tuple[Log, Allocations]]:
-    """Inside this context the process is one rank of a job, with fake tensors on a device."""
+    rank: int,
+    world: int,
+    kernel: Describe | None,
+    fill: Fill | None = None,
+    *,
+    here: bool = False,
+    is_script: bool = False,
+) -> Iterator[tuple[VirtualDevice, Allocations]]:
+    """Inside this context the process is one rank of a job, with fake tensors on a device. A script
+    may mix them with others, and says itself how its optimizer runs."""
     torch.set_num_threads(1)  # other ranks have the other cores
     memory = Allocations()
     device = VirtualDevice(memory=memory, describe=kernel)
     with (
         fake_world(rank, world, fill),
-        FakeTensorMode(),
+        FakeTensorMode(allow_non_fake_inputs=is_script),
         observed(memory),
         emulated(device),
         without_values(),
-        nullcontext() if here else as_on_cuda(device),
+        nullcontext() if here else as_on_cuda(device, fused=not is_script),
     ):
-        yield device.log, memory
+        yield device, memory
 
 
 def _trace_rank(
@@ -155,7 +155,8 @@ def _trace_rank(
     begin = time.perf_counter()
     kernel = (called if here else describe) if steps > 1 else None
     fill = partial(program.fill_integers, plan)
-    with _alone(rank, plan.layout.world, kernel, fill, here=here) as (log, allocations):
+    with _alone(rank, plan.layout.world, kernel, fill, here=here) as (device, allocations):
+        log = device.log
         allocations.kind = "parameters"
         trainer = program.build(plan, optimizer, torch.device("cpu"), 0)
         gc.collect()  # whole parameters that were cut into shards hang in reference cycles
@@ -178,7 +179,12 @@ def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) ->
     begin = time.perf_counter()
     peaks: list[MemoryBytes] = []
 
-    def count(*_: object) -> None:
+    first_of: list[object] = []
+
+    def count(optimizer: object, *_: object) -> None:
+        if optimizer not in (first := first_of or [optimizer]):
+            return  # of several, the one that came first tells where a step ends
+        first_of[:] = first
         log.place(STEP)
         peaks.append(allocations.peak())
         allocations.begin_step()
@@ -186,10 +192,10 @@ def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) ->
             raise _EnoughError
 
     with (
-        _alone(rank, world, describe) as (log, allocations),
-        _as_launched(path, arguments),
-        _CudaIsHere(),
+        _alone(rank, world, describe, is_script=True) as (device, allocations),
+        as_launched(device, allocations, path, arguments, rank, world),
     ):
+        log = device.log
         handle = register_optimizer_step_post_hook(count)
         try:
             runpy.run_path(path, run_name="__main__")
@@ -204,55 +210,3 @@ def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) ->
     raise ScriptError(
         f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer (needed: {_STEPS})"
     )
-
-
-@contextmanager
-def _as_launched(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside this context the process looks as if torchrun had started it with a script."""
-
-    def nothing(*_: object, **__: object) -> None:
-        """The process group is there, and stays."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ScriptError(
-            "a peer's objects are not known (give PipelineStage its input_args and output_args)"
-        )
-
-    mesh = device_mesh.init_device_mesh
-
-    @wraps(mesh)
-    def mesh_on_cpu(device_type: str, *sizes: Any, **keywords: Any) -> Any:
-        with without_modes():  # it reads the values of tensors
-            return mesh("cpu", *sizes, **keywords)
-
-    folder = os.path.dirname(os.path.abspath(path))
-    with replaced(
-        (sys, "argv", [path, *arguments]),
-        (sys, "path", [folder, *sys.path]),
-        (dist, "init_process_group", nothing),
-        (dist, "destroy_process_group", nothing),
-        (dist, "recv_object_list", refuse),
-        (dist, "init_device_mesh", mesh_on_cpu),
-        (device_mesh, "init_device_mesh", mesh_on_cpu),
-        (torch.cuda, "set_device", nothing),
-    ):
-        yield
-
-
-class _CudaIsHere(TorchFunctionMode):
-    """Gives the CPU, which is emulated, to those who ask for a CUDA device."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run one function of torch."""
-        if function is torch.device:
-            return _on_cpu(function(*args, **(kwargs or {})))
-        if function is torch.Tensor.cuda:
-            return args[0]
-        return function(*map(_on_cpu, args), **{n: _on_cpu(v) for n, v in (kwargs or {}).items()})
-
-
-def _on_cpu(value: object) -> object:
-    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
-    return torch.device("cpu") if is_cuda else value

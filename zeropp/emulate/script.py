@@ -1,0 +1,301 @@
+"""What a training script calls and this machine has not: torchrun's environment, GPUs, peers that
+answer with objects, worker processes, files. ``as_launched`` has stand-ins for all of it, and
+refuses what has none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import device_mesh, fsdp
+from torch.nn import parallel
+from torch.overrides import TorchFunctionMode
+from torch.utils import data
+
+from zeropp.emulate.data_parallel import DataParallel
+from zeropp.emulate.device import VirtualDevice
+from zeropp.emulate.memory import Allocations
+from zeropp.emulate.private_names import (
+    AUTOCAST,
+    NUMBER_OF_STEPS,
+    fake_of_known,
+    is_known,
+    without_modes,
+)
+from zeropp.emulate.world import replaced
+
+_GIB = 1 << 30
+# Functions that autocast runs in fp32 on a GPU and not on a CPU, by name (aten/src/ATen/
+# autocast_mode.h).
+_WORDS = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"
+)
+_WORDS += " layer_norm group_norm norm cosine_similarity cross_entropy nll_loss l1_loss mse_loss"
+_WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp __pow__ __rpow__"
+_IN_FP32 = set(_WORDS.split())
+_MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange, torch.tensor)
+_MOST_KNOWN = 256
+
+
+class ScriptError(ValueError):
+    """A script cannot be emulated; the message is one line that says why."""
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What has no effect here."""
+
+
+def _refuse(line: str) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise ScriptError(line)
+
+    return refuse
+
+
+@contextmanager
+def as_launched(
+    device: VirtualDevice,
+    memory: Allocations,
+    path: str,
+    arguments: Sequence[str],
+    rank: int,
+    world: int,
+) -> Iterator[None]:
+    """Inside this context the process looks as if torchrun had started it with a script on a
+    machine with GPUs, which are the emulated device."""
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    folder = os.path.dirname(os.path.abspath(path))
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced(
+                (sys, "argv", [path, *arguments]),
+                (sys, "path", [folder, *sys.path]),
+                *_distributed(rank, world),
+                *_cuda(memory, world),
+                *_training(device),
+            )
+        )
+        stack.enter_context(_CudaIsHere(device))
+        yield
+
+
+def _distributed(rank: int, world: int) -> Iterator[tuple[Any, str, Any]]:
+    """What needs peers."""
+    mesh = device_mesh.init_device_mesh
+
+    @wraps(mesh)
+    def mesh_on_cpu(device_type: str, *sizes: Any, **keywords: Any) -> Any:
+        del device_type
+        with without_modes():  # it reads the values of tensors
+            return mesh("cpu", *sizes, **keywords)
+
+    def join(*_: object, **keywords: Any) -> None:
+        if (size := keywords.get("world_size", -1)) not in (-1, world):
+            raise ScriptError(f"init_process_group(world_size={size}): give --ranks {size}")
+
+    def from_source(objects: list[Any], src: int = 0, *_: object, **__: object) -> None:
+        if src != rank:
+            _refuse(f"broadcast_object_list: what rank {src} sends is not known on rank {rank}")()
+
+    def gathered(local: Any, into: list[Any] | None = None, *_: object, **__: object) -> None:
+        if into is not None:
+            into[:] = [local] * len(into)
+
+    def spawn(function: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        if nprocs != world:
+            raise ScriptError(f"spawn(nprocs={nprocs}): give --ranks {nprocs}")
+        function(rank, *args)
+
+    objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
+    stand_ins = {
+        "init_process_group": join,
+        "destroy_process_group": _nothing,
+        "monitored_barrier": _nothing,
+        "recv_object_list": _refuse(objects),
+        "broadcast_object_list": from_source,
+        "gather_object": gathered,
+        "init_device_mesh": mesh_on_cpu,
+    }
+    originals = {name: getattr(dist, name) for name in stand_ins}
+    for module in list(sys.modules.values()):  # others have imported them
+        for name, stand_in in stand_ins.items():
+            if vars(module).get(name) is originals[name]:
+                yield module, name, stand_in
+    yield torch.multiprocessing, "spawn", spawn
+    for owner in (parallel, parallel.distributed):
+        yield owner, "DistributedDataParallel", DataParallel
+    fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
+    yield fsdp.FullyShardedDataParallel, "__init__", _refuse(fsdp1)
+    line = "DataParallel is not emulated: use DistributedDataParallel"
+    yield nn.DataParallel, "__init__", _refuse(line)
+
+
+def _cuda(memory: Allocations, world: int) -> Iterator[tuple[Any, str, Any]]:
+    """What ``torch.cuda`` tells of the emulated device; it does not know which GPU that is."""
+    properties = SimpleNamespace(
+        name="emulated GPU", total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132
+    )
+
+    def allocated(*_: object, **__: object) -> int:
+        return memory.allocated
+
+    stand_ins: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: world,
+        "current_device": lambda: 0,
+        "device": lambda *_: nullcontext(),
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: properties.name,
+        "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda *_: (80 * _GIB - allocated(), 80 * _GIB),
+        "memory_summary": lambda *_, **__: "",
+        "memory_stats": lambda *_: defaultdict(int),
+    }
+    for kind in ("allocated", "reserved"):
+        stand_ins |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
+    quiet = "set_device manual_seed manual_seed_all empty_cache reset_peak_memory_stats init"
+    quiet += " reset_max_memory_allocated ipc_collect set_per_process_memory_fraction"
+    stand_ins |= dict.fromkeys(quiet.split(), _nothing)
+    yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
+    yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
+    on_accelerator = {
+        "is_available": lambda: True,
+        "device_count": lambda: world,
+        "current_accelerator": lambda *_, **__: torch.device("cpu"),
+        "current_device_index": lambda: 0,
+        "set_device_index": _nothing,
+    }
+    yield from ((torch.accelerator, name, stand_in) for name, stand_in in on_accelerator.items())
+
+
+def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
+    """Optimizers, number types, data and files."""
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        return partial(compiled, **options) if model is None else model
+
+    def made(construct: Any, optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
+        one_by_one = defaults.get("fused") or defaults.get("differentiable")
+        if "foreach" in defaults and defaults["foreach"] is None and not one_by_one:
+            defaults = defaults | {"foreach": True}  # as by default on a GPU
+        construct(optimizer, params, defaults)
+
+    def autocast(
+        construct: Any, context: Any, device_type: str = "cuda", *a: Any, **k: Any
+    ) -> None:
+        if not a and k.get("dtype") is None:
+            k["dtype"] = torch.float16  # a GPU's default
+        construct(context, "cpu", *a, **k)
+
+    def here(construct: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
+        workers = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "timeout": 0}
+        construct(loader, *arguments, **keywords | workers | {"persistent_workers": False})
+
+    def known(iterate: Any, sampler: Any) -> Iterator[Any]:
+        with without_modes():
+            return iter(list(iterate(sampler)))
+
+    def on_host(original: Any, iterator: Any) -> Any:
+        with device.unseen():
+            return original(iterator)
+
+    def moved(to: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        by_name = {name: _on_cpu(value, name == "device") for name, value in keywords.items()}
+        return to(module, *(_on_cpu(value, by_index=True) for value in arguments), **by_name)
+
+    yield nn.Module, "to", _around(nn.Module.to, moved)
+    yield torch, "compile", compiled
+    yield nn.Module, "compile", _nothing
+    yield torch.optim.Optimizer, "__init__", _around(torch.optim.Optimizer.__init__, made)
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("torch.optim.") and hasattr(module, NUMBER_OF_STEPS):
+            yield module, NUMBER_OF_STEPS, lambda steps: 1.0 if isinstance(steps, Tensor) else steps
+    yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast)
+    yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, here)
+    fetch = data.dataloader._BaseDataLoaderIter
+    yield fetch, "__next__", _around(fetch.__next__, on_host)
+    for sampler in (data.RandomSampler, data.DistributedSampler, data.WeightedRandomSampler):
+        yield sampler, "__iter__", _around(sampler.__iter__, known)
+    yield torch, "save", _nothing
+    for name in ("save", "async_save", "load"):
+        yield dcp, name, _nothing
+
+
+def _around(original: Any, call: Any) -> Any:
+    @wraps(original)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        return call(original, *arguments, **keywords)
+
+    return run
+
+
+class _CudaIsHere(TorchFunctionMode):
+    """Gives the CPU, which is emulated, to those who ask for a CUDA device."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one function of torch."""
+        kwargs = kwargs or {}
+        if function is torch.device:
+            by_index = type(args[0] if args else kwargs.get("index")) is int
+            return torch.device("cpu") if by_index else _on_cpu(function(*args, **kwargs))
+        if function in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if function is Tensor.__format__ and not args[0].dim():
+            return format(args[0].item(), args[1])
+        if function is Tensor.__repr__ and not is_known(args[0]):
+            self._device.read_by_host("the text of a tensor", [args[0]])
+        if function in _MADE_ON_HOST and kwargs.get("device") is None:
+            return self._made_on_host(function, args, kwargs)
+        if torch.is_autocast_enabled("cpu") and function.__name__ in _IN_FP32:
+            args = tuple(_in_fp32(value) for value in args)
+        if function is Tensor.to:
+            args = tuple(_on_cpu(v, by_index=bool(n)) for n, v in enumerate(args))
+        args = tuple(map(_on_cpu, args))
+        return function(*args, **{n: _on_cpu(v, n == "device") for n, v in kwargs.items()})
+
+    def _made_on_host(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        """A script's own few numbers, such as the places of a batch, are known and cost nothing."""
+        with without_modes():
+            size = (
+                function(*args, **kwargs | {"device": "meta"})
+                if function is not torch.tensor
+                else None
+            )
+        if size is None or size.numel() > _MOST_KNOWN:
+            return function(*args, **kwargs)  # type: ignore[no-any-return]
+        with without_modes():
+            numbers = function(*args, **kwargs)
+        with self._device.unseen():
+            return fake_of_known(function(*args, **kwargs), numbers)
+
+
+def _in_fp32(value: Any) -> Any:
+    is_short = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_short else value
+
+
+def _on_cpu(value: object, by_index: bool = False) -> object:
+    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
+    is_cuda = is_cuda or (by_index and type(value) is int)
+    return torch.device("cpu") if is_cuda else value
