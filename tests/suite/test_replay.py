@@ -93,11 +93,51 @@ from torch import nn
 
 dist.init_process_group("nccl")
 layer = nn.Linear(64, 64, bias=False, device="cuda")
-optimizer = torch.optim.AdamW(layer.parameters())
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 for rows in (4096, 16):
     layer(torch.ones(rows, 64, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+"""
+
+
+DATA_PARALLEL = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+def main(rank, world):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(rank)
+    model = DistributedDataParallel(torch.compile(layers), device_ids=[rank])
+    unused = nn.Linear(1024, 8, device="cuda")
+    discriminator = torch.optim.SGD(unused.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    data = TensorDataset(torch.randn(1000, 1024))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, num_workers=2, pin_memory=True, sampler=sampler)
+    for step, (batch,) in enumerate(loader):
+        batch = batch.to(rank, non_blocking=True)
+        with model.no_sync():
+            model(batch).sum().backward()
+        with torch.autocast("cuda"):
+            out = model(batch)
+            normed = nn.functional.layer_norm(out, (1024,))
+        assert (out.dtype, normed.dtype) == (torch.float16, torch.float32)
+        scaler.scale(normed.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        discriminator.step()
+        optimizer.zero_grad()
+        torch.save(model.state_dict(), "model.pt")
+        print(f"{out.sum():.4f}", torch.cuda.max_memory_allocated())
+
+if __name__ == "__main__":
+    mp.spawn(main, args=(4,), nprocs=torch.cuda.device_count())
 """
 
 
@@ -171,6 +211,30 @@ def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> No
     assert 4 * weights < trace.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
 
 
+def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text(DATA_PARALLEL, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4)
+    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
+    step = trace.log[begin:end]
+    places = [place for place, issued in enumerate(step) if "allreduce" in issued.what]
+    layer = 4 * (1024 * 1024 + 1024)  # bytes; a bucket is full at 1 MiB, later ones at 25 MiB
+    assert [step[place].parts[0].moved // layer for place in places] == [1, 7, 7, 1]
+    assert all(str(step[place].stream).startswith("nccl") for place in places)
+    products = [
+        place for place, issued in enumerate(step) if issued.kernel and issued.kernel.product
+    ]
+    waits = [p for p, i in enumerate(step) if i.kind == "wait" and i.stream == "compute"]
+    assert products[-1] < waits[0]
+    assert sum(place > places[0] for place in products) == 2 * 15 - 1  # the first needs no input's
+    kernels = {issued.kernel.name for issued in step if issued.kernel}
+    assert "aten::_foreach_addcdiv_" in kernels  # Adam, as a GPU runs it by default
+    assert not any("fused_adam" in name for name in kernels)
+    assert not list(tmp_path.glob("*.pt"))
+
+
 def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.touch()
@@ -185,6 +249,11 @@ def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
         (None, "--ranks 4", "script=missing.py: no such file"),
         ("", "--ranks 0", "--ranks=0: must be at least 1"),
         ("", "--ranks 4 --cluster moon", "cluster='moon': no such preset"),
+        (
+            "import torch\ntorch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))",
+            "--ranks 4",
+            "FSDP1) is not emulated: shard with fully_shard",
+        ),
         ("1 / 0", "--ranks 4", "rank 0 cannot be emulated: ZeroDivisionError: division by zero"),
     ],
 )

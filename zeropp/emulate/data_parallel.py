@@ -76,7 +76,7 @@ class DataParallel(nn.Module):
         ]
         self._find_unused = find_unused_parameters and not static_graph
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._limits = [_MIB, cap]
+        self._limits = [_MIB, cap] if bucket_cap_mb is None else [cap]
         self._ready: list[Tensor] = []  # in this backward, in order
         self._order: list[Tensor] = []  # in the first one
         self._is_syncing = self._is_queued = self._is_rebuilt = False
@@ -84,7 +84,7 @@ class DataParallel(nn.Module):
         first = self._limits if self._find_unused else [1 << 60]
         self._set_buckets(buckets_of(self._parameters_of, first)[::-1])
         for parameter in self._parameters_of:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _set_buckets(self, buckets: list[list[Tensor]]) -> None:
         self._buckets = buckets
@@ -92,7 +92,9 @@ class DataParallel(nn.Module):
         self._views = {
             parameter: part.view(parameter.shape)
             for bucket, flat in zip(buckets, self._flat, strict=True)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True)
+            for parameter, part in zip(
+                bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True
+            )
         }
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -133,7 +135,7 @@ class DataParallel(nn.Module):
                 flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
                 dist.broadcast(flat, group_src=0, group=self.process_group)
                 sizes = [buffer.numel() for buffer in bucket]
-                for buffer, part in zip(bucket, flat.split(sizes), strict=True):
+                for buffer, part in zip(bucket, torch.split(flat, sizes), strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
     def _on_gradient(self, parameter: Tensor) -> None:
