@@ -50,7 +50,8 @@ def main() -> int:
         check_writable("--timeline", options.timeline.parent)
     cluster = preset("cluster", options.cluster, Cluster)
     from zeropp.emulate.clock import kernel_s, replay
-    from zeropp.emulate.trace import ScriptError, trace_script
+    from zeropp.emulate.script import ScriptError
+    from zeropp.emulate.trace import trace_script
 
     def tell(done: int) -> None:
         say(f"traced {done} ranks")
