@@ -248,7 +248,7 @@ def test_fsdp1_is_refused_and_fully_shard_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     wrap = "torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))"
     script.write_text(f"import torch\n{wrap}", encoding="utf-8")
-    with pytest.raises(ScriptError, match="FSDP1. is not emulated: shard with fully_shard"):
+    with pytest.raises(ScriptError, match=r"FSDP1. is not emulated: shard with fully_shard"):
         trace_script(str(script), [], 4)
 
 
