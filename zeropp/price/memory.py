@@ -276,13 +276,11 @@ def _block(work: Work) -> _Bytes:
 
 def _kept(work: Work, blocks: list[_Bytes], *, head: bool) -> tuple[float, float]:
     """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
-    gradient). Torch's pipeline stages also keep their outputs and, with delayed weight gradients,
-    the gradient of their input."""
-    runtime = work.program.torch_stages
-    output = 0.0 if head or not runtime else boundary_bytes(work)
+    gradient). Torch's pipeline stages also keep their outputs, all the time."""
+    output = boundary_bytes(work) * (work.program.torch_stages and not head)
     activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
     later = sum(block.deferred for block in blocks) + head * head_deferred(work)
-    return activations, later + (boundary_bytes(work) if runtime else 0.0)
+    return activations, later
 
 
 def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
