@@ -198,8 +198,9 @@ def _cast_bytes(plan: SizedPlan) -> int:
 
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them,
-    beside the second buffer; otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most 5e8 elements at a time, in
-    one tensor (``runtime/engine.py``: ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    beside the second buffer; otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most
+    5e8 elements at a time, in one tensor (``runtime/engine.py``: ``allreduce_bucket``,
+    ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
     bucket = program.state(plan.precision).bucket
