@@ -150,6 +150,8 @@ class Program:
     # the reduction of a stage's gradients over shards and replicas (``perform_reduce_grad`` of its
     # ``stage.py``), and shards are cast on its stream (``UNSHARD`` of its ``schedules.py``).
     torch_stages: bool = False
+    # Such stages hold every message that they have sent until the end of the step.
+    keeps_sent: bool = False
     # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
     separate_weight_gradient: bool = False
     whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
