@@ -302,6 +302,20 @@ def test_gathers_of_one_group_in_other_orders_do_not_match() -> None:
     assert found[0].endswith(expected)
 
 
+def test_both_directions_of_a_pair_in_a_group_share_a_stream_and_nothing_else_does() -> None:
+    """As on NCCL where no device is named."""
+    with fake_world(rank=1, size=3), emulate.emulated(VirtualDevice()) as device:
+        groups = [dist.group.WORLD, dist.new_group([0, 1, 2])]
+        for group in groups:
+            for peer in (0, 2):
+                dist.isend(torch.ones(1), peer, group=group)
+                dist.irecv(torch.ones(1), peer, group=group)
+    issued = [one for one in device.log.issued if one.kind == "communication"]
+    streams = [one.stream for one in issued]
+    assert streams[::2] == streams[1::2]
+    assert len({*streams}) == 4
+
+
 def test_an_older_name_of_a_collective_waits_only_where_the_program_does() -> None:
     with fake_world(rank=0, size=2), emulate.emulated() as device:
         work = dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(4), async_op=True)
