@@ -311,7 +311,7 @@ def test_kernels_that_outlast_their_launches_follow_each_other() -> None:
 
 
 def test_messages_and_groups_across_nodes_take_longer() -> None:
-    """Ranks 0 and 8 are on two nodes, as are those of a group that are 8 apart, with one NIC per node."""
+    """Ranks 0 and 8 are on two nodes with one NIC each, as are those of a group 8 apart."""
     cluster = replace(PLAIN, nics_per_node=1)
 
     def step_s(first: int, other: int) -> float:
