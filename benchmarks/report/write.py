@@ -194,7 +194,8 @@ def report_folder(out: Path) -> Iterator[Path]:
                 f"{out / others[0]}: is of no report, and would be lost (name another folder)"
             )
         out.mkdir(exist_ok=True)
-        write_atomically(out / _MANIFEST, _manifest(names | last))  # if this is cut off, for the next
+        # If what follows is cut off, the next report may replace what both have written.
+        write_atomically(out / _MANIFEST, _manifest(names | last))
         _remove_last(out, last - names)
         for name in names:
             (out / name).parent.mkdir(parents=True, exist_ok=True)

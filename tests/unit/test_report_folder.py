@@ -73,8 +73,8 @@ def test_a_report_that_is_cut_off_is_replaced_by_the_next(
 def test_a_broken_list_of_files_is_as_none(tmp_path: Path) -> None:
     write(tmp_path, "a.csv")
     (tmp_path / ".report.json").write_text("null")
-    with pytest.raises(SpecError, match="a.csv: is of no report"), report_folder(tmp_path) as folder:
-        write(folder, "a.csv")
+    with pytest.raises(SpecError, match=r"a.csv: is of no report"), report_folder(tmp_path) as f:
+        write(f, "a.csv")
 
 
 def interrupted_report(out: Path) -> None:

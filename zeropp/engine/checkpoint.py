@@ -160,8 +160,9 @@ def save(state: State, directory: Path | str) -> None:
     The new checkpoint is written into ``NAME.being-written``, and takes the last one's place only
     when every rank has written and every file has a digest. If the job is killed between the two
     renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it. (Folders of these
-    names are deleted, so the names are none that people give.) Where anything raises on one rank, every rank raises, and the last checkpoint is untouched. Other files in its directory
-    stay there. Raises CheckpointError where something else than a checkpoint has that name.
+    names are deleted, so the names are none that people give.) Where anything raises on one rank,
+    every rank raises, and the last checkpoint is untouched. Other files in its directory stay
+    there. Raises CheckpointError where something else than a checkpoint has that name.
     """
     place = together(lambda: _place(directory))
     partial = _beside(place, _WRITTEN)
