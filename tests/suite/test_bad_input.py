@@ -286,6 +286,15 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_timeline_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    script = CHECKOUT / "scripts" / "examples" / "plain_fsdp2.py"
+    words = [f"{script}", "--ranks", "8", "--timeline", f"{tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks.replay", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    said = f"error: --timeline={tmp_path}: is a folder (name a file)\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 @pytest.mark.parametrize("columns", ["0", "00"])
 def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> None:
     write_unstarted(spec_from_mapping(mapping()), tmp_path, new_header("local"), Ending("ok"))
