@@ -36,7 +36,7 @@ def raise_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-if os.environ.get("COLUMNS") == "0":  # as where no terminal is known, and no line has room for 0
+if set(os.environ.get("COLUMNS", "")) == {"0"}:  # where no terminal is known; nothing fits into 0
     del os.environ["COLUMNS"]
 if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
     end_at_once_on_ctrl_c()

@@ -48,6 +48,8 @@ def main() -> int:
         raise SpecError(f"script={options.script}: no such file")
     if options.timeline:  # before minutes of work
         check_writable("--timeline", options.timeline.parent)
+        if options.timeline.is_dir():
+            raise SpecError(f"--timeline={options.timeline}: is a folder (name a file)")
     cluster = preset("cluster", options.cluster, Cluster)
     from zeropp.emulate.clock import kernel_s, replay
     from zeropp.emulate.script import ScriptError

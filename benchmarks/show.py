@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import command
+from benchmarks.specification.command import check_writable, command
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, lower, validate
 from zeropp.schedule.build import build
@@ -277,14 +277,17 @@ def _name(span: Span) -> str:
 
 
 def write(timeline: Timeline, out: Path, console: Console) -> None:
-    """Write ``timeline.png``, ``timeline.svg`` and ``timeline.json`` into a folder."""
+    """Write ``timeline.png``, ``timeline.svg`` and ``timeline.json`` into a folder; raises
+    SpecError where that would replace a file that no report has written."""
     from benchmarks.report.timelines import timeline_figure
+    from benchmarks.report.write import report_folder
 
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable("out", out)
     figure = timeline_figure([timeline], time_unit="one forward of a chunk")
-    for kind in ("png", "svg"):
-        figure.savefig(out / f"timeline.{kind}", dpi=_PIXELS_PER_INCH)
-    timeline.write_chrome(out / "timeline.json")
+    with report_folder(out) as folder:
+        for kind in ("png", "svg"):
+            figure.savefig(folder / f"timeline.{kind}", dpi=_PIXELS_PER_INCH)
+        timeline.write_chrome(folder / "timeline.json")
     console.print(f"wrote {out}/timeline.png, .svg and .json (for ui.perfetto.dev)", soft_wrap=True)
 
 

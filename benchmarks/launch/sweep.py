@@ -140,7 +140,11 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
         try:
             write_report(list(roots), report_dir)
-        except OSError as error:  # the records exist, so the report can be made later
+        # The records exist, so the report can be made later.
+        except SpecError as error:
+            say(f"no report: {error}")
+            return 1
+        except OSError as error:
             say(f"no report: {error.filename or report_dir}: {error.strerror or error}")
             return 1
     return 0 if all(r.status in ("ok", "infeasible") for r in records or ()) else 1

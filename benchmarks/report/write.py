@@ -23,6 +23,7 @@ import pandas as pd
 from rich.console import Console
 
 from benchmarks.records.environment import git_state
+from benchmarks.records.record import write_atomically
 from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
 from benchmarks.report.charts import SavedPicture, save
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
@@ -186,26 +187,33 @@ def report_folder(out: Path) -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        names = sorted(str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file())
-        (fresh / _MANIFEST).write_text(json.dumps(names, indent=1), encoding="utf-8")
+        names = {str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file()}
         last = _last_names(out)
-        if others := [name for name in names if name not in last and (out / name).exists()]:
+        if others := [name for name in sorted(names - last) if os.path.lexists(out / name)]:
             raise SpecError(
                 f"{out / others[0]}: is of no report, and would be lost (name another folder)"
             )
-        _remove_last(out, last - set(names))
-        for name in [*names, _MANIFEST]:
+        out.mkdir(exist_ok=True)
+        # If what follows is cut off, the next report may replace what both have written.
+        write_atomically(out / _MANIFEST, _manifest(names | last))
+        _remove_last(out, last - names)
+        for name in names:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (fresh / name).replace(out / name)
+        write_atomically(out / _MANIFEST, _manifest(names))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _manifest(names: set[str]) -> str:
+    return json.dumps(sorted(names), indent=1)
 
 
 def _last_names(out: Path) -> set[str]:
     """The names of the files of the last report; none if it is not known."""
     try:
         return set(json.loads((out / _MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return set()
 
 

@@ -60,13 +60,16 @@ def test_the_last_whole_checkpoint_survives_a_death_while_saving(
     assert set(world.run(load_from, place, size=SAVED.world)) == {"1 steps"}
     assert set(world.run(save_after, place, 2, "", size=SAVED.world)) == {"saved"}
     assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
-    place.rename(tmp_path / "checkpoint.previous")  # as between the two renames
+    place.rename(tmp_path / "checkpoint.being-replaced")  # as between the two renames
     assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
 
 
 def test_other_files_stay_beside_a_checkpoint(world: World, tmp_path: Path) -> None:
-    place, previous = tmp_path / "checkpoint", tmp_path / "checkpoint.previous"
+    place, previous = tmp_path / "checkpoint", tmp_path / "checkpoint.being-replaced"
     others = [place / "notes.txt", place / "logs" / "day.txt", place / ".hidden"]
+    for name in ("previous", "partial", "old", "tmp"):  # folders of the user, in which all stays
+        (tmp_path / f"checkpoint.{name}").mkdir()
+        others.append(tmp_path / f"checkpoint.{name}" / "notes.txt")
 
     def save_and_load(steps: int) -> list[str]:
         assert set(world.run(save_after, place, steps, "", size=SAVED.world)) == {"saved"}
@@ -74,7 +77,9 @@ def test_other_files_stay_beside_a_checkpoint(world: World, tmp_path: Path) -> N
         assert not previous.exists()
         return [path.read_text() for path in others if path.is_file()]
 
-    assert save_and_load(1) == []
+    for path in others[3:]:
+        path.write_text(path.name)
+    assert save_and_load(1) == ["notes.txt"] * 4
     others[1].parent.mkdir()
     for path in others:
         path.write_text(path.name)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from baselines.blocks import prepare_block
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
+from zeropp.model import build_piece
 from zeropp.schedule.program import Op
 from zeropp.training import OptimizerConfig
 
@@ -54,3 +61,19 @@ def test_fsdp_clips_and_adapts(world: World) -> None:
 def test_fsdp_bf16_is_close(world: World) -> None:
     plan = request(2, {"name": "fsdp", "shard": 2}, precision="bf16").plan()
     check(world, BUILDER, plan, tolerance=2e-2)
+
+
+def test_a_compiled_block_leaves_its_last_product_out() -> None:
+    """Where it is computed again, as the trait ``stops_recomputing`` says."""
+    plan = request(4, {"name": "fsdp", "recompute": "full", "compile": True}, model={}).plan()
+    block = build_piece(plan.shape, 1, 0, torch.device("cpu"))
+    in_python = partial(torch.compile, backend="aot_eager_decomp_partition")
+    with mock.patch("torch.compile", in_python):
+        prepare_block(block, plan, recomputed=True)
+    x = torch.zeros(2, plan.shape.seq, plan.shape.hidden, requires_grad=True)
+    block(x).sum().backward()  # compiles
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        block(x).sum().backward()
+    products = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())
+    linears = sum(isinstance(module, nn.Linear) for module in block.modules())
+    assert products == 3 * linears + linears - 1

@@ -79,9 +79,9 @@ STANDING = list(FAMILIES)[:6]
 
 @pytest.fixture(autouse=True)
 def _no_bars() -> Iterator[None]:
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     yield
-    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.enable_progress_bar()
 
 
 def config_of(family: str, tied: bool | None = None) -> Any:
@@ -308,7 +308,7 @@ def from_folder(
 ) -> tuple[int, dict[str, Tensor], slice, Tensor]:
     """The most parameters that this rank had of one model, what a step has made of all, this rank's
     rows, and what comes behind their tokens."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     layers = huggingface.layers(folder / family)
     with zeropp.parallelize(
         layers,
@@ -441,7 +441,7 @@ def main() -> None:
     bound says that they drift), and a folder that is read, trained, written, and generated from:
     ``python -m tests.gloo.test_huggingface [FAMILY ...]``."""
     torch.set_num_threads(1)  # as ranks do: softmax in fp32 rounds otherwise with more
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     wrong = []
     with World() as world:
         for seed, family in enumerate(FAMILIES):

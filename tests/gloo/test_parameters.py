@@ -78,7 +78,7 @@ def train_kinds() -> dict[str, tuple[float, bool, int]]:
     """For kinds of linear layers: error, whether weight gradients are delayed, warnings."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "plain": lambda: nn.Linear(WIDTH, WIDTH),
-        "Conv1D": lambda: Conv1D(WIDTH, WIDTH),  # type: ignore[no-untyped-call]
+        "Conv1D": lambda: Conv1D(WIDTH, WIDTH),
         "subclass": lambda: Scaled(WIDTH, WIDTH),
         "own forward": lambda: Own(WIDTH, WIDTH),
     }

@@ -22,11 +22,12 @@ from tests.gloo.world import World
 from zeropp import emulate
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.kernels import as_on_cuda, describe
-from zeropp.emulate.log import COMPUTE, Kernel
+from zeropp.emulate.log import COMPUTE, Issued, Kernel
 from zeropp.emulate.private_names import FakeTensorMode
+from zeropp.emulate.rendezvous import mismatches
 from zeropp.emulate.world import fake_world
 from zeropp.engine import deferred
-from zeropp.engine.collectives import reduce_scatter_single
+from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
 from zeropp.operators import Attention, Product
@@ -275,6 +276,44 @@ def test_sends_that_wait_for_each_other_hang(world: World) -> None:
     (clean, text), *_ = world.run(crossed, size=2)
     assert not clean
     assert "hang: rank 0: the host has issued all; waiting: isend 1" in text
+
+
+def gathered(types: list[torch.dtype], rank: int) -> list[Issued]:
+    """What a rank issues that gathers parts of 8 bytes of these types, and then exchanges as many
+    numbers as it has: parts of all-to-alls differ between ranks."""
+    with fake_world(rank, size=2), emulate.emulated() as device:
+        for dtype in types:
+            part = torch.zeros(8 // dtype.itemsize, dtype=dtype)
+            all_gather_single(part.new_empty(2 * len(part)), part)
+        given, taken = ([3, 1 + rank], [3 - rank, 1 + rank])
+        dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(sum(given)), taken, given)
+    return device.log.issued
+
+
+def test_gathers_of_one_group_in_other_orders_do_not_match() -> None:
+    """NCCL would write the one's bytes into the other's buffer, as their numbers are equal."""
+    types = [torch.float32, torch.bfloat16]
+    first = gathered(types, 0)
+    assert mismatches({0: first, 1: gathered(types, 1)}) == []
+    found = mismatches({0: first, 1: gathered(types[::-1], 1)})
+    assert len(found) == 2
+    gather = "has c10d::_allgather_base_ of {} elements".format
+    expected = f"rank 0 {gather('float32, 4')}, rank 1 {gather('bfloat16, 8')}"
+    assert found[0].endswith(expected)
+
+
+def test_both_directions_of_a_pair_in_a_group_share_a_stream_and_nothing_else_does() -> None:
+    """As on NCCL where no device is named."""
+    with fake_world(rank=1, size=3), emulate.emulated(VirtualDevice()) as device:
+        groups = [dist.group.WORLD, dist.new_group([0, 1, 2])]
+        for group in groups:
+            for peer in (0, 2):
+                dist.isend(torch.ones(1), peer, group=group)
+                dist.irecv(torch.ones(1), peer, group=group)
+    issued = [one for one in device.log.issued if one.kind == "communication"]
+    streams = [one.stream for one in issued]
+    assert streams[::2] == streams[1::2]
+    assert len({*streams}) == 4
 
 
 def test_an_older_name_of_a_collective_waits_only_where_the_program_does() -> None:

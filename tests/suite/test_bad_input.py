@@ -286,10 +286,21 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_terminal_of_no_columns_is_one_of_80(tmp_path: Path) -> None:
+def test_a_timeline_that_is_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    script = CHECKOUT / "scripts" / "examples" / "plain_fsdp2.py"
+    words = [f"{script}", "--ranks", "8", "--timeline", f"{tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks.replay", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    said = f"error: --timeline={tmp_path}: is a folder (name a file)\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> None:
     write_unstarted(spec_from_mapping(mapping()), tmp_path, new_header("local"), Ending("ok"))
     command = [sys.executable, "-m", "benchmarks.status", str(tmp_path)]
-    terminal = os.environ | {"COLUMNS": "0", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    colors = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}
+    terminal = os.environ | colors | {"COLUMNS": columns}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=terminal)
     assert done.stdout.splitlines()[-1] == "1 ok"
 

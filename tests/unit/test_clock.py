@@ -10,8 +10,14 @@ import pytest
 from zeropp.cluster import Cluster, cluster_of
 from zeropp.emulate.clock import Replay, kernel_s, replay
 from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.operators import Attention, Product
-from zeropp.price.kernels import fused_attention_s, matmul_s, stream_s
+from zeropp.price.kernels import (
+    fused_attention_backward_s,
+    fused_attention_s,
+    matmul_s,
+    stream_s,
+)
 from zeropp.price.network import (
     all_reduce_s,
     all_reduce_waits_s,
@@ -231,3 +237,120 @@ def test_a_kernel_has_the_price_of_the_simulator() -> None:
     attention_s = fused_attention_s(DEVICE, "bf16", attention)
     assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2)) == attention_s
     assert kernel_s(DEVICE, Kernel("add", GIB)) == stream_s(DEVICE, GIB)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_hosts_meet_when_the_last_one_has_come(late: int) -> None:
+    both = logs(2)
+    both[late].kernel("side", SECOND)
+    both[late].sync("side", "Stream.synchronize")
+    for _ in range(3):  # so that the replay comes to the early one's meeting last
+        both[1 - late].sync("idle", "Stream.synchronize")
+    for log in both:
+        log.meet("the barrier", 2)
+    both[1 - late].kernel(COMPUTE, SECOND)
+    result = step_of(both)
+    assert result.waits_s[1 - late]["host"] == pytest.approx(1.0)
+    assert result.step_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("waits_for", ["event", "device"])
+def test_a_host_waits_for_an_event_or_for_all_streams(waits_for: str) -> None:
+    (log,) = logs(1)
+    log.kernel("side", SECOND)
+    event = log.record("side")
+    log.kernel("side", SECOND)
+    if waits_for == "event":
+        log.sync("side", "Event.synchronize", event)
+    else:
+        log.sync(None, "synchronize")
+    log.kernel(COMPUTE, SECOND)
+    begins = {"event": 1.0, "device": 2.0}[waits_for]
+    assert step_of([log]).waits_s[0]["host"] == pytest.approx(begins)
+
+
+def test_a_timeline_begins_with_its_step_and_names_what_a_collective_is() -> None:
+    """Compute of the step begins while a reduction of the step before is under way."""
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_reduce_scatter_base_", 1000 * GIB)
+    log.place(STEP)
+    for _ in range(20):
+        log.kernel(COMPUTE, SECOND)
+    (span,) = step_of([log]).timeline.spans
+    assert (span.lane, span.start_s) == ("compute", 0.0)
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_reduce_scatter_base_", GIB)
+    log.follow(COMPUTE, "nccl")
+    assert {*step_of([log]).waits_s[0]} == {"reduce"}
+
+
+def test_only_compute_is_slowed_and_only_what_a_host_issues_takes_a_launch() -> None:
+    (log,) = logs(1)
+    log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", 1000 * GIB)
+    log.kernel(COMPUTE, SECOND)
+    log.follow("side", "nccl")
+    for _ in range(20):
+        log.kernel("side", SECOND)
+    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
+    gather = gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB)
+    assert step_of([log], slowed).step_s == pytest.approx(20 + gather)
+    (log,) = logs(1)
+    for _ in range(3):
+        log.follow(COMPUTE, "side")
+    log.kernel(COMPUTE, SECOND)
+    assert step_of([log], launch_s=2.0).step_s == pytest.approx(3.0)
+
+
+def test_kernels_that_outlast_their_launches_follow_each_other() -> None:
+    (log,) = logs(1)
+    log.meet("the barrier", 1)
+    log.collective("nccl", ("shard", (0,)), 1, "c10d::allreduce_")
+    log.kernel(COMPUTE, Kernel("half a second"))
+    log.kernel(COMPUTE, Kernel("half a second"))
+    assert step_of([log], launch_s=0.1).step_s == pytest.approx(0.1 + 0.1 + 2 * 0.5)
+
+
+def test_messages_and_groups_across_nodes_take_longer() -> None:
+    """Ranks 0 and 8 are on two nodes with one NIC each, as are those of a group 8 apart."""
+    cluster = replace(PLAIN, nics_per_node=1)
+
+    def step_s(first: int, other: int) -> float:
+        both = logs(2)
+        for log in both:
+            log.messages("messages", [Message("group", first, other, "", GIB)], "isend")
+            log.place(STEP)
+        made = {rank: log.issued for rank, log in zip((first, other), both, strict=True)}
+        return replay(made, cluster, 16, kernel_prices=lambda _: 1.0, launch_s=0.0).step_s
+
+    for other in (4, 8):
+        expected = message_s(cluster, other, 16, crosses=other == 8, size=GIB)
+        assert step_s(0, other) == pytest.approx(expected)
+    (log,) = logs(1)
+    log.collective("nccl", ("replicas", (0, 8)), 2, "c10d::allreduce_", GIB)
+    log.place(STEP)
+    found = replay({0: log.issued}, cluster, 16, kernel_prices=lambda _: 1.0, launch_s=0.0)
+    assert found.step_s == pytest.approx(all_reduce_s(cluster, group(cluster, 2, 8, 16), GIB))
+
+
+def test_other_precisions_and_backwards_have_prices_of_their_own() -> None:
+    product = Product(m=512, k=1024, n=2048)
+    expected = matmul_s(DEVICE, "fp32", m=512, k=1024, n=2048)
+    assert kernel_s(DEVICE, Kernel("mm", 0, product, 4)) == expected
+    attention = Attention(heads=8, queries=512, keys=512, width=128, causal=True)
+    expected = fused_attention_backward_s(DEVICE, "bf16", attention)
+    assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2, is_backward=True)) == expected
+
+
+def test_what_one_rank_never_issues_does_not_match_and_hosts_wait_for_events() -> None:
+    both = logs(2)
+    both[0].collective("nccl", "all", 2, "allreduce")
+    (found,) = mismatches(dict(enumerate(log.issued for log in both)))
+    assert "rank 0 has allreduce" in found
+    (log,) = logs(1)
+    log.collective("nccl", "all", 2, "allreduce")  # whose peer never comes
+    log.sync("nccl", "Event.synchronize", log.record("nccl"))
+    assert "the host is at Event.synchronize" in stuck({0: log.issued})[0]
+    late = logs(2)
+    late[0].messages("messages", [Message("group", 1, 0, "", 8)], "irecv 1")
+    late[1].wait(COMPUTE, late[1].record(COMPUTE))
+    assert hanging_waits({0: late[0].issued, 1: late[1].issued}, 0) == [2]  # at the end alone

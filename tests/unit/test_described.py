@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.specification.contenders import PRICED
+from benchmarks.studies.replays import described_compute_s
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
 from zeropp.cluster import Link
@@ -102,3 +103,21 @@ def test_deepspeed_divides_gradients_where_a_backward_has_copied_them() -> None:
         for elements in (table, table + work.program.state("bf16").bucket)
     )
     assert least < seconds < most
+
+
+def test_described_compute_has_no_collectives_but_the_update() -> None:
+    """As a replay counts it: what tensor parallelism and ZeRO-2 send is no kernel. If collectives
+    slow no compute, the kernels take the same on a network that takes no time."""
+    asked = task(64, 64)
+    device = replace(asked.cluster.device, overlap_slowdown=0.0)
+    slow = replace(asked.cluster, device=device)
+    link = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
+    free = replace(slow, intra=link, inter=link, ring_half_mb=0.0)
+    knobs = PRICED["deepspeed_3d"].knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
+    here, alone = (
+        PRICED["deepspeed_3d"].simulated(replace(asked, cluster=each), Candidate(knobs, 1))
+        for each in (slow, free)
+    )
+    kernels = alone.events.busy[0] + alone.price.stages[0].update
+    assert here.events.busy[0] > 1.15 * kernels
+    assert described_compute_s(here) == pytest.approx(kernels, rel=0.01)

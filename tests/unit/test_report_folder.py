@@ -46,6 +46,37 @@ def test_a_file_of_another_is_never_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_report_that_is_cut_off_is_replaced_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with report_folder(out) as folder:
+        write(folder, "a.csv")
+    move, moved = Path.replace, list[Path]()
+
+    def replace(path: Path, target: Path) -> Path:
+        if path.suffix == ".csv":
+            moved.append(target)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt), report_folder(out) as folder:
+        write(folder, "b.csv", "c.csv")
+    monkeypatch.undo()
+    with report_folder(out) as folder:
+        write(folder, "b.csv", "c.csv", "d.csv")
+    assert names(out) == {"b.csv", "c.csv", "d.csv", ".report.json"}
+
+
+def test_a_broken_list_of_files_is_as_none(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv")
+    (tmp_path / ".report.json").write_text("null")
+    with pytest.raises(SpecError, match=r"a.csv: is of no report"), report_folder(tmp_path) as f:
+        write(f, "a.csv")
+
+
 def interrupted_report(out: Path) -> None:
     with report_folder(out) as folder:
         write(folder, "b.csv")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -35,7 +36,7 @@ from benchmarks.show import main, parse, show
         ("schedule name=magic", "known: gpipe, 1f1b"),
         ("schedule name=zbv chunks=3", "chunks=3: zbv has two"),
         ("schedule colour=blue", "colour=blue: unknown key"),
-        ("schedule out=/dev/null/here", "/dev/null/here"),
+        ("schedule out=/dev/null/here", "out=/dev/null/here: cannot be written to"),
         ("schedule --as deepspeed", "--as deepspeed: use torch"),
         ("schedule --as", "use torch"),
         ("schedule reduce_every=step --as torch", "neither reduce_every=step nor out"),
@@ -49,6 +50,18 @@ def test_a_bad_request_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+def test_a_picture_of_the_user_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.show", "schedule", f"out={tmp_path / 'out'}"])
+    assert [main(), main()] == [0, 0]  # its own pictures are
+    (tmp_path / "out" / ".report.json").unlink()
+    (tmp_path / "out" / "timeline.png").write_text("a photograph")
+    assert main() == 2
+    assert "out/timeline.json: is of no report" in capsys.readouterr().err
+    assert (tmp_path / "out" / "timeline.png").read_text() == "a photograph"
 
 
 def test_help_is_no_error(

@@ -13,7 +13,7 @@ from benchmarks.launch import local
 from benchmarks.launch.attempt import Ending, killed
 from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.submit import copy_checkout
-from benchmarks.launch.sweep import launch_points, only_one
+from benchmarks.launch.sweep import launch_points, only_one, run_points
 from benchmarks.records.events import Events
 from benchmarks.records.record import find_records
 from benchmarks.specification import SpecError
@@ -30,6 +30,20 @@ def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixtur
     launch_points(points, [config] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
+
+
+def test_runs_stay_where_their_report_would_replace_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.html").write_text("of the user")
+    point = Point(spec_from_mapping(mapping()), None, "no plan")
+    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
+    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    assert run_points([point], [config]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(f"no report: {tmp_path}/report/report.html: is of no report")
+    assert len(list(find_records([tmp_path / "runs"]))) == 1
 
 
 def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:

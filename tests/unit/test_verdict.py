@@ -334,6 +334,19 @@ def test_a_search_that_begins_elsewhere_is_refused() -> None:
         study.run(config)
 
 
+@pytest.mark.parametrize("name", ["verdict.md", "plans.csv"])
+def test_a_folder_of_other_files_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("model,price\n")
+    (config,) = compose("config", ["experiment=claim_33_quick", f"report_dir={tmp_path}"])
+    with pytest.raises(SpecError, match=r"has files, but no plans.csv of this study"):
+        study.run(config)
+    assert (tmp_path / name).read_text() == "model,price\n"
+
+
+def test_the_committed_folder_is_of_the_study() -> None:
+    study._check_folder(REFERENCE)
+
+
 def test_a_fresh_search_has_no_settings_to_begin_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

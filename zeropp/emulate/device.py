@@ -3,6 +3,7 @@ and what is noted is on which stream the host would have given it to the device,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ COLLECTIVES = {
     **{f"c10d::{name}": (0, 0) for name in _IN_PLACE.split()},
     **{f"c10d::{name}": (1, 0) for name in _FROM_SECOND.split()},
 }
+# Of these, and of functional ones, ranks may have other numbers of elements than their peers.
+_UNEVEN = re.compile(r"::(allgather_|reduce_scatter_|gather_|scatter_|all_?to_?all.*)$")
 # Operators that run nothing on the device.
 _NOTHING = {
     f"aten::{name}" for name in ("set_", "detach", "alias", "is_same_size", "record_stream")
@@ -347,8 +350,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream = device.current if self._issued is None else self._stream_of(group[0])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
-        device.log.collective(stream, group, len(group[1]), name, moved)
+        size = _size_everywhere(name, read, written)
+        device.log.collective(stream, group, len(group[1]), name, moved, size)
         return stream
+
+
+def _size_everywhere(name: str, read: Tensors, written: Tensors) -> str:
+    """The type and the number of elements that all ranks of a collective must have."""
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in (*read, *written)}
+    text = f" of {' and '.join(sorted(types))}"
+    if _UNEVEN.search(name):
+        return text
+    return f"{text}, {max(sum(t.numel() for t in tensors) for tensors in (read, written))} elements"
 
 
 def _has_mask(indices: Tensors) -> bool:

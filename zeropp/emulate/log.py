@@ -91,11 +91,11 @@ class Log:
         self.wait(stream, self.record(other))
 
     def collective(
-        self, stream: str, group: Hashable, ranks: int, what: str, moved: int = 0
+        self, stream: str, group: Hashable, ranks: int, what: str, moved: int = 0, size: str = ""
     ) -> None:
         """A collective of a group of so many ranks, with so many bytes on each; those of one group
-        are matched by order."""
-        self._communicate(stream, [(group, ranks, what, moved)], what)
+        are matched by order. ``size``: what must be equal on all ranks beside ``what``."""
+        self._communicate(stream, [(group, ranks, f"{what}{size}", moved)], what)
 
     def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
         """Messages in one kernel, in no order among each other, as those of a batch are. Those of

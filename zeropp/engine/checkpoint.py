@@ -145,6 +145,7 @@ class Checkpointer:
 
 
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
+_WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
 _SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
 
@@ -156,14 +157,15 @@ def save(state: State, directory: Path | str) -> None:
     """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
     gives; collective. The file system is one that all ranks see.
 
-    The new checkpoint is written into ``NAME.partial``, and takes the last one's place only when
-    every rank has written and every file has a digest. If the job is killed between the two
-    renames, ``NAME.previous`` is the complete one, and ``load`` reads it. Where anything raises on
-    one rank, every rank raises, and the last checkpoint is untouched. Other files in its directory
-    stay there. Raises CheckpointError where something else than a checkpoint has that name.
+    The new checkpoint is written into ``NAME.being-written``, and takes the last one's place only
+    when every rank has written and every file has a digest. If the job is killed between the two
+    renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it. (Folders of these
+    names are deleted, so the names are none that people give.) Where anything raises on one rank,
+    every rank raises, and the last checkpoint is untouched. Other files in its directory stay
+    there. Raises CheckpointError where something else than a checkpoint has that name.
     """
     place = together(lambda: _place(directory))
-    partial = _beside(place, "partial")
+    partial = _beside(place, _WRITTEN)
     _on_first_rank(lambda: _make_empty(partial))
     together(lambda: _check_seen(partial))
     saved = {"model": state.named()}
@@ -242,7 +244,7 @@ def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_directory(partial)
-    previous = _beside(directory, "previous")
+    previous = _beside(directory, _REPLACED)
     if directory.exists():  # else what is beside it may be the only whole one
         _remove(previous, directory)
         directory.rename(previous)
@@ -277,8 +279,8 @@ def _sync_directory(directory: Path) -> None:
 def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
     """The directory that holds the whole checkpoint, and its files' digests by name; none where
     torch's own ``save`` has written it."""
-    if not directory.exists() and _beside(directory, "previous").exists():
-        directory = _beside(directory, "previous")
+    if not directory.exists() and _beside(directory, _REPLACED).exists():
+        directory = _beside(directory, _REPLACED)
     listing = directory / _DIGESTS
     if not listing.is_file() and (directory / ".metadata").is_file():
         return directory, {}

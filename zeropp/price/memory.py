@@ -94,15 +94,18 @@ def _gradient_replicas(layout: Layout) -> int:
 
 
 def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float:
-    """Bytes of the two buffers into which DeepSpeed's ZeRO copies gradients, each of a bucket
-    (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``, ``reduce_gradients``;
-    baselines/deepspeed_3d makes them no larger than the rank's parameters), and of the copy that a
-    reduction beside a backward makes of them."""
+    """Bytes of the buffers into which DeepSpeed's ZeRO copies gradients, each of a bucket
+    (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``; baselines/deepspeed_3d makes them no
+    larger than the rank's parameters): two where reductions run beside a backward, and the copy
+    that one makes, which begins inside a backward only if a bucket becomes full there. Otherwise
+    there is one; ``reduce_gradients`` makes the second behind the backwards."""
     bucket = program.state(plan.precision).bucket
     if not bucket or not plan.layout.replicate_zero:
         return 0.0
-    beside = _bucket_copy(plan, program, parameters) * program.overlap_reduction
-    return 2 * element_bytes(plan.precision) * min(parameters, bucket) + beside
+    buffer = element_bytes(plan.precision) * min(parameters, bucket)
+    if not program.overlap_reduction:
+        return buffer
+    return 2 * buffer + _bucket_copy(plan, program, parameters) * (parameters > bucket)
 
 
 def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:
@@ -194,13 +197,17 @@ def _cast_bytes(plan: SizedPlan) -> int:
 
 
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
-    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them;
-    otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most 5e8 elements at a time, in
-    one tensor (``runtime/engine.py``: ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them,
+    beside the second buffer; otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most
+    5e8 elements at a time, in one tensor (``runtime/engine.py``: ``allreduce_bucket``,
+    ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
-    if program.state(plan.precision).bucket and plan.layout.replicate_zero:
-        return _bucket_copy(plan, program, parameters) * (not program.overlap_reduction)
+    bucket = program.state(plan.precision).bucket
+    if bucket and plan.layout.replicate_zero:
+        buffer = element_bytes(plan.precision) * min(parameters, bucket)
+        copied = buffer + _bucket_copy(plan, program, parameters)
+        return copied * (not program.overlap_reduction)
     return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
 
 
@@ -276,13 +283,11 @@ def _block(work: Work) -> _Bytes:
 
 def _kept(work: Work, blocks: list[_Bytes], *, head: bool) -> tuple[float, float]:
     """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
-    gradient). Torch's pipeline stages also keep their outputs and, with delayed weight gradients,
-    the gradient of their input."""
-    runtime = work.program.torch_stages
-    output = 0.0 if head or not runtime else boundary_bytes(work)
+    gradient). Torch's pipeline stages also keep their outputs, all the time."""
+    output = boundary_bytes(work) * (work.program.torch_stages and not head)
     activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
     later = sum(block.deferred for block in blocks) + head * head_deferred(work)
-    return activations, later + (boundary_bytes(work) if runtime else 0.0)
+    return activations, later
 
 
 def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:

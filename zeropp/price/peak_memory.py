@@ -46,12 +46,10 @@ class RankMemory:
         stages = schedule.stages_of(rank)
         if not any(action.op is Op.UNSHARD for action in schedule.programs[rank]):
             self._due = set(stages)  # copies, if any, are made at the first use and stay
-        self._lasting: set[int] = set()  # stages whose gradient comes into a buffer that lasts
+        self._keeps_sent = price.keeps_sent
         if price.torch_runtime:
-            self._lasting = {s for s in stages if s < self._last and s not in self._local}
-            entered = sum(s > 0 and s - 1 not in self._local for s in stages)
-            boundary = price.memory[stages[0]].boundary
-            self.activations = (len(self._lasting) + entered) * boundary * plan.num_microbatches
+            buffers = sum((s > 0) + (s < self._last) for s in stages) * plan.num_microbatches
+            self.activations = buffers * price.memory[stages[0]].boundary
         self.handlers: dict[Op, Callable[[int], Moment | None]] = {
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
@@ -98,8 +96,8 @@ class RankMemory:
         memory = self._memory[stage]
         activations = self.activations + memory.activations - (memory.boundary if stage else 0)
         self.activations = activations
-        if stage in self._local and not self._runtime:
-            self.activations += memory.boundary
+        if stage in self._local:  # torch's runtime drops the next stage's buffer for this output
+            self.activations += -memory.boundary if self._runtime else memory.boundary
         return self.gradients, activations, memory.forward - memory.activations + self.copy
 
     def _backward_input(self, stage: int) -> Moment | None:
@@ -117,7 +115,7 @@ class RankMemory:
         else:
             self._sum(stage, early=True)
         end = self._moment(memory.embedding_gradient, others + memory.deferred, 0)
-        self._end_backward(stage, others + memory.deferred)
+        self._end_backward(stage, others + memory.deferred, split=True)
         return moment if sum(moment) >= sum(end) else end
 
     def _full_backward(self, stage: int) -> Moment | None:
@@ -132,7 +130,7 @@ class RankMemory:
         self._sum(stage, early=True)
         self._sum(stage, early=False)
         end = self._moment(memory.fresh_gradients + memory.embedding_gradient, others, 0)
-        self._end_backward(stage, others)
+        self._end_backward(stage, others, split=False)
         return begin if sum(begin) >= sum(end) else end
 
     def _backward_weight(self, stage: int) -> Moment | None:
@@ -145,6 +143,8 @@ class RankMemory:
             self.activations -= memory.deferred
             return begin
         self.activations -= memory.deferred
+        if self._runtime and self._keeps_output(stage):
+            self.activations += memory.boundary
         if self._runtime and memory.made_gradients:
             if stage not in self._made:  # they are kept beside the sum until the next backward
                 self._made.add(stage)
@@ -196,12 +196,30 @@ class RankMemory:
         incoming = memory.boundary if stage < self._last else 0
         return self.activations - memory.activations - incoming
 
-    def _end_backward(self, stage: int, activations: int) -> None:
-        """Keep a gradient that is for another stage of this rank, and permanent buffers: of a
-        message and of the input, which is the output of the stage before if this rank has it."""
-        stays = (stage - 1 in self._local) + (stage in self._lasting)
-        stays += self._runtime and stage > 0
+    def _end_backward(self, stage: int, activations: int, *, split: bool) -> None:
+        """Count what stays: a gradient that is for another stage of this rank and, with torch's
+        runtime, messages."""
+        stays = self._staying(stage, split) if self._runtime else int(stage - 1 in self._local)
         self.activations = activations + stays * self._memory[stage].boundary
+
+    def _staying(self, stage: int, split: bool) -> int:
+        """How many messages of a microbatch torch's runtime holds from a stage's backward to the
+        end of the step (torch 2.13, ``distributed/pipelining/stage.py`` and ``_backward.py``).
+
+        They are the stage's input and the gradient of its output, which are permanent buffers or
+        what a stage of this rank has put in their place (``set_local_fwd_input``), and the gradient
+        of its input, if it is sent and what is sent is kept, or if the backward is ``split``, which
+        leaves it in the input's ``grad``. If a stage of this rank gets it, it replaces a buffer.
+        """
+        is_sent = stage > 0 and stage - 1 not in self._local
+        gradient = is_sent and (split or self._keeps_sent)
+        output = not split and self._keeps_output(stage)
+        return (stage > 0) + (stage < self._last) + gradient + output
+
+    def _keeps_output(self, stage: int) -> bool:
+        """Whether torch's runtime holds a stage's output to the end of the step, when its backward
+        is over: in a buffer of the next stage, if that is on this rank, or because it was sent."""
+        return stage in self._local or (self._keeps_sent and stage < self._last)
 
     def _sum(self, stage: int, *, early: bool) -> None:
         """Count the gradients of a stage at their first appearance since the last reduction."""

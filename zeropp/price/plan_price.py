@@ -92,6 +92,7 @@ class StepBytes:
     # Torch's pipelining: every message of a step has a permanent buffer, outputs are kept, and
     # weight gradients are kept beside their sum until the next backward.
     torch_runtime: bool = False
+    keeps_sent: bool = False  # torch's pipelining holds what it has sent until a step's end
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     flat_chunks: bool = False  # the buffer of gradients is allocated before a backward adds to it
 

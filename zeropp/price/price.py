@@ -125,6 +125,7 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
         shared_ends=shares_ends(plan, program),
         gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
         torch_runtime=program.torch_stages,
+        keeps_sent=program.keeps_sent,
         resident_gradients=program.resident_gradients,
         flat_chunks=program.flat_chunks,
     )

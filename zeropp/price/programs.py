@@ -94,9 +94,10 @@ class Program:
     short_loss: bool = False  # torch's loss computes in the type of the logits, not in fp32
     selective: Selective = "scores"
     # Recomputation ends once it has all saved tensors, so that it leaves out a block's last product
-    # (torch's ``checkpoint`` with ``use_reentrant=False``) and the collective behind it. A function
-    # of autograd saves only after it has run, so that this holds neither for compiled blocks nor
-    # for linear layers of ZeroPP's engine.
+    # (torch's ``checkpoint`` with ``use_reentrant=False``) and the collective behind it. It does so
+    # in a block that is compiled with its ``checkpoint``, too, as nothing in a backward's graph
+    # needs that product. A function of autograd saves only after it has run, so that this does not
+    # hold for linear layers of ZeroPP's engine, nor for what is compiled inside ``checkpoint``.
     stops_recomputing: bool = False
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
@@ -150,6 +151,8 @@ class Program:
     # the reduction of a stage's gradients over shards and replicas (``perform_reduce_grad`` of its
     # ``stage.py``), and shards are cast on its stream (``UNSHARD`` of its ``schedules.py``).
     torch_stages: bool = False
+    # Such stages hold every message that they have sent until the end of the step.
+    keeps_sent: bool = False
     # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
     separate_weight_gradient: bool = False
     whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
@@ -292,14 +295,10 @@ def program_named(name: str) -> Program:
 def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Program:
     """A program whose blocks run through ``torch.compile`` or do not; ``rotates``: whether they
     rotate queries and keys, which is the one chain of kernels in the suite's models. GPT has the
-    same kernels compiled and not, but for what is computed again."""
+    same kernels compiled and not."""
     program = program_named(name)
     factor = 1.0 if compiled or not rotates else program.eager_traffic
-    return replace(
-        program,
-        traffic_factor=program.traffic_factor * factor,
-        stops_recomputing=program.stops_recomputing and not compiled,
-    )
+    return replace(program, traffic_factor=program.traffic_factor * factor)
 
 
 def program_of(plan: SizedPlan) -> Program:

@@ -106,7 +106,7 @@ def run(config: dict[str, Any]) -> int:
     if config["search"] not in _SEARCHES:
         raise SpecError(f"search={config['search']}: must be one of {', '.join(_SEARCHES)}")
     out = Path(config["report_dir"])
-    check_writable("report_dir", out)
+    _check_folder(out)
     known = _committed_settings() if config["search"] == "known" else {}
     anew = config["rerun"] == "all"
     simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
@@ -115,6 +115,19 @@ def run(config: dict[str, Any]) -> int:
     price_changes(plans, cells, out / CHANGES_TABLE, tolerance=spec.tolerance, anew=anew)
     write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
+
+
+def _check_folder(out: Path) -> None:
+    """Raise SpecError for a folder that cannot be written to, and for one whose files are not those
+    of this study, as some might be lost."""
+    check_writable("report_dir", out)
+    table = out / TABLE
+    text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
+    columns = text.partition("\n")[0].split(",")
+    if not {*CELL, "contender", "mode", "setting"} <= {*columns} and any(out.iterdir()):
+        raise SpecError(
+            f"report_dir={out}: has files, but no {TABLE} of this study (name another folder)"
+        )
 
 
 def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> int:
