@@ -111,6 +111,23 @@ CONTRACTS = [
     Contract("torch:ops._c10d_functional.wait_tensor.default", "zeropp.emulate: who waits for one"),
     Contract("torch.distributed.distributed_c10d:isend", "zeropp.emulate: batches of messages"),
     Contract("torch.distributed.distributed_c10d:irecv", "zeropp.emulate: batches of messages"),
+    Contract(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", "replay: data costs no time"
+    ),
+    Contract("torch.optim.adam:_get_value", "replay: numbers of steps of optimizers"),
+    Contract(
+        "torch.amp.autocast_mode:autocast.__init__",
+        "replay: number types of autocast",
+        ("device_type", "dtype"),
+    ),
+    Contract(
+        "torch.autograd:Variable._execution_engine.queue_callback",
+        "replay: DDP waits at the end of a backward",
+    ),
+    Contract(
+        "torch.nn.parallel:DistributedDataParallel#_ddp_params_and_buffers_to_ignore",
+        "replay: what DDP leaves alone",
+    ),
     Contract("torch.nn:Module._apply", "replay: modules that a script moves to its device"),
     Contract(
         "torch.nn.utils.clip_grad:_has_foreach_support", "replay: norms of gradients in one kernel"

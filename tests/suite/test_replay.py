@@ -18,6 +18,7 @@ from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.log import STEP
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
+from zeropp.operators import Product
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
@@ -103,8 +104,8 @@ for rows in (4096, 16):
 
 
 DATA_PARALLEL = """
-import os
 import torch, torch.distributed as dist, torch.multiprocessing as mp
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -135,10 +136,34 @@ def main(rank, world):
         discriminator.step()
         optimizer.zero_grad()
         torch.save(model.state_dict(), "model.pt")
+        save_file(model.state_dict(), "model.safetensors")
         print(f"{out.sum():.4f}", torch.cuda.max_memory_allocated())
 
 if __name__ == "__main__":
     mp.spawn(main, args=(4,), nprocs=torch.cuda.device_count())
+"""
+
+
+CONVOLUTIONS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layers = nn.Sequential(
+    nn.Conv2d(3, 8, 3, stride=2, padding=1),
+    nn.Conv2d(8, 16, 3, padding=1, groups=2),
+    nn.ConvTranspose2d(16, 4, 2, 2),
+).cuda()
+model = nn.parallel.DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    images = torch.randn(2, 3, 16, 16, device="cuda")
+    loss = model(images).sum()
+    with model.no_sync():
+        loss = loss + model(images).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
@@ -233,7 +258,38 @@ def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end
     kernels = {issued.kernel.name for issued in step if issued.kernel}
     assert "aten::_foreach_addcdiv_" in kernels  # Adam, as a GPU runs it by default
     assert not any("fused_adam" in name for name in kernels)
-    assert not list(tmp_path.glob("*.pt"))
+    assert not any(Path(name).exists() for name in ("model.pt", "model.safetensors"))
+    assert {
+        issued.kernel.element for issued in step if issued.kernel and issued.kernel.product
+    } == {
+        2,  # under autocast
+        4,
+    }
+
+
+def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
+    script = tmp_path / "convolutions.py"
+    script.write_text(CONVOLUTIONS, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4)
+    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
+    kernels = [issued.kernel for issued in trace.log[begin:end] if issued.kernel]
+    found = [(kernel.name, kernel.product) for kernel in kernels if kernel.product]
+    flops = {"aten::convolution": 0, "aten::convolution_backward": 0}
+    for name, product in found:
+        assert isinstance(product, Product)
+        flops[name] += 2 * product.m * product.k * product.n * product.batch
+    rows, image = 2, 16 * 16
+    first = rows * (image // 4) * 8 * (3 * 9)  # multiplications: places, filters, elements of each
+    second = rows * (image // 4) * 16 * (4 * 9)
+    transposed = rows * (image // 4) * 16 * (4 * 4)
+    forwards = 2  # before one backward
+    assert flops["aten::convolution"] == forwards * 2 * (first + second + transposed)
+    backward = first + 2 * (second + transposed)  # images need no gradient
+    assert flops["aten::convolution_backward"] == forwards * 2 * backward
+    reduced = [
+        part.moved for i in trace.log[begin:end] if "allreduce" in i.what for part in i.parts
+    ]
+    assert reduced == [4 * (8 * 27 + 8 + 16 * 36 + 16 + 16 * 16 + 4)]
 
 
 def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
@@ -249,6 +305,26 @@ def test_fsdp1_is_refused_and_fully_shard_named(tmp_path: Path) -> None:
     wrap = "torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))"
     script.write_text(f"import torch\n{wrap}", encoding="utf-8")
     with pytest.raises(ScriptError, match=r"FSDP1. is not emulated: shard with fully_shard"):
+        trace_script(str(script), [], 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "line"),
+    [
+        (", mixed_precision=object()", "", r"DistributedDataParallel.mixed_precision=...."),
+        ("", ".register_comm_hook(None, print)", "register_comm_hook: leave the hook out"),
+    ],
+)
+def test_what_ddp_does_in_cpp_is_refused_by_name(
+    options: str, call: str, line: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    model = f"DistributedDataParallel(torch.nn.Linear(1, 1){options}){call}"
+    script.write_text(
+        f"import torch\ntorch.distributed.init_process_group()\ntorch.nn.parallel.{model}",
+        encoding="utf-8",
+    )
+    with pytest.raises(ScriptError, match=line):
         trace_script(str(script), [], 4)
 
 

@@ -120,9 +120,9 @@ class DataParallel(nn.Module):
         if syncs and self._buffers_of:
             self._broadcast_buffers()
         output = self.module(*inputs, **keywords)
-        if torch.is_grad_enabled():
-            self._is_syncing, self._ready, self._works = syncs, [], []
-            if syncs and self._find_unused:
+        if syncs and torch.is_grad_enabled():  # also of what a forward in no_sync adds later
+            self._is_syncing, self._ready, self._works = True, [], []
+            if self._find_unused:
                 used = _reached(output)
                 for parameter in self._parameters_of:
                     if parameter not in used:

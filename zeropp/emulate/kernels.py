@@ -32,6 +32,7 @@ from zeropp.operators import Attention, Product
 _device: VirtualDevice | None = None  # that of ``as_on_cuda``
 
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation"}
+_CONVOLUTIONS = {"convolution", "convolution_backward"}  # as autograd calls all of them
 _OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_"}
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}  # read as much as they write
 _SCATTERS = {"embedding_dense_backward", "index_add_", "index_put_"}
@@ -49,6 +50,8 @@ def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str,
     operator = name.partition("::")[2]
     read, written = sum(map(size_of, reads)), sum(map(size_of, writes))
     in_place = operator.endswith("_") and operator not in _OVERWRITE
+    if operator in _CONVOLUTIONS:
+        return _convolution(name, arguments.get("grad_output", writes[0]), arguments)
     if operator in _PRODUCTS:
         return _product(name, reads, writes[0], in_place=in_place)
     if "scaled_dot_product" in operator or "flash_attention" in operator:
@@ -79,6 +82,22 @@ def _product(name: str, reads: Tensors, result: Tensor, *, in_place: bool) -> Ke
     (m, k), n = left.shape[-2:], right.shape[-1]
     product = Product(m=m, k=k, n=n, batch=prod(left.shape[:-2]))
     return Kernel(name, moved, product, element)
+
+
+def _convolution(name: str, output: Tensor, arguments: Mapping[str, Any]) -> Kernel:
+    """A convolution as the product of an implicit GEMM, for each group one: the places of its
+    output (or of its input, if it is transposed), the elements of a filter, and the filters. The
+    gradients of input and filters have as many FLOP each: they are one kernel of twice the depth,
+    or of the same depth where one of them is not wanted."""
+    weight, groups = arguments["weight"], arguments["groups"]
+    side = arguments["input"] if arguments["transposed"] else output
+    product = Product(
+        m=side.numel() // side.shape[1],
+        k=sum(arguments.get("output_mask", (True,))[:2]) * prod(weight.shape[1:]),
+        n=weight.shape[0] // groups,
+        batch=groups,
+    )
+    return Kernel(name, 0, product, weight.element_size())
 
 
 def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils.data import dataloader
 
 __all__ = ["FakeTensorMode", "without_modes"]
 
@@ -30,6 +31,7 @@ FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gath
 FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
 
 AUTOCAST = torch.amp.autocast_mode.autocast  # the class
+BATCHES = dataloader._BaseDataLoaderIter  # what fetches batches
 NUMBER_OF_STEPS = "_get_value"  # of modules of torch.optim: reads a step's number
 
 # Of how many numbers at most a fake tensor keeps the values that the host has given it.

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.private_names import (
     AUTOCAST,
+    BATCHES,
     NUMBER_OF_STEPS,
     fake_of_known,
     is_known,
@@ -225,11 +228,12 @@ def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
             yield module, NUMBER_OF_STEPS, lambda steps: 1.0 if isinstance(steps, Tensor) else steps
     yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast)
     yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, here)
-    fetch = data.dataloader._BaseDataLoaderIter
-    yield fetch, "__next__", _around(fetch.__next__, on_host)
+    yield BATCHES, "__next__", _around(BATCHES.__next__, on_host)
     for sampler in (data.RandomSampler, data.DistributedSampler, data.WeightedRandomSampler):
         yield sampler, "__iter__", _around(sampler.__iter__, known)
     yield torch, "save", _nothing
+    if find_spec("safetensors"):
+        yield import_module("safetensors.torch"), "save_file", _nothing
     for name in ("save", "async_save", "load"):
         yield dcp, name, _nothing
 
