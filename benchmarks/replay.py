@@ -55,11 +55,10 @@ def main() -> int:
     from zeropp.emulate.script import ScriptError
     from zeropp.emulate.trace import trace_script
 
-    def tell(done: int) -> None:
-        say(f"traced {done} ranks")
-
     try:
-        traces = trace_script(str(options.script), arguments, options.ranks, tell)
+        traces = trace_script(
+            str(options.script), arguments, options.ranks, lambda done: say(f"traced {done} ranks")
+        )
     except ScriptError as error:
         raise SpecError(str(error)) from None
     device = cluster.device.of_year(NEWEST)
