@@ -185,7 +185,9 @@ class MegatronTrainer:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=zero,
             overlap_grad_reduce=True,
-            overlap_param_gather=zero,
+            # In a pipeline without chunks ranks would gather one after another, each behind the
+            # message that its first forward waits for.
+            overlap_param_gather=zero and (several or layout.pp == 1),
             align_param_gather=zero and several,
         )
         # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
@@ -245,7 +247,7 @@ class MegatronTrainer:
             params_dtype=self._config.params_dtype,
             clip_grad=config.clip_norm or math.inf,  # 0 would leave out the norm, too
             use_distributed_optimizer=zero,
-            overlap_param_gather=zero,
+            overlap_param_gather=self._chunks[0].ddp_config.overlap_param_gather,
         )
         groups = supported_keywords(get_megatron_optimizer, use_gloo_process_groups=False)
         optimizer = get_megatron_optimizer(settings, self._chunks, **groups)

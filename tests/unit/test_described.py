@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.replays import described_compute_s
-from tests.unit.simulated_task import task
+from tests.unit.simulated_task import cluster, model, task
 from zeropp.choose.task import Candidate
 from zeropp.cluster import Link
 from zeropp.price import price_plan
 from zeropp.price.communication import update_s
 from zeropp.price.kernels import stream_s
-from zeropp.price.network import all_reduce_s, gather_s, group_of
+from zeropp.price.network import all_reduce_s, gather_s, group, group_of
 from zeropp.price.price import work_of
 from zeropp.price.simulator import SimResult, simulate
 
@@ -56,6 +56,33 @@ def test_the_first_chunk_is_gathered_before_a_step_of_megatron_core() -> None:
     half = gather_s(cluster, replicas, parameters) / 2  # one of two chunks
     slowed = half * (1 + result.price.overlap_slowdown)
     assert seconds == pytest.approx(slowed, rel=0.15)
+
+
+def test_pipelines_without_chunks_hide_none_of_megatron_cores_gathers() -> None:
+    result = described("megatron_core", pp=2, tp=1, replicate=32, replicate_zero=1)
+    price, plan = result.price, result.plan
+    replicas = group_of(task().cluster, plan.layout, "replicate")
+    for stage, memory in zip(price.stages, price.memory, strict=True):
+        whole = gather_s(task().cluster, replicas, memory.parameters)
+        assert stage.gather_updated == pytest.approx(whole)
+
+
+def test_megatron_core_waits_for_buckets_that_follow_each_other_closely() -> None:
+    """The first products of a block's attention and of its MLP fill one bucket, the two others
+    another. Its gather begins when the last product of the block before is to run, and the next
+    product needs it."""
+    given, contender = task(64, 64), PRICED["megatron_core"]
+    given = replace(given, shape=model("gpt_28_3b"), cluster=cluster("h100"))
+    shards = {"tp": 4, "replicate": 16, "replicate_zero": 1, "sequence_parallel": True}
+    price = contender.simulated(given, Candidate(contender.knobs(pp=1, **shards), 4)).price
+    among, h = group(given.cluster, 16, 4, 64), given.shape.hidden
+    assert given.shape.ffn == 4 * h  # 12 h^2 parameters per block
+    gathered = gather_s(given.cluster, among, 2 * 7 * h * h / 4)
+    last_product = price.stages[0].forward / given.shape.layers * price.stragglers * 4 / 12
+    late = given.shape.layers * (gathered - last_product)
+    hidden = price.memory[0].parameters / among.rate * price.overlap_slowdown
+    assert late > 0.02
+    assert price.stages[0].gather_updated == pytest.approx(late + hidden, rel=0.2)
 
 
 def test_deepspeed_waits_for_one_reduction_before_the_bias_that_follows_it() -> None:

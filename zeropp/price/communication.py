@@ -348,9 +348,16 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 
 def gather_updated_s(
-    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: Sequence[int], parameters: float
+    plan: SizedPlan,
+    cluster: Cluster,
+    work: Work,
+    *,
+    stages: Sequence[int],
+    parameters: float,
+    forwards: Sequence[float],
 ) -> float:
-    """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
+    """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas.
+    ``forwards`` are the seconds of one microbatch's forward in each of its stages."""
     program = work.program
     ranks = zero1_ranks(plan.layout, program)
     if ranks == 1:
@@ -358,27 +365,80 @@ def gather_updated_s(
     among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
     masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
     cast = sends_compute_type(plan, program)  # once per step, where it has been updated
+    sent = _FP32 if masters and not cast else element_bytes(plan.precision)
     part = parameters / plan.layout.shard
-    seconds = gather_s(
-        cluster, among, part * (_FP32 if masters and not cast else element_bytes(plan.precision))
-    )
+    if program.overlap_updated:
+        sizes, beside = _gathered_ahead(plan, work, stages=stages, forwards=forwards)
+        each = [gather_s(cluster, among, size / plan.layout.shard * sent) for size in sizes]
+        late = (max(0.0, now - hidden) for now, hidden in zip(each[1:], beside, strict=False))
+        return _slowed(cluster, sum(each), each[0] + sum(late))
+    seconds = gather_s(cluster, among, part * sent)
     if cast:
         seconds += stream_s(work.device, _CAST * part / ranks, len(stages))
-    pieces = sum(len(_pieces(plan, stage)) for stage in stages)
     if program.flat_chunks:
         more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
         seconds += more * gather_s(cluster, among, 0.0)
     if program.updated == "broadcasts":  # each goes once round a ring
         seconds += (ranks - 1) * (start_s(cluster, among) + hops_s(cluster, among))
     elif program.updated == "slices":
-        copies = tensors_of(work) * pieces * ranks
-        seconds += copies * work.launch_s
-    if program.overlap_updated:
-        # The next forward hides all but the first piece's. Of several stages all of the first is
-        # gathered before any forward (Megatron-Core's ``align_param_gather``).
-        first = len(stages) if len(stages) > 1 else pieces
-        seconds = _slowed(cluster, seconds, seconds / first)
+        pieces = sum(len(_pieces(plan, stage)) for stage in stages)
+        seconds += tensors_of(work) * pieces * ranks * work.launch_s
     return seconds
+
+
+def _gathered_ahead(
+    plan: SizedPlan, work: Work, *, stages: Sequence[int], forwards: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The parameters that each of Megatron-Core's gathers brings to a rank, in the order in which
+    forwards need them, and the seconds of forwards with them before those of the next are needed.
+
+    A gather begins once the one before has been waited for, so that nothing else hides it
+    (``finish_param_sync`` of ``core/distributed/param_and_grad_buffer.py``, 0.16.1). One brings a
+    bucket; where a rank has several chunks, it brings a chunk (``param_sync_func`` in
+    ``core/pipeline_parallel/schedules.py``, with ``align_param_gather``). In a pipeline without
+    chunks each rank would begin when its first forward does, one after another, as ranks behind the
+    first have one bucket; all at once, before any forward, is faster, and is what is priced.
+    """
+    if len(stages) > 1:
+        together = min(plan.layout.pp, plan.num_microbatches)  # a chunk's forwards before the next
+        sizes = [stage_parameters(plan, stage) for stage in stages]
+        return sizes, [together * forward for forward in forwards]
+    if plan.layout.pp > 1:
+        return [stage_parameters(plan, stages[0])], []
+    sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicate)
+    return sizes, [forwards[0] * share for share in shares]
+
+
+@lru_cache(maxsize=4096)
+def _buckets(work: Work, blocks: int, replicas: int) -> tuple[list[float], list[float]]:
+    """Parameters of the buckets of a rank that has the whole model, in the order in which forwards
+    need them, and the share of a forward between the need of each and that of the next.
+
+    They are filled from the model's end, in the order in which its layers are registered, and
+    closed by the parameter that reaches their size (``DistributedDataParallel``, ``bucket_size``).
+    The product after attention is registered before that of queries, keys and values. The forward
+    is divided among products by their parameters.
+    """
+    shape, products = work.shape, [float(k * n) for k, n in linears(work)]
+    after = len(products) - 2 - (shape.gates if work.program.separate_projections else 1)
+    in_block = [after, *range(after), *range(after + 1, len(products))]
+    table = shape.vocab * shape.hidden / work.tp
+    head = [] if shape.tied_embeddings else [table]
+    needed = [table, *products * blocks, *head]  # in the order of the forward
+    registered = [0]
+    registered += [1 + len(products) * block + each for block in range(blocks) for each in in_block]
+    registered += range(len(registered), len(needed))
+    enough, sizes, bucket = max(40e6, 1e6 * replicas), [0.0], {}
+    for at in reversed(registered):
+        if sizes[-1] >= enough:
+            sizes.append(0.0)
+        sizes[-1] += needed[at]
+        bucket[at] = len(sizes) - 1
+    shares, now, total = [0.0] * len(sizes), len(sizes) - 1, sum(needed[1:])
+    for at, size in enumerate(needed[1:], start=1):
+        now = min(now, bucket[at])
+        shares[now] += size / total
+    return sizes[::-1], shares[::-1]
 
 
 def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float) -> float:

@@ -92,23 +92,27 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     work = work_of(plan, cluster, program)
     stages = _timed_stages(plan, cluster, work)
     costs = [stage.cost for stage in stages]
+    world = plan.layout.world
+    slowest = stragglers(cluster, world)
     for rank in range(plan.schedule.num_ranks):
         held = plan.schedule.stages_of(rank)
         size = sum(stages[s].parameters for s in held)
+        forwards = [costs[s].forward * slowest for s in held]
         costs[held[0]] = replace(
             costs[held[0]],
             update=update_s(plan, cluster, work, parameters=size),
-            gather_updated=gather_updated_s(plan, cluster, work, stages=held, parameters=size),
+            gather_updated=gather_updated_s(
+                plan, cluster, work, stages=held, parameters=size, forwards=forwards
+            ),
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
-    world = plan.layout.world
     limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
     return StepTimes(
         stages=tuple(costs),
         extras=tuple(stage.extras for stage in stages),
         steps_overlap=work.program.post_validation,
-        stragglers=stragglers(cluster, world),
+        stragglers=slowest,
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
     )
