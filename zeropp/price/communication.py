@@ -371,7 +371,9 @@ def gather_updated_s(
         sizes, beside = _gathered_ahead(plan, work, stages=stages, forwards=forwards)
         each = [gather_s(cluster, among, size / plan.layout.shard * sent) for size in sizes]
         late = (max(0.0, now - hidden) for now, hidden in zip(each[1:], beside, strict=False))
-        return _slowed(cluster, sum(each), each[0] + sum(late))
+        exposed = each[0] + sum(late)
+        moving = sum(each) - len(each) * waits_s(cluster, among)
+        return _slowed(cluster, max(moving, exposed), exposed)
     seconds = gather_s(cluster, among, part * sent)
     if cast:
         seconds += stream_s(work.device, _CAST * part / ranks, len(stages))
