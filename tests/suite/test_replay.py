@@ -216,6 +216,7 @@ assert (everywhere[-1], here, told) == (rank, [rank], [rank])
 dist.gather_object(obj=rank, object_gather_list=everywhere if rank == 0 else None, dst=0)
 layer = nn.Linear(64, 64, device="cuda")
 optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD)
+assert layer.weight.is_cuda
 data = TensorDataset(torch.randn(64, 64))
 with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
     for (x,) in DataLoader(data, 8, num_workers=2, multiprocessing_context="spawn"):
@@ -399,6 +400,7 @@ def test_a_script_finds_the_nodes_of_the_cluster_and_calls_torch_by_its_names(
         ("def f():\n    raise SystemExit(3)\nf()", "script.py:2: on rank 0 .* by sys.exit.3."),
         ("import os\nos.environ['NO']", r"script.py:2: rank 0 cannot .* KeyError: 'NO'"),
         ("assert 1 == 2", r"script.py:1: rank 0 cannot .* AssertionError: at assert 1 == 2"),
+        ("from torch.distributed.fsdp import *\nCPUOffloadPolicy()", "is not emulated: leave it"),
         ("import torch\ntorch.ones(3).nonzero()", "a shape depends on values"),
         ("import torch\ntorch.nn.SyncBatchNorm(3)(torch.ones(2, 3))", "leave out convert_sync"),
     ],

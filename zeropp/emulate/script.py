@@ -49,6 +49,7 @@ _WORDS = (
 _WORDS += " layer_norm group_norm norm cosine_similarity cross_entropy nll_loss l1_loss mse_loss"
 _WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp __pow__ __rpow__"
 _IN_FP32 = set(_WORDS.split())
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _FINITE, _ALL = (torch.isfinite, Tensor.isfinite), (torch.all, Tensor.all)
 _MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange, torch.tensor)
 _MOST_KNOWN = 256
@@ -154,6 +155,8 @@ def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple
     yield torch.multiprocessing, "spawn", spawn
     for owner in (parallel, parallel.distributed):
         yield owner, "DistributedDataParallel", DataParallel
+    offload = "CPUOffloadPolicy is not emulated: leave it out"
+    yield fsdp.CPUOffloadPolicy, "__init__", _refuse(offload)
     fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
     yield fsdp.FullyShardedDataParallel, "__init__", _refuse(fsdp1)
     line = "DataParallel is not emulated: use DistributedDataParallel"
@@ -342,7 +345,7 @@ class _CudaIsHere(TorchFunctionMode):
             return torch.device("cpu") if by_index else _on_cpu(function(*args, **kwargs))
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if function == _IS_CUDA:  # a wrapper, of which there is a new one whenever it is asked for
             return True
         if function is Tensor.__format__ and not args[0].dim():
             return format(args[0].item(), args[1])
