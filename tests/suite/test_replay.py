@@ -148,6 +148,21 @@ if __name__ == "__main__":
 """
 
 
+BUCKET_VIEWS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16))).cuda()
+model = nn.parallel.DistributedDataParallel(layers, gradient_as_bucket_view=True)
+optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+while True:
+    model(torch.randn(2, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 CONVOLUTIONS = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -331,6 +346,16 @@ def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end
         2,  # under autocast
         4,
     }
+
+
+def test_ddp_frees_its_buckets_before_it_makes_those_of_the_order_in_which_gradients_came(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUCKET_VIEWS, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    layer = 4 * 256 * 256
+    assert trace.memory.total < (16 + 16 + 2) * layer  # parameters, gradients, and little else
 
 
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:

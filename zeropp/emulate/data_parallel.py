@@ -88,6 +88,7 @@ class DataParallel(nn.Module):
 
     def _set_buckets(self, buckets: list[list[Tensor]]) -> None:
         self._buckets = buckets
+        self._flat, self._views = list[Tensor](), dict[Tensor, Tensor]()  # frees those before
         self._flat = [b[0].new_empty(sum(p.numel() for p in b)) for b in buckets]
         self._views = {
             parameter: part.view(parameter.shape)
