@@ -163,6 +163,26 @@ while True:
 """
 
 
+BUFFERS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+model = nn.parallel.DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    x = torch.randn(2, 64, device="cuda")
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    with torch.no_grad():
+        model(x), model(x)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 CONVOLUTIONS = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -356,6 +376,16 @@ def test_ddp_frees_its_buckets_before_it_makes_those_of_the_order_in_which_gradi
     (trace,) = trace_script(str(script), [], 4, A800)
     layer = 4 * 256 * 256
     assert trace.memory.total < (16 + 16 + 2) * layer  # parameters, gradients, and little else
+
+
+def test_ddp_sends_buffers_once_where_gradients_were_reduced_before(tmp_path: Path) -> None:
+    """Of four forwards the first that evaluates follows one whose gradients are reduced."""
+    script = tmp_path / "script.py"
+    script.write_text(BUFFERS, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
+    sent = [issued.what for issued in trace.log[begin:end] if "broadcast" in issued.what]
+    assert sent == ["c10d::broadcast_"] * 2  # one of each type of number
 
 
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
