@@ -68,10 +68,8 @@ def main() -> int:
             launch_s=device.launch_us * 1e-6,
             title=f"{options.script.name} on {options.ranks} x {cluster.name}",
         )
-    except ScriptError as error:
+    except (ScriptError, StuckError) as error:
         raise SpecError(str(error)) from None
-    except StuckError as error:
-        raise SpecError(f"{script}: on GPUs {error}") from None
     waits: dict[str, list[float]] = defaultdict(list)
     for waited in replayed.waits_s.values():
         for cause in _WORDS:
