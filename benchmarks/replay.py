@@ -51,25 +51,25 @@ def main() -> int:
         if options.timeline.is_dir():
             raise SpecError(f"--timeline={options.timeline}: is a folder (name a file)")
     cluster = preset("cluster", options.cluster, Cluster)
-    from zeropp.emulate.clock import kernel_s, replay
+    from zeropp.emulate.clock import StuckError, kernel_s, replay
     from zeropp.emulate.script import ScriptError
     from zeropp.emulate.trace import trace_script
 
+    script, device = str(options.script), cluster.device.of_year(NEWEST)
     try:
         traces = trace_script(
-            str(options.script), arguments, options.ranks, lambda done: say(f"traced {done} ranks")
+            script, arguments, options.ranks, cluster, lambda done: say(f"traced {done} ranks")
         )
-    except ScriptError as error:
+        replayed = replay(
+            {trace.rank: trace.log for trace in traces},
+            cluster,
+            options.ranks,
+            kernel_prices=partial(kernel_s, device),
+            launch_s=device.launch_us * 1e-6,
+            title=f"{options.script.name} on {options.ranks} x {cluster.name}",
+        )
+    except (ScriptError, StuckError) as error:
         raise SpecError(str(error)) from None
-    device = cluster.device.of_year(NEWEST)
-    replayed = replay(
-        {trace.rank: trace.log for trace in traces},
-        cluster,
-        options.ranks,
-        kernel_prices=partial(kernel_s, device),
-        launch_s=device.launch_us * 1e-6,
-        title=f"{options.script.name} on {options.ranks} x {cluster.name}",
-    )
     waits: dict[str, list[float]] = defaultdict(list)
     for waited in replayed.waits_s.values():
         for cause in _WORDS:

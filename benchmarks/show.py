@@ -56,6 +56,7 @@ _LETTERS = {Op.REDUCE_TIED: "T", Op.UPDATE: "U"}  # for others, their own abbrev
 _COSTS = tuple(field.name for field in fields(StageCost) if field.type == "float")
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
+_MANIFEST = ".timeline.json"  # names the files that this has written into a folder
 _PIXELS_PER_INCH = 200
 _LOG_WIDTH = 120  # columns of a line where there is no terminal
 
@@ -284,7 +285,7 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
 
     check_writable("out", out)
     figure = timeline_figure([timeline], time_unit="one forward of a chunk")
-    with report_folder(out) as folder:
+    with report_folder(out, _MANIFEST) as folder:
         for kind in ("png", "svg"):
             figure.savefig(folder / f"timeline.{kind}", dpi=_PIXELS_PER_INCH)
         timeline.write_chrome(folder / "timeline.json")

@@ -175,11 +175,12 @@ def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
 
 
 @contextmanager
-def report_folder(out: Path) -> Iterator[Path]:
+def report_folder(out: Path, manifest: str = _MANIFEST) -> Iterator[Path]:
     """An empty folder to write into, whose files then replace those of the last report in ``out``.
 
     If the body raises, the last report stays as it was. Files in ``out`` that no report has written
-    stay there; raises SpecError if one of them has a new file's name.
+    stay there; raises SpecError if one of them has a new file's name. ``manifest`` is the file in
+    which a report names its own files: those that have another are files of others.
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -188,19 +189,19 @@ def report_folder(out: Path) -> Iterator[Path]:
     try:
         yield fresh
         names = {str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file()}
-        last = _last_names(out)
+        last = _last_names(out / manifest)
         if others := [name for name in sorted(names - last) if os.path.lexists(out / name)]:
             raise SpecError(
                 f"{out / others[0]}: is of no report, and would be lost (name another folder)"
             )
         out.mkdir(exist_ok=True)
         # If what follows is cut off, the next report may replace what both have written.
-        write_atomically(out / _MANIFEST, _manifest(names | last))
+        write_atomically(out / manifest, _manifest(names | last))
         _remove_last(out, last - names)
         for name in names:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (fresh / name).replace(out / name)
-        write_atomically(out / _MANIFEST, _manifest(names))
+        write_atomically(out / manifest, _manifest(names))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -209,10 +210,10 @@ def _manifest(names: set[str]) -> str:
     return json.dumps(sorted(names), indent=1)
 
 
-def _last_names(out: Path) -> set[str]:
+def _last_names(manifest: Path) -> set[str]:
     """The names of the files of the last report; none if it is not known."""
     try:
-        return set(json.loads((out / _MANIFEST).read_text(encoding="utf-8")))
+        return set(json.loads(manifest.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return set()
 

@@ -128,6 +128,7 @@ CONTRACTS = [
         "torch.nn.parallel:DistributedDataParallel#_ddp_params_and_buffers_to_ignore",
         "replay: what DDP leaves alone",
     ),
+    Contract("torch._ops:OpOverload._can_decompose", "replay: products in inference_mode"),
     Contract("torch.nn:Module._apply", "replay: modules that a script moves to its device"),
     Contract(
         "torch.nn.utils.clip_grad:_has_foreach_support", "replay: norms of gradients in one kernel"

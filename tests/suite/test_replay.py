@@ -6,20 +6,24 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.records.record import read_record
 from benchmarks.specification.reading import preset
 from tests.slurm.commands import call
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import Replay, replay
+from zeropp.emulate.kernels import describe
 from zeropp.emulate.log import STEP
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
-from zeropp.operators import Product
+from zeropp.operators import Attention, Product
 
+A800 = preset("cluster", "a800", Cluster)
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
 import os
@@ -144,6 +148,41 @@ if __name__ == "__main__":
 """
 
 
+BUCKET_VIEWS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16))).cuda()
+model = nn.parallel.DistributedDataParallel(layers, gradient_as_bucket_view=True)
+optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+while True:
+    model(torch.randn(2, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+BUFFERS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+model = nn.parallel.DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    x = torch.randn(2, 64, device="cuda")
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    with torch.no_grad():
+        model(x), model(x)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 CONVOLUTIONS = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -167,6 +206,68 @@ while True:
 """
 
 
+KERNELS_OF_A_GPU = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True, device="cuda")
+teacher = nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.SGD(block.parameters())
+while True:
+    x = torch.randn(2, 32, 64, device="cuda")
+    with torch.inference_mode():
+        x = x + teacher(x).clone()
+    loss = nn.functional.rms_norm(block(x), (64,)).sum()
+    if not (torch.isfinite(loss) and torch.isfinite(x).all()):
+        raise SystemExit(1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+# Two nodes of 8, of which ranks 0 and 8 exchange messages; names of parameters as torch has them.
+TWO_NODES = """
+import os
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+assert (local_rank, os.environ["GROUP_RANK"]) == (0, str(rank // 8))
+assert int(os.environ["LOCAL_WORLD_SIZE"]) == torch.cuda.device_count() == 8
+assert torch.cuda.get_device_properties(local_rank).total_memory == 80 << 30
+torch.cuda.default_stream().wait_stream(torch.cuda.Stream())
+torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+everywhere, here, told = [None] * 16, [None], [rank]
+dist.all_gather_object(object_list=everywhere, obj=rank)
+dist.broadcast_object_list(object_list=told, src=rank)
+dist.scatter_object_list(here, scatter_object_input_list=list(range(16)), src=rank)
+assert (everywhere[-1], here, told) == (rank, [rank], [rank])
+dist.gather_object(obj=rank, object_gather_list=everywhere if rank == 0 else None, dst=0)
+layer = nn.Linear(64, 64, device="cuda")
+optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD)
+assert layer.weight.is_cuda
+data = TensorDataset(torch.randn(64, 64))
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    for (x,) in DataLoader(data, 8, num_workers=2, multiprocessing_context="spawn"):
+        y = layer(x.cuda())
+        y.sum().backward()
+        if rank == 0:
+            dist.send(y.detach(), 8)
+            dist.send(y.detach(), 8)
+        else:
+            dist.recv(y.detach().view(-1), 0)
+            dist.recv(torch.empty(int(os.environ.get("ROWS", 8)), 64), 0)
+        optimizer.step()
+        profiled.step()
+"""
+
+
 def seconds_in(line: str, text: str) -> float:
     found = re.search(rf"{line}: (\S+) s", text)
     assert found, text
@@ -177,7 +278,7 @@ def replayed_alike(traces: list[Trace], world: int) -> Replay:
     """A step in which all kernels take as long."""
     return replay(
         {trace.rank: trace.log for trace in traces},
-        preset("cluster", "a800", Cluster),
+        A800,
         world,
         kernel_prices=lambda kernel: 1e-5,
         launch_s=0.0,
@@ -205,7 +306,7 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
     script = tmp_path / "pipeline.py"
     script.write_text(PIPELINE, encoding="utf-8")
     told: list[int] = []
-    replayed = replayed_alike(trace_script(str(script), [], 4, told.append), 4)
+    replayed = replayed_alike(trace_script(str(script), [], 4, A800, told.append), 4)
     assert told == [1, 2]
     assert all(waits["transfer"] > 0 for waits in replayed.waits_s.values())
 
@@ -213,7 +314,7 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
 def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:
     script = tmp_path / "one_f_one_b.py"
     script.write_text(ONE_F_ONE_B, encoding="utf-8")
-    traces = trace_script(str(script), [], 8)
+    traces = trace_script(str(script), [], 8, A800)
     assert [trace.rank for trace in traces] == [0, 4]
     first = traces[0].log
     steps = [place for place, issued in enumerate(first) if issued.what == STEP]
@@ -230,7 +331,7 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
 def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> None:
     script = tmp_path / "two_batches.py"
     script.write_text(TWO_BATCHES, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 1)
+    (trace,) = trace_script(str(script), [], 1, A800)
     weights, rows = 4 * 64 * 64, 4 * 16 * 64
     assert trace.memory.optimizer == 2 * weights + 4  # and the number of steps
     assert trace.memory.gradients == weights
@@ -242,7 +343,7 @@ def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end
 ) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(DATA_PARALLEL, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4)
+    (trace,) = trace_script(str(script), [], 4, A800)
     begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
     step = trace.log[begin:end]
     places = [place for place, issued in enumerate(step) if "allreduce" in issued.what]
@@ -267,10 +368,30 @@ def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end
     }
 
 
+def test_ddp_frees_its_buckets_before_it_makes_those_of_the_order_in_which_gradients_came(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUCKET_VIEWS, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    layer = 4 * 256 * 256
+    assert trace.memory.total < (16 + 16 + 2) * layer  # parameters, gradients, and little else
+
+
+def test_ddp_sends_buffers_once_where_gradients_were_reduced_before(tmp_path: Path) -> None:
+    """Of four forwards the first that evaluates follows one whose gradients are reduced."""
+    script = tmp_path / "script.py"
+    script.write_text(BUFFERS, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
+    sent = [issued.what for issued in trace.log[begin:end] if "broadcast" in issued.what]
+    assert sent == ["c10d::broadcast_"] * 2  # one of each type of number
+
+
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
     script = tmp_path / "convolutions.py"
     script.write_text(CONVOLUTIONS, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4)
+    (trace,) = trace_script(str(script), [], 4, A800)
     begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
     kernels = [issued.kernel for issued in trace.log[begin:end] if issued.kernel]
     found = [(kernel.name, kernel.product) for kernel in kernels if kernel.product]
@@ -292,12 +413,74 @@ def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path:
     assert reduced == [4 * (8 * 27 + 8 + 16 * 36 + 16 + 16 * 16 + 4)]
 
 
+def test_kernels_are_those_of_a_gpu(tmp_path: Path) -> None:
+    """Attention drops inside, other dropout is one kernel, and models that only infer have the
+    products that others have."""
+    script = tmp_path / "script.py"
+    script.write_text(KERNELS_OF_A_GPU, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
+    kernels = [issued.kernel for issued in trace.log[begin:end] if issued.kernel]
+    names = Counter(kernel.name for kernel in kernels)
+    attentions = [kernel for kernel in kernels if isinstance(kernel.product, Attention)]
+    assert [kernel.is_backward for kernel in attentions] == [False, True]
+    assert names["aten::native_dropout"] == names["aten::native_dropout_backward"] == 3
+    assert not names["aten::bernoulli_"]
+    assert not names["aten::linear"]
+    linears = [kernel for kernel in kernels if isinstance(kernel.product, Product)]
+    assert len(linears) == 1 + 3 * 4 - 1  # the teacher's, and a block whose input has no gradient
+    assert names["aten::_fused_rms_norm"] == 1
+
+
+def test_a_script_finds_the_nodes_of_the_cluster_and_calls_torch_by_its_names(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_NODES, encoding="utf-8")
+    traces = trace_script(str(script), [], 16, A800)
+    assert [trace.rank for trace in traces] == [0, 8]
+    sends = [issued for issued in traces[0].log if issued.what.startswith("isend")]
+    assert {send.stream for send in sends} == {"nccl default_pg 0"}  # as a device was named
+    assert len(sends) == 2 * 2
+    script.write_text(TWO_NODES.replace('"ROWS", 8', '"ROWS", 4'), encoding="utf-8")
+    line = r"message 2 from rank 0 to rank 8: rank 0 has .8, 64. .*, rank 8 has .4, 64."
+    with pytest.raises(ScriptError, match=line):
+        trace_script(str(script), [], 16, A800)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import os\nos._exit(1)", "script.py: the process of rank 0 was killed"),
+        ("def f():\n    raise SystemExit(3)\nf()", "script.py:2: on rank 0 .* by sys.exit.3."),
+        ("import os\nos.environ['NO']", r"script.py:2: rank 0 cannot .* KeyError: 'NO'"),
+        ("assert 1 == 2", r"script.py:1: rank 0 cannot .* AssertionError: at assert 1 == 2"),
+        ("from torch.distributed.fsdp import *\nCPUOffloadPolicy()", "is not emulated: leave it"),
+        ("import torch\ntorch.ones(3).nonzero()", "a shape depends on values"),
+        ("import torch\ntorch.nn.SyncBatchNorm(3)(torch.ones(2, 3))", "leave out convert_sync"),
+    ],
+)
+def test_a_script_that_ends_itself_is_refused_with_its_line(
+    text: str, line: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+    with pytest.raises(ScriptError, match=line):
+        trace_script(str(script), [], 4, A800)
+
+
+def test_products_without_a_price_are_refused() -> None:
+    left, right = torch.empty(4, 8), torch.empty(8, 4)
+    with pytest.raises(NotImplementedError, match="aten::_scaled_mm: has no price"):
+        describe("aten::_scaled_mm", [left, right], [torch.empty(4, 4)], {})
+
+
 def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.touch()
     ended = "ended on rank 0 after 0 steps of an optimizer .needed: 2."
     with pytest.raises(ScriptError, match=ended):
-        trace_script(str(script), [], 4)
+        trace_script(str(script), [], 4, A800)
 
 
 def test_fsdp1_is_refused_and_fully_shard_named(tmp_path: Path) -> None:
@@ -305,7 +488,7 @@ def test_fsdp1_is_refused_and_fully_shard_named(tmp_path: Path) -> None:
     wrap = "torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))"
     script.write_text(f"import torch\n{wrap}", encoding="utf-8")
     with pytest.raises(ScriptError, match=r"FSDP1. is not emulated: shard with fully_shard"):
-        trace_script(str(script), [], 4)
+        trace_script(str(script), [], 4, A800)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +508,7 @@ def test_what_ddp_does_in_cpp_is_refused_by_name(
         encoding="utf-8",
     )
     with pytest.raises(ScriptError, match=line):
-        trace_script(str(script), [], 4)
+        trace_script(str(script), [], 4, A800)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +517,11 @@ def test_what_ddp_does_in_cpp_is_refused_by_name(
         (None, "--ranks 4", "script=missing.py: no such file"),
         ("", "--ranks 0", "--ranks=0: must be at least 1"),
         ("", "--ranks 4 --cluster moon", "cluster='moon': no such preset"),
-        ("1 / 0", "--ranks 4", "rank 0 cannot be emulated: ZeroDivisionError: division by zero"),
+        (
+            "1 / 0",
+            "--ranks 4",
+            "script.py:1: rank 0 cannot be emulated: ZeroDivisionError: division by zero",
+        ),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_in_one_line(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from zeropp.cluster import Cluster, cluster_of
-from zeropp.emulate.clock import Replay, kernel_s, replay
+from zeropp.emulate.clock import Replay, StuckError, kernel_s, replay
 from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
-from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
+from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck, unmatched
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import (
     fused_attention_backward_s,
@@ -223,8 +223,33 @@ def test_messages_in_opposite_orders_wait_for_ever() -> None:
     for log, order in ((first, (0, 1)), (second, (1, 0))):
         for source in order:
             log.messages("messages", [Message("group", source, 1 - source, "", 8)], "isend")
-    with pytest.raises(ValueError, match="wait for ever"):
+    line = "wait for ever for message 1 from rank . to rank . and message 1 from rank"
+    with pytest.raises(StuckError, match=line):
         step_of([first, second])
+
+
+def test_of_some_ranks_alone_what_one_lacks_is_found_except_in_its_last_step() -> None:
+    """Rank 2 is not here, so it is taken to do what it should."""
+
+    def found(kinds: tuple[str, str], sizes: tuple[int, int], *, early: bool) -> list[str]:
+        both = [Log(), Log()]
+        for rank, log in enumerate(both):
+            log.collective("nccl", ("all", (0, 1, 2)), 3, kinds[rank])
+            log.messages("messages", [Message("all", 0, 1, "a shape", sizes[rank])], "isend")
+            for step in range(2):
+                if rank == 0 and step == (0 if early else 1):
+                    log.collective("nccl", ("pair", (0, 1)), 2, "broadcast")
+                    log.messages("messages", [Message("all", 0, 2, "", 8)], "isend 2")
+                log.place(STEP)
+        return unmatched(dict(enumerate(log.issued for log in both)))
+
+    assert found(("a", "a"), (8, 8), early=False) == []
+    lacks = "collective 1 of group pair (ranks 0, 1): rank 0 has broadcast, rank 1 has none"
+    assert found(("a", "a"), (8, 8), early=True) == [lacks]
+    (kinds,) = found(("a", "b"), (8, 8), early=False)
+    assert kinds == "collective 1 of group all (ranks 0, 1, 2): rank 0 has a, rank 1 has b"
+    (sizes,) = found(("a", "a"), (8, 16), early=False)
+    assert sizes.startswith("message 1 from rank 0 to rank 1: ")
 
 
 def test_a_kernel_has_the_price_of_the_simulator() -> None:

@@ -46,6 +46,17 @@ def test_a_file_of_another_is_never_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_what_is_no_report_lies_beside_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        with report_folder(tmp_path) as folder:
+            write(folder, "report.html")
+        with report_folder(tmp_path, ".timeline.json") as folder:
+            write(folder, "timeline.png")
+    assert names(tmp_path) == {"report.html", "timeline.png", ".report.json", ".timeline.json"}
+    with pytest.raises(SpecError), report_folder(tmp_path, ".timeline.json") as folder:
+        write(folder, "report.html")
+
+
 def test_a_report_that_is_cut_off_is_replaced_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

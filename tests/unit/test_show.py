@@ -57,7 +57,7 @@ def test_a_picture_of_the_user_is_not_replaced(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.show", "schedule", f"out={tmp_path / 'out'}"])
     assert [main(), main()] == [0, 0]  # its own pictures are
-    (tmp_path / "out" / ".report.json").unlink()
+    (tmp_path / "out" / ".timeline.json").unlink()
     (tmp_path / "out" / "timeline.png").write_text("a photograph")
     assert main() == 2
     assert "out/timeline.json: is of no report" in capsys.readouterr().err

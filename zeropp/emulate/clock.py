@@ -20,7 +20,7 @@ from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 from zeropp.cluster import Cluster, Device
-from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart
+from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart, name_of
 from zeropp.literals import Precision
 from zeropp.operators import Attention, Product
 from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, matmul_s, stream_s
@@ -41,6 +41,10 @@ _LANES: dict[str, Lane] = {
     "send": "transfer",
     "irecv": "transfer",
 }
+
+
+class StuckError(ValueError):
+    """The ranks wait for each other for ever; the message says for what."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,8 @@ def replay(
 ) -> Replay:
     """Replay the logs of the ranks of one pipeline of a job of ``world`` ranks, at the prices of
     ``kernel_prices`` and a time of the host per launch; messages and collectives are priced by
-    ``network_prices``, if given, otherwise by the links of the cluster. Raises ValueError with what
-    each rank waits for if they do not end."""
+    ``network_prices``, if given, otherwise by the links of the cluster. Raises StuckError if they
+    do not end."""
     links = _Links(logs, cluster, world, network_prices)
     slow_nodes = stragglers(cluster, world)
     prices = cache(kernel_prices)
@@ -305,7 +309,8 @@ class _Machine:
             if self._complete:
                 self._communicate()
         if self._waiting:
-            raise ValueError(f"the ranks wait for ever for {list(self._waiting)[:3]}")
+            keys = [key for key in self._waiting if key in self._links.holders]
+            raise StuckError(f"the ranks wait for ever for {' and '.join(map(name_of, keys[:3]))}")
         return self._ranks
 
     def _ended(self, key: Hashable, time: float, cause: str, begin: float) -> None:

@@ -63,6 +63,7 @@ class DataParallel(nn.Module):
         if given := [name for name, value in unknown.items() if value not in (None, False, [])]:
             raise NotImplementedError(f"DistributedDataParallel({given[0]}=...): leave it out")
         self.module, self.require_backward_grad_sync = module, True
+        self.require_forward_param_sync = True  # of buffers, by the forward before
         self.device, self.gradient_as_bucket_view = torch.device("cpu"), gradient_as_bucket_view
         self.process_group = device_mesh.get_group() if device_mesh else process_group
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -88,6 +89,7 @@ class DataParallel(nn.Module):
 
     def _set_buckets(self, buckets: list[list[Tensor]]) -> None:
         self._buckets = buckets
+        self._flat, self._views = list[Tensor](), dict[Tensor, Tensor]()  # frees those before
         self._flat = [b[0].new_empty(sum(p.numel() for p in b)) for b in buckets]
         self._views = {
             parameter: part.view(parameter.shape)
@@ -112,15 +114,16 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; the backward of its output reduces gradients."""
-        syncs = self.require_backward_grad_sync
+        reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
         rebuilds = not (self._find_unused or self._is_rebuilt)
-        if syncs and torch.is_grad_enabled() and self._order and rebuilds:
+        if reduces and self._order and rebuilds:
             self._set_buckets(buckets_of(self._order, self._limits))
             self._is_rebuilt = True
-        if syncs and self._buffers_of:
+        if self.require_forward_param_sync and self._buffers_of:
             self._broadcast_buffers()
         output = self.module(*inputs, **keywords)
-        if syncs and torch.is_grad_enabled():  # also of what a forward in no_sync adds later
+        self.require_forward_param_sync = reduces
+        if reduces:  # also of what a forward in no_sync adds later
             self._is_syncing, self._ready, self._works = True, [], []
             if self._find_unused:
                 used = _reached(output)

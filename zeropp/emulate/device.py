@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
 from zeropp.emulate.memory import Allocations
-from zeropp.emulate.private_names import NUMBER_OF, group_of, is_fake, is_known
+from zeropp.emulate.private_names import NUMBER_OF, group_of, is_composite, is_fake, is_known
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.emulate.world import taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
@@ -99,6 +99,9 @@ class VirtualDevice:
         self.log = Log()
         self.races, self.memory, self.describe = races, memory, describe
         self.current = COMPUTE  # the current stream
+        # Whether groups are connected when they are made, so that all messages of a group share
+        # one stream; otherwise every pair of ranks has its own.
+        self.is_connected = races is not None
         self.sees = True
 
     @property
@@ -229,6 +232,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a tensor made of tensors: its own operators come back here
         kwargs = kwargs or {}
         name: str = func._schema.name
+        whole = torch.is_inference_mode_enabled() and name.startswith("aten::")
+        if whole and is_composite(func):  # elsewhere autograd has taken it apart
+            with self:
+                return func.decompose(*args, **kwargs)
         if name == _WAIT and is_fake(args[0]):  # torch's own stand-in for it makes a copy
             return self._waited(args[0])
         if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
@@ -296,7 +303,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         message = Message(group, *ends, content, size_of(tensor))
         if self._batch is not None:
             self._batch.append((kind, tensor, message))
-        elif self._device.races:
+        elif self._device.is_connected:
             self._exchange([(kind, tensor, message)], group[0])
         else:
             self._exchange([(kind, tensor, message)], f"{group[0]} {sorted(ends)}")

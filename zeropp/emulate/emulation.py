@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zeropp.emulate.device import Observer, VirtualDevice
-from zeropp.emulate.log import Issued
+from zeropp.emulate.log import COMPUTE, Issued
 from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
@@ -121,10 +121,11 @@ class _VirtualWork(dist.Work):
 def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
     do nothing otherwise) are virtual, and messages and collectives run as on NCCL. While races are
-    looked for, groups are connected when they are made (``init_process_group(device_id=...)``), so
-    that all messages of a group share one stream; otherwise every pair of ranks has its own, as
-    where no device is named. Lanes of the engine that are made here are streams, and its barrier
-    runs on the CPU, as beside NCCL. Without a ``device`` there is one that looks for races."""
+    looked for, and where a script says so, groups are connected when they are made
+    (``init_process_group(device_id=...)``), so that all messages of a group share one stream;
+    otherwise every pair of ranks has its own. Lanes of the engine that are made here are streams,
+    and its barrier runs on the CPU, as beside NCCL. Without a ``device`` there is one that looks
+    for races."""
     device = device or VirtualDevice(Races())
     observer = Observer(device)
     resized = torch.UntypedStorage.resize_
@@ -268,6 +269,7 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda *_: _Stream(device, device.current),
+        "default_stream": lambda *_: _Stream(device, COMPUTE),
         "stream": stream,
         "synchronize": synchronize,
     }

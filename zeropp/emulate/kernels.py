@@ -37,9 +37,12 @@ _OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_"}
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}  # read as much as they write
 _SCATTERS = {"embedding_dense_backward", "index_add_", "index_put_"}
 _WRITE_ONLY = {"nll_loss_forward", "nll_loss_backward"}  # or read a number per row
+_UNPRICED = {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}  # products that have no price yet
 _READ_TWICE = {"native_layer_norm_backward", "_fused_rms_norm_backward"}
 
 _ADAMS: tuple[Any, ...] = (torch.optim.AdamW, torch.optim.Adam)
+
+_cpu_dropout, _cpu_attention = functional.dropout, functional.scaled_dot_product_attention
 
 _WARMUP, _REPEATS = 1, 5  # of kernels that are timed
 
@@ -50,6 +53,8 @@ def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str,
     operator = name.partition("::")[2]
     read, written = sum(map(size_of, reads)), sum(map(size_of, writes))
     in_place = operator.endswith("_") and operator not in _OVERWRITE
+    if operator in _UNPRICED:
+        raise NotImplementedError(f"{name}: has no price (leave out 8 bits and grouped products)")
     if operator in _CONVOLUTIONS:
         return _convolution(name, arguments.get("grad_output", writes[0]), arguments)
     if operator in _PRODUCTS:
@@ -120,6 +125,8 @@ def as_on_cuda(device: VirtualDevice, *, fused: bool = True) -> Iterator[None]:
     global _device
     with replaced(
         (functional, "rms_norm", _rms_norm),
+        (functional, "dropout", _dropout),
+        (functional, "scaled_dot_product_attention", _drops_inside),
         (deferred, "add_wide_product", _add_wide_product),
         (*MANY_IN_ONE_KERNEL, _in_one_kernel),
         *((kind, "__init__", _fused(kind.__init__)) for kind in _ADAMS if fused),
@@ -185,9 +192,35 @@ class _FusedRmsNorm(torch.autograd.Function):
         return writes[0], writes[1]
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-    del shape, eps
-    return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    del eps
+    if weight is None:
+        weight = input.detach().new_empty(normalized_shape)
+    return _FusedRmsNorm.apply(input, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """One kernel, which also writes a mask of a byte per element; a CPU has three."""
+    if not training or not 0 < p < 1 or inplace:
+        return _cpu_dropout(input, p, training, inplace)
+    dropped: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def _drops_inside(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *arguments: Any,
+    **keywords: Any,
+) -> Tensor:
+    """A GPU's kernel of attention drops scores itself; with dropout a CPU has no such kernel."""
+    del dropout_p
+    return _cpu_attention(query, key, value, attn_mask, 0.0, *arguments, **keywords)
 
 
 def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -24,6 +24,29 @@ class RankPart(NamedTuple):
     moved: int = 0
 
 
+def is_message(key: Any) -> bool:
+    """Whether the key of a part of communication is that of a message."""
+    name, _ = key
+    return len(name) == 3
+
+
+def ranks_of(key: Any) -> set[int]:
+    """The ranks that take part in a message or a collective."""
+    name, _ = key
+    return set(name[1:] if is_message(key) else name[1])
+
+
+def name_of(key: Any) -> str:
+    """A message or a collective, for people."""
+    name, number = key
+    if isinstance(name, str):  # where hosts meet
+        return f"{name} {number}"
+    if is_message(key):
+        return f"message {number} from rank {name[1]} to rank {name[2]}"
+    group, ranks = name
+    return f"collective {number} of group {group} (ranks {', '.join(map(str, ranks))})"
+
+
 class Kernel(NamedTuple):
     """What one kernel computes: a matrix product or an attention, or neither, whose elements have
     so many bytes, and so many bytes that it reads and writes beside those of the product."""

@@ -57,6 +57,11 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is made of others, of which autograd knows the gradients."""
+    return bool(operator._can_decompose())
+
+
 def autograd_run() -> int:
     """The number of the run of autograd that is under way; -1 outside of any."""
     return torch._C._current_graph_task_id()

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from zeropp.emulate.log import Issued, Logs, RankPart
+from zeropp.emulate.log import STEP, Issued, Logs, RankPart, is_message, name_of, ranks_of
 
 
 def mismatches(logs: Logs) -> list[str]:
@@ -31,6 +31,34 @@ def mismatches(logs: Logs) -> list[str]:
         for key, parts in by_key.items()
         if len(parts) != parts[0][1].ranks or len({part.content for _, part in parts}) > 1
     ]
+
+
+def unmatched(logs: Logs) -> list[str]:
+    """The same in logs of some ranks alone, each of which ends with a rank's last step: those who
+    are not here take part in everything, and what one issues in its last step may be what another
+    issues in the next."""
+    last = {
+        rank: [n for n, issued in enumerate(log) if issued.what == STEP][-2]
+        for rank, log in logs.items()
+    }
+    has: dict[Hashable, dict[int, RankPart]] = defaultdict(dict)
+    early: set[Hashable] = set()
+    for rank, log in logs.items():
+        for number, issued in enumerate(log):
+            for part in issued.parts:
+                has[part.key][rank] = part
+                if number < last[rank]:
+                    early.add(part.key)
+    found = []
+    for key, parts in has.items():
+        missing = sorted((ranks_of(key) & logs.keys()) - parts.keys())
+        # A message is so many bytes, of whatever shape.
+        kinds = {part.moved if is_message(key) else part.content for part in parts.values()}
+        if len(kinds) > 1 or (missing and key in early):
+            ranks = [f"rank {rank} has {part.content}" for rank, part in parts.items()]
+            ranks += [f"rank {rank} has none" for rank in missing]
+            found.append(f"{name_of(key)}: {', '.join(ranks)}")
+    return found
 
 
 def stuck(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.optim  # compiles functions of torch.optim, before they have stand-ins
 from torch import Tensor, nn
 from torch.distributed import device_mesh, fsdp
 from torch.nn import parallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import data
 
+from zeropp.cluster import Cluster, Device
 from zeropp.emulate.data_parallel import DataParallel
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.memory import Allocations
@@ -35,7 +38,7 @@ from zeropp.emulate.private_names import (
     is_known,
     without_modes,
 )
-from zeropp.emulate.world import replaced
+from zeropp.emulate.world import is_taken_for_true, replaced, take_for_true
 
 _GIB = 1 << 30
 # Functions that autocast runs in fp32 on a GPU and not on a CPU, by name (aten/src/ATen/
@@ -46,12 +49,37 @@ _WORDS = (
 _WORDS += " layer_norm group_norm norm cosine_similarity cross_entropy nll_loss l1_loss mse_loss"
 _WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp __pow__ __rpow__"
 _IN_FP32 = set(_WORDS.split())
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_FINITE, _ALL = (torch.isfinite, Tensor.isfinite), (torch.all, Tensor.all)
 _MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange, torch.tensor)
 _MOST_KNOWN = 256
+# What helps against an error whose own words do not say it, by the name of its type.
+_HELP = {
+    "PipeliningMetadataError": "give PipelineStage its input_args and output_args",
+    "DynamicOutputShapeException": "a shape depends on values, which are not there",
+}
 
 
 class ScriptError(ValueError):
     """A script cannot be emulated; the message is one line that says why."""
+
+
+def why_not(path: str, rank: int, error: BaseException) -> str:
+    """The line that says where and why a script cannot be emulated."""
+    folder = os.path.dirname(os.path.abspath(path))
+    place, source = path, ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        name = os.path.abspath(frame.filename)
+        is_own = name.startswith(f"{folder}{os.sep}") and "site-packages" not in name
+        if is_own and os.path.isfile(name):
+            place, source = f"{frame.filename}:{frame.lineno}", frame.line or ""
+    if isinstance(error, SystemExit):
+        return f"{place}: on rank {rank} the script ends itself, by sys.exit({error.code!r})"
+    kind = type(error).__name__
+    text = " ".join(str(error).split())[:300] or f"at {source}"
+    if kind in _HELP:
+        text = f"{text.rstrip('.')} ({_HELP[kind]})"
+    return f"{place}: rank {rank} cannot be emulated: {kind}: {text}"
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -73,19 +101,23 @@ def as_launched(
     arguments: Sequence[str],
     rank: int,
     world: int,
+    cluster: Cluster,
 ) -> Iterator[None]:
-    """Inside this context the process looks as if torchrun had started it with a script on a
-    machine with GPUs, which are the emulated device."""
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-    os.environ |= {"MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    """Inside this context the process looks as if torchrun had started it with a script on the
+    nodes of a cluster, whose GPUs are the emulated device."""
+    per_node = min(cluster.gpus_per_node, world)
+    node, place = divmod(rank, per_node)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(per_node), "LOCAL_RANK": str(place)}
+    os.environ |= {"GROUP_RANK": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     folder = os.path.dirname(os.path.abspath(path))
     with ExitStack() as stack:
         stack.enter_context(
             replaced(
                 (sys, "argv", [path, *arguments]),
                 (sys, "path", [folder, *sys.path]),
-                *_distributed(rank, world),
-                *_cuda(memory, world),
+                *_distributed(device, rank, world),
+                *_objects(rank),
+                *_cuda(memory, cluster.device, per_node),
                 *_training(device),
             )
         )
@@ -93,7 +125,7 @@ def as_launched(
         yield
 
 
-def _distributed(rank: int, world: int) -> Iterator[tuple[Any, str, Any]]:
+def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple[Any, str, Any]]:
     """What needs peers."""
     mesh = device_mesh.init_device_mesh
 
@@ -103,51 +135,95 @@ def _distributed(rank: int, world: int) -> Iterator[tuple[Any, str, Any]]:
         with without_modes():  # it reads the values of tensors
             return mesh("cpu", *sizes, **keywords)
 
-    def join(*_: object, **keywords: Any) -> None:
-        if (size := keywords.get("world_size", -1)) not in (-1, world):
-            raise ScriptError(f"init_process_group(world_size={size}): give --ranks {size}")
+    def join(*_: object, world_size: int = -1, device_id: object = None, **__: object) -> None:
+        if world_size not in (-1, world):
+            line = f"init_process_group(world_size={world_size}): give --ranks {world_size}"
+            raise ScriptError(line)
+        device.is_connected = device_id is not None
 
-    def from_source(objects: list[Any], src: int = 0, *_: object, **__: object) -> None:
-        if src != rank:
-            _refuse(f"broadcast_object_list: what rank {src} sends is not known on rank {rank}")()
-
-    def gathered(local: Any, into: list[Any] | None = None, *_: object, **__: object) -> None:
-        if into is not None:
-            into[:] = [local] * len(into)
-
-    def spawn(function: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def spawn(fn: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if nprocs != world:
             raise ScriptError(f"spawn(nprocs={nprocs}): give --ranks {nprocs}")
-        function(rank, *args)
+        fn(rank, *args)
 
-    objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
-    stand_ins = {
-        "init_process_group": join,
-        "destroy_process_group": _nothing,
-        "monitored_barrier": _nothing,
-        "recv_object_list": _refuse(objects),
-        "broadcast_object_list": from_source,
-        "gather_object": gathered,
-        "init_device_mesh": mesh_on_cpu,
-    }
-    originals = {name: getattr(dist, name) for name in stand_ins}
-    for module in list(sys.modules.values()):  # others have imported them
-        for name, stand_in in stand_ins.items():
-            if vars(module).get(name) is originals[name]:
-                yield module, name, stand_in
+    yield from _wherever_imported(
+        init_process_group=join,
+        destroy_process_group=_nothing,
+        monitored_barrier=_nothing,
+        init_device_mesh=mesh_on_cpu,
+    )
     yield torch.multiprocessing, "spawn", spawn
     for owner in (parallel, parallel.distributed):
         yield owner, "DistributedDataParallel", DataParallel
+    offload = "CPUOffloadPolicy is not emulated: leave it out"
+    yield fsdp.CPUOffloadPolicy, "__init__", _refuse(offload)
     fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
     yield fsdp.FullyShardedDataParallel, "__init__", _refuse(fsdp1)
     line = "DataParallel is not emulated: use DistributedDataParallel"
     yield nn.DataParallel, "__init__", _refuse(line)
+    synced = "SyncBatchNorm is not emulated: leave out convert_sync_batchnorm"
+    yield nn.SyncBatchNorm, "forward", _refuse(synced)
 
 
-def _cuda(memory: Allocations, world: int) -> Iterator[tuple[Any, str, Any]]:
-    """What ``torch.cuda`` tells of the emulated device; it does not know which GPU that is."""
+def _objects(rank: int) -> Iterator[tuple[Any, str, Any]]:
+    """What sends objects. Parameters have torch's names, as scripts give them by name."""
+
+    def check_source(name: str, src: int | None, group: Any, group_src: int | None) -> None:
+        if src is None:
+            src = dist.get_process_group_ranks(group)[group_src or 0]
+        if src != rank:
+            raise ScriptError(f"{name}: what rank {src} sends is not known on rank {rank}")
+
+    def broadcast(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: object = None,
+        group_src: int | None = None,
+    ) -> None:
+        del object_list, device
+        check_source("broadcast_object_list", src, group, group_src)
+
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        check_source("scatter_object_list", src, group, group_src)
+        assert scatter_object_input_list is not None
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+
+    def gather(
+        obj: Any, object_gather_list: list[Any] | None = None, *_: object, **__: object
+    ) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
+    yield from _wherever_imported(
+        recv_object_list=_refuse(objects),
+        broadcast_object_list=broadcast,
+        scatter_object_list=scatter,
+        gather_object=gather,
+    )
+
+
+def _wherever_imported(**stand_ins: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Stand-ins for functions of ``torch.distributed``, in all modules that have imported them."""
+    originals = {name: getattr(dist, name) for name in stand_ins}
+    for module in list(sys.modules.values()):
+        for name, stand_in in stand_ins.items():
+            if vars(module).get(name) is originals[name]:
+                yield module, name, stand_in
+
+
+def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any, str, Any]]:
+    """What ``torch.cuda`` tells of the emulated device."""
+    capacity = int(gpu.memory_gib * _GIB)
     properties = SimpleNamespace(
-        name="emulated GPU", total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132
+        name=gpu.name, total_memory=capacity, major=9, minor=0, multi_processor_count=gpu.units
     )
 
     def allocated(*_: object, **__: object) -> int:
@@ -157,26 +233,29 @@ def _cuda(memory: Allocations, world: int) -> Iterator[tuple[Any, str, Any]]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: world,
+        "device_count": lambda: per_node,
         "current_device": lambda: 0,
         "device": lambda *_: nullcontext(),
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: (9, 0),
-        "mem_get_info": lambda *_: (80 * _GIB - allocated(), 80 * _GIB),
+        "mem_get_info": lambda *_: (capacity - allocated(), capacity),
         "memory_summary": lambda *_, **__: "",
         "memory_stats": lambda *_: defaultdict(int),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * per_node,
     }
     for kind in ("allocated", "reserved"):
         stand_ins |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
     quiet = "set_device manual_seed manual_seed_all empty_cache reset_peak_memory_stats init"
     quiet += " reset_max_memory_allocated ipc_collect set_per_process_memory_fraction"
+    quiet += " set_rng_state set_rng_state_all"
     stand_ins |= dict.fromkeys(quiet.split(), _nothing)
     yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
     yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
     on_accelerator = {
         "is_available": lambda: True,
-        "device_count": lambda: world,
+        "device_count": lambda: per_node,
         "current_accelerator": lambda *_, **__: torch.device("cpu"),
         "current_device_index": lambda: 0,
         "set_device_index": _nothing,
@@ -205,7 +284,8 @@ def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
 
     def here(construct: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
         workers = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "timeout": 0}
-        construct(loader, *arguments, **keywords | workers | {"persistent_workers": False})
+        workers |= {"persistent_workers": False, "multiprocessing_context": None}
+        construct(loader, *arguments, **keywords | workers)
 
     def known(iterate: Any, sampler: Any) -> Iterator[Any]:
         with without_modes():
@@ -236,6 +316,8 @@ def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
         yield import_module("safetensors.torch"), "save_file", _nothing
     for name in ("save", "async_save", "load"):
         yield dcp, name, _nothing
+    for name in ("start", "step", "stop"):
+        yield torch.profiler.profile, name, _nothing
 
 
 def _around(original: Any, call: Any) -> Any:
@@ -263,7 +345,7 @@ class _CudaIsHere(TorchFunctionMode):
             return torch.device("cpu") if by_index else _on_cpu(function(*args, **kwargs))
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if function is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if function == _IS_CUDA:  # a wrapper, of which there is a new one whenever it is asked for
             return True
         if function is Tensor.__format__ and not args[0].dim():
             return format(args[0].item(), args[1])
@@ -276,7 +358,10 @@ class _CudaIsHere(TorchFunctionMode):
         if function is Tensor.to:
             args = tuple(_on_cpu(v, by_index=bool(n)) for n, v in enumerate(args))
         args = tuple(map(_on_cpu, args))
-        return function(*args, **{n: _on_cpu(v, n == "device") for n, v in kwargs.items()})
+        result = function(*args, **{n: _on_cpu(v, n == "device") for n, v in kwargs.items()})
+        if function in _FINITE or (function in _ALL and is_taken_for_true(args[0])):
+            take_for_true(result)
+        return result
 
     def _made_on_host(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         """A script's own few numbers, such as the places of a batch, are known and cost nothing."""

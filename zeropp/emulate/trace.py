@@ -15,6 +15,7 @@ import runpy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +25,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zeropp.cluster import Cluster
 from zeropp.emulate.device import Describe, VirtualDevice
 from zeropp.emulate.emulation import emulated
 from zeropp.emulate.kernels import as_on_cuda, called, describe
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
-from zeropp.emulate.script import ScriptError, as_launched
+from zeropp.emulate.rendezvous import unmatched
+from zeropp.emulate.script import ScriptError, as_launched, why_not
 from zeropp.emulate.world import Fill, fake_world, without_values
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
@@ -92,18 +95,31 @@ def trace_ranks(
 
 
 def trace_script(
-    path: str, arguments: Sequence[str], world: int, tell: Callable[[int], None] = lambda _: None
+    path: str,
+    arguments: Sequence[str],
+    world: int,
+    cluster: Cluster,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> list[Trace]:
     """Trace rank 0 of ``world`` and all ranks that messages connect it with, which are those of its
     pipeline; the others are taken to do the same. Memory is that of the second step. ``tell`` is
-    called with how many are traced. Raises ScriptError if the script does not get so far."""
+    called with how many are traced. Raises ScriptError if the script does not get so far, and if
+    what these ranks exchange does not match."""
     traces: dict[int, Trace] = {}
     wanted = {0}
+    trace_rank = partial(_trace_script, path, tuple(arguments), world, cluster)
     while missing := sorted(wanted - set(traces)):
-        for trace in _in_processes(partial(_trace_script, path, tuple(arguments), world), missing):
-            traces[trace.rank] = trace
-            wanted |= trace.peers
-            tell(len(traces))
+        try:
+            for trace in _in_processes(trace_rank, missing):
+                traces[trace.rank] = trace
+                wanted |= trace.peers
+                tell(len(traces))
+        except BrokenProcessPool:
+            ranks = ", ".join(map(str, missing))
+            line = f"the process of rank {ranks} was killed (by os._exit, or for its memory)"
+            raise ScriptError(f"{path}: {line}") from None
+    if found := unmatched({rank: trace.log for rank, trace in traces.items()}):
+        raise ScriptError(f"{path}: its ranks would wait for ever on GPUs: {found[0]}")
     return [traces[rank] for rank in sorted(traces)]
 
 
@@ -175,16 +191,17 @@ def _trace_rank(
     return Trace(rank, memory, seconds, log.issued if steps > 1 else ())
 
 
-def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) -> Trace:
+def _trace_script(
+    path: str, arguments: Sequence[str], world: int, cluster: Cluster, rank: int
+) -> Trace:
     begin = time.perf_counter()
     peaks: list[MemoryBytes] = []
-
-    first_of: list[object] = []
+    first: list[object] = []  # of several optimizers, the one that tells where a step ends
 
     def count(optimizer: object, *_: object) -> None:
-        if optimizer not in (first := first_of or [optimizer]):
-            return  # of several, the one that came first tells where a step ends
-        first_of[:] = first
+        first.append(optimizer)
+        if optimizer is not first[0]:
+            return
         log.place(STEP)
         peaks.append(allocations.peak())
         allocations.begin_step()
@@ -193,7 +210,7 @@ def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) ->
 
     with (
         _alone(rank, world, describe, is_script=True) as (device, allocations),
-        as_launched(device, allocations, path, arguments, rank, world),
+        as_launched(device, allocations, path, arguments, rank, world, cluster),
     ):
         log = device.log
         handle = register_optimizer_step_post_hook(count)
@@ -202,11 +219,10 @@ def _trace_script(path: str, arguments: Sequence[str], world: int, rank: int) ->
         except _EnoughError:
             return Trace(rank, peaks[-1], time.perf_counter() - begin, log.issued)
         except (Exception, SystemExit) as error:
-            line = " ".join(str(error).split())[:300]
-            text = f"{path}: rank {rank} cannot be emulated: {type(error).__name__}: {line}"
-            raise ScriptError(text) from None
+            raise ScriptError(why_not(path, rank, error)) from None
         finally:
             handle.remove()
     raise ScriptError(
-        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer (needed: {_STEPS})"
+        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer "
+        f"(needed: {_STEPS}); numbers that it computes are read as 0.0, or 1 for integers"
     )

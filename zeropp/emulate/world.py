@@ -30,6 +30,7 @@ from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.interpreter import Evaluator, Passed
 
 Fill = Callable[[Tensor], None]
+_IS_TRUE = "_is_taken_for_true"  # an attribute of fake tensors
 
 
 @contextmanager
@@ -95,9 +96,9 @@ def _fill(message: Tensor, fill_integers: Fill) -> None:
     set_numbers(message, numbers)
 
 
-def _same_everywhere(objects: list[Any], local: Any, group: object = None) -> None:
+def _same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
     del group
-    objects[:] = [local] * len(objects)
+    object_list[:] = [obj] * len(object_list)
 
 
 def _known_boundaries(evaluator: Evaluator, batch: object) -> Passed:
@@ -160,6 +161,18 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 def taken_for_granted(number: Tensor) -> float:
     """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
     pipeline stages ask whether their neighbour knows the shapes; flags are short."""
+    if is_taken_for_true(number):
+        return True
     if number.is_floating_point():
         return 0.0
     return int(number.dtype in (torch.int32, torch.int64))
+
+
+def take_for_true(flag: Tensor) -> None:
+    """Let a host that reads this flag find it true: whether a loss is finite, for example."""
+    setattr(flag, _IS_TRUE, True)
+
+
+def is_taken_for_true(flag: object) -> bool:
+    """Whether ``take_for_true`` was told of it."""
+    return getattr(flag, _IS_TRUE, False)
