@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from benchmarks.specification.reading import preset
 from tests.slurm.commands import call
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import Replay, replay
-from zeropp.emulate.log import STEP
+from zeropp.emulate.log import STEP, Log, Message
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
 from zeropp.operators import Product
+from zeropp.plan import MemoryBytes
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
@@ -111,7 +113,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main(rank, world):
-    torch.cuda.set_device(rank)
+    torch.accelerator.set_device_index(rank)
+    device = torch.device(f"{torch.accelerator.current_accelerator()}:{rank}")
     dist.init_process_group("nccl", rank=rank, world_size=world)
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(rank)
     model = DistributedDataParallel(torch.compile(layers), device_ids=[rank])
@@ -123,7 +126,7 @@ def main(rank, world):
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, num_workers=2, pin_memory=True, sampler=sampler)
     for step, (batch,) in enumerate(loader):
-        batch = batch.to(rank, non_blocking=True)
+        batch = batch.to(device, non_blocking=True)
         with model.no_sync():
             model(batch).sum().backward()
         with torch.autocast("cuda"):
@@ -208,6 +211,24 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
     replayed = replayed_alike(trace_script(str(script), [], 4, told.append), 4)
     assert told == [1, 2]
     assert all(waits["transfer"] > 0 for waits in replayed.waits_s.values())
+
+
+def test_ranks_that_messages_of_other_ranks_name_are_traced_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 sends to rank 2, and that to rank 3."""
+
+    def traced(run: object, ranks: Sequence[int]) -> Iterator[Trace]:
+        del run
+        for rank in ranks:
+            log = Log()
+            for source, target in ((0, 2), (2, 3)):
+                if rank in (source, target):
+                    log.messages("nccl", [Message("pipeline", source, target, "")], "")
+            yield Trace(rank, MemoryBytes(), 0.0, log.issued)
+
+    monkeypatch.setattr("zeropp.emulate.trace._in_processes", traced)
+    assert [trace.rank for trace in trace_script("script.py", [], 4)] == [0, 2, 3]
 
 
 def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:

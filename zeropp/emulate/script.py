@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import device_mesh, fsdp
-from torch.nn import parallel
+from torch.multiprocessing.spawn import spawn
 from torch.overrides import TorchFunctionMode
 from torch.utils import data
 
@@ -31,11 +31,11 @@ from zeropp.emulate.private_names import (
     AUTOCAST,
     BATCHES,
     NUMBER_OF_STEPS,
-    fake_of_known,
     is_known,
+    set_numbers,
     without_modes,
 )
-from zeropp.emulate.world import replaced
+from zeropp.emulate.world import MOST_KNOWN, replaced, wherever_imported
 
 _GIB = 1 << 30
 # Functions that autocast runs in fp32 on a GPU and not on a CPU, by name (aten/src/ATen/
@@ -46,8 +46,7 @@ _WORDS = (
 _WORDS += " layer_norm group_norm norm cosine_similarity cross_entropy nll_loss l1_loss mse_loss"
 _WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp __pow__ __rpow__"
 _IN_FP32 = set(_WORDS.split())
-_MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange, torch.tensor)
-_MOST_KNOWN = 256
+_MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange)
 
 
 class ScriptError(ValueError):
@@ -79,17 +78,9 @@ def as_launched(
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
     os.environ |= {"MASTER_PORT": "29500", "GROUP_RANK": "0"}
     folder = os.path.dirname(os.path.abspath(path))
-    with ExitStack() as stack:
-        stack.enter_context(
-            replaced(
-                (sys, "argv", [path, *arguments]),
-                (sys, "path", [folder, *sys.path]),
-                *_distributed(rank, world),
-                *_cuda(memory, world),
-                *_training(device),
-            )
-        )
-        stack.enter_context(_CudaIsHere(device))
+    stand_ins = (*_distributed(rank, world), *_cuda(memory, world), *_training(device))
+    command = (sys, "argv", [path, *arguments]), (sys, "path", [folder, *sys.path])
+    with replaced(*command, *stand_ins), _CudaIsHere(device):
         yield
 
 
@@ -109,35 +100,33 @@ def _distributed(rank: int, world: int) -> Iterator[tuple[Any, str, Any]]:
 
     def from_source(objects: list[Any], src: int = 0, *_: object, **__: object) -> None:
         if src != rank:
-            _refuse(f"broadcast_object_list: what rank {src} sends is not known on rank {rank}")()
+            line = f"broadcast_object_list: what rank {src} sends is not known on rank {rank}"
+            raise ScriptError(line)
 
     def gathered(local: Any, into: list[Any] | None = None, *_: object, **__: object) -> None:
         if into is not None:
             into[:] = [local] * len(into)
 
-    def spawn(function: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def run_here(
+        function: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any
+    ) -> None:
         if nprocs != world:
             raise ScriptError(f"spawn(nprocs={nprocs}): give --ranks {nprocs}")
         function(rank, *args)
 
     objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
-    stand_ins = {
-        "init_process_group": join,
-        "destroy_process_group": _nothing,
-        "monitored_barrier": _nothing,
-        "recv_object_list": _refuse(objects),
-        "broadcast_object_list": from_source,
-        "gather_object": gathered,
-        "init_device_mesh": mesh_on_cpu,
-    }
-    originals = {name: getattr(dist, name) for name in stand_ins}
-    for module in list(sys.modules.values()):  # others have imported them
-        for name, stand_in in stand_ins.items():
-            if vars(module).get(name) is originals[name]:
-                yield module, name, stand_in
-    yield torch.multiprocessing, "spawn", spawn
-    for owner in (parallel, parallel.distributed):
-        yield owner, "DistributedDataParallel", DataParallel
+    yield from wherever_imported(
+        {
+            dist.init_process_group: join,
+            dist.destroy_process_group: _nothing,
+            dist.recv_object_list: _refuse(objects),
+            dist.broadcast_object_list: from_source,
+            dist.gather_object: gathered,
+            mesh: mesh_on_cpu,
+            spawn: run_here,
+            nn.parallel.DistributedDataParallel: DataParallel,
+        }
+    )
     fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
     yield fsdp.FullyShardedDataParallel, "__init__", _refuse(fsdp1)
     line = "DataParallel is not emulated: use DistributedDataParallel"
@@ -155,7 +144,6 @@ def _cuda(memory: Allocations, world: int) -> Iterator[tuple[Any, str, Any]]:
 
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: world,
         "current_device": lambda: 0,
@@ -164,14 +152,11 @@ def _cuda(memory: Allocations, world: int) -> Iterator[tuple[Any, str, Any]]:
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda *_: (80 * _GIB - allocated(), 80 * _GIB),
-        "memory_summary": lambda *_, **__: "",
         "memory_stats": lambda *_: defaultdict(int),
     }
     for kind in ("allocated", "reserved"):
         stand_ins |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
-    quiet = "set_device manual_seed manual_seed_all empty_cache reset_peak_memory_stats init"
-    quiet += " reset_max_memory_allocated ipc_collect set_per_process_memory_fraction"
-    stand_ins |= dict.fromkeys(quiet.split(), _nothing)
+    stand_ins |= dict.fromkeys(("set_device", "reset_peak_memory_stats"), _nothing)
     yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
     yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
     on_accelerator = {
@@ -190,47 +175,47 @@ def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     def compiled(model: Any = None, **options: Any) -> Any:
         return partial(compiled, **options) if model is None else model
 
-    def made(construct: Any, optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
+    def optimizer_init(make: Any, optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
         one_by_one = defaults.get("fused") or defaults.get("differentiable")
         if "foreach" in defaults and defaults["foreach"] is None and not one_by_one:
             defaults = defaults | {"foreach": True}  # as by default on a GPU
-        construct(optimizer, params, defaults)
+        make(optimizer, params, defaults)
 
-    def autocast(
-        construct: Any, context: Any, device_type: str = "cuda", *a: Any, **k: Any
+    def autocast_init(
+        make: Any, context: Any, device_type: str = "cuda", *a: Any, **k: Any
     ) -> None:
         if not a and k.get("dtype") is None:
             k["dtype"] = torch.float16  # a GPU's default
-        construct(context, "cpu", *a, **k)
+        make(context, "cpu", *a, **k)
 
-    def here(construct: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
+    def loader_init(make: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
         workers = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "timeout": 0}
-        construct(loader, *arguments, **keywords | workers | {"persistent_workers": False})
+        make(loader, *arguments, **keywords | workers | {"persistent_workers": False})
 
-    def known(iterate: Any, sampler: Any) -> Iterator[Any]:
-        with without_modes():
-            return iter(list(iterate(sampler)))
-
-    def on_host(original: Any, iterator: Any) -> Any:
+    def fetch_unseen(fetch: Any, iterator: Any) -> Any:
         with device.unseen():
-            return original(iterator)
+            return fetch(iterator)
 
-    def moved(to: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        by_name = {name: _on_cpu(value, name == "device") for name, value in keywords.items()}
-        return to(module, *(_on_cpu(value, by_index=True) for value in arguments), **by_name)
+    def sample_values(sample: Any, sampler: Any) -> Iterator[Any]:
+        with without_modes():
+            return iter(list(sample(sampler)))
 
-    yield nn.Module, "to", _around(nn.Module.to, moved)
+    def module_to(to: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        arguments, keywords = _with_cpu(arguments, keywords, by_index=True)
+        return to(module, *arguments, **keywords)
+
+    yield nn.Module, "to", _around(nn.Module.to, module_to)
     yield torch, "compile", compiled
     yield nn.Module, "compile", _nothing
-    yield torch.optim.Optimizer, "__init__", _around(torch.optim.Optimizer.__init__, made)
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("torch.optim.") and hasattr(module, NUMBER_OF_STEPS):
-            yield module, NUMBER_OF_STEPS, lambda steps: 1.0 if isinstance(steps, Tensor) else steps
-    yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast)
-    yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, here)
-    yield BATCHES, "__next__", _around(BATCHES.__next__, on_host)
+    yield torch.optim.Optimizer, "__init__", _around(torch.optim.Optimizer.__init__, optimizer_init)
+    yield from wherever_imported(
+        {NUMBER_OF_STEPS: lambda steps: 1.0 if isinstance(steps, Tensor) else steps}
+    )
+    yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast_init)
+    yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, loader_init)
+    yield BATCHES, "__next__", _around(BATCHES.__next__, fetch_unseen)
     for sampler in (data.RandomSampler, data.DistributedSampler, data.WeightedRandomSampler):
-        yield sampler, "__iter__", _around(sampler.__iter__, known)
+        yield sampler, "__iter__", _around(sampler.__iter__, sample_values)
     yield torch, "save", _nothing
     if find_spec("safetensors"):
         yield import_module("safetensors.torch"), "save_file", _nothing
@@ -273,25 +258,20 @@ class _CudaIsHere(TorchFunctionMode):
             return self._made_on_host(function, args, kwargs)
         if torch.is_autocast_enabled("cpu") and function.__name__ in _IN_FP32:
             args = tuple(_in_fp32(value) for value in args)
-        if function is Tensor.to:
-            args = tuple(_on_cpu(v, by_index=bool(n)) for n, v in enumerate(args))
-        args = tuple(map(_on_cpu, args))
-        return function(*args, **{n: _on_cpu(v, n == "device") for n, v in kwargs.items()})
+        args, kwargs = _with_cpu(args, kwargs, by_index=function is Tensor.to)
+        return function(*args, **kwargs)
 
     def _made_on_host(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         """A script's own few numbers, such as the places of a batch, are known and cost nothing."""
         with without_modes():
-            size = (
-                function(*args, **kwargs | {"device": "meta"})
-                if function is not torch.tensor
-                else None
-            )
-        if size is None or size.numel() > _MOST_KNOWN:
+            size = function(*args, **kwargs | {"device": "meta"}).numel()
+            numbers = function(*args, **kwargs) if size <= MOST_KNOWN else None
+        if numbers is None:
             return function(*args, **kwargs)  # type: ignore[no-any-return]
-        with without_modes():
-            numbers = function(*args, **kwargs)
         with self._device.unseen():
-            return fake_of_known(function(*args, **kwargs), numbers)
+            fake = function(*args, **kwargs)
+        set_numbers(fake, numbers)
+        return fake  # type: ignore[no-any-return]
 
 
 def _in_fp32(value: Any) -> Any:
@@ -299,7 +279,17 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if is_short else value
 
 
+def _with_cpu(
+    arguments: Sequence[Any], keywords: Mapping[str, Any], *, by_index: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function with the CPU for GPUs. ``by_index``: numbers name GPUs, too, as in
+    ``to``; a keyword ``device`` may always be one."""
+    by_name = {name: _on_cpu(value, name == "device") for name, value in keywords.items()}
+    return tuple(_on_cpu(value, by_index) for value in arguments), by_name
+
+
 def _on_cpu(value: object, by_index: bool = False) -> object:
-    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
-    is_cuda = is_cuda or (by_index and type(value) is int)
-    return torch.device("cpu") if is_cuda else value
+    """The CPU, if this is a GPU, or a CPU with a number: the emulated device has none."""
+    names_device = isinstance(value, torch.device | str) and str(value).startswith(("cuda", "cpu:"))
+    is_device = names_device or (by_index and type(value) is int)
+    return torch.device("cpu") if is_device else value
