@@ -105,6 +105,24 @@ for rows in (4096, 16):
 """
 
 
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("nccl")
+layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(layer, mesh=init_device_mesh("cuda", (2,)), mp_policy=policy)
+optimizer = torch.optim.SGD(layer.parameters())
+while True:
+    layer(torch.ones(1, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 DATA_PARALLEL = """
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from safetensors.torch import save_file
@@ -244,7 +262,12 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
         2 * 8 * 1024
     ] * 8  # 4 microbatches, both ways
     gathered = [issued.parts[0].moved for issued in step if "allgather" in issued.what]
-    assert set(gathered) == {2 * 2 * 512 * 1024}  # bf16, of two layers' halves
+    both_layers = 2 * 2 * 512 * 1024  # bytes in bf16, of a half each
+    assert set(gathered) == {both_layers}
+    memory = traces[0].memory
+    assert memory.unsharded == memory.gradients == both_layers
+    # A layer's next gradient, before it is added to the sum.
+    assert memory.workspace == pytest.approx(both_layers // 2, rel=0.01)
     assert replayed_alike(traces, 8).step_s > 0
 
 
@@ -256,6 +279,18 @@ def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> No
     assert trace.memory.optimizer == 2 * weights + 4  # and the number of steps
     assert trace.memory.gradients == weights
     assert 4 * weights < trace.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
+
+
+def test_memory_is_sorted_by_what_fsdp2_does_with_it(tmp_path: Path) -> None:
+    """At the peak there are gradients in 16 bits, the copy in fp32 that their reduction reads, and
+    the half of them that it writes."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 2)
+    elements, kinds = 1024 * 1024, trace.memory
+    assert (kinds.gradients, kinds.unsharded) == (2 * elements + 4 * elements // 2, 0)
+    assert kinds.workspace == pytest.approx(4 * elements, rel=0.01)
+    assert kinds.activations == pytest.approx(4 * elements // 2, rel=0.01)  # the script's own shard
 
 
 def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end(
