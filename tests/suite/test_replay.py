@@ -114,10 +114,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 dist.init_process_group("nccl")
 layer = nn.Linear(1024, 1024, bias=False, device="cuda")
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-fully_shard(layer, mesh=init_device_mesh("cuda", (2,)), mp_policy=policy)
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+fully_shard(layer, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.SGD(layer.parameters())
 while True:
-    layer(torch.ones(1, 1024, device="cuda")).sum().backward()
+    for is_last in (False, True):
+        layer.set_requires_all_reduce(is_last)
+        layer(torch.ones(1, 1024, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -282,13 +285,13 @@ def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> No
 
 
 def test_memory_is_sorted_by_what_fsdp2_does_with_it(tmp_path: Path) -> None:
-    """At the peak there are gradients in 16 bits, the copy in fp32 that their reduction reads, and
-    the half of them that it writes."""
+    """At the peak there are gradients in 16 bits, the copy in fp32 that their reduction reads, the
+    half of them that it writes, and that of the microbatch before."""
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 2)
+    (trace,) = trace_script(str(script), [], 4)
     elements, kinds = 1024 * 1024, trace.memory
-    assert (kinds.gradients, kinds.unsharded) == (2 * elements + 4 * elements // 2, 0)
+    assert (kinds.gradients, kinds.unsharded) == (2 * elements + 2 * 4 * elements // 2, 0)
     assert kinds.workspace == pytest.approx(4 * elements, rel=0.01)
     assert kinds.activations == pytest.approx(4 * elements // 2, rel=0.01)  # the script's own shard
 

@@ -57,10 +57,10 @@ class Allocations:
     Storages that are allocated while the trainer is built are parameters. Those that are allocated
     in the optimizer's step are its state; it exists from the beginning of every later step, so it
     is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
-    unsharded parameters; what optimizers and reduce-scatters read are gradients. Of the others, a
-    storage that outlives the forward or the run of autograd that allocated it is an activation. All
-    else, and the copies that reductions make, is workspace. ``kind`` is the kind of storages that
-    are allocated from now on; None: it is found out at the end of the step.
+    unsharded parameters; what optimizers read, and reduce-scatters read and write, are gradients.
+    Of the others, a storage that outlives the forward or the run of autograd that allocated it is
+    an activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind
+    of storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,8 @@ class Allocations:
         elif operator is FSDP_REDUCED_COPY:
             self.label(kwargs["out"], "workspace")
         elif operator is REDUCE_SCATTER:
-            self.label(args[1], "gradients")
+            for gradient in args[:2]:
+                self.label(gradient, "gradients")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized, as FSDP2 does to free gathered parameters."""

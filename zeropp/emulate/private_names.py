@@ -27,7 +27,7 @@ __all__ = ["FakeTensorMode", "without_modes"]
 
 COALESCING = "_coalescing_manager"  # of torch.distributed: one kernel of several collectives
 NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
-REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # argument 1: the input
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: output, input
 FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
 FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
 
