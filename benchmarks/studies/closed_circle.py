@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
@@ -46,7 +47,7 @@ from benchmarks.studies.renew import REFERENCE
 from zeropp.choose.task import Candidate, Task
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import replay
-from zeropp.emulate.kernels import seconds_of
+from zeropp.emulate.kernels import Strided
 from zeropp.emulate.log import COMPUTE, Issued, Kernel, Logs, RankPart
 from zeropp.emulate.trace import trace_ranks
 from zeropp.plan import Plan
@@ -69,6 +70,7 @@ SHAPE = ModelShape(
 )  # fmt: skip
 NARROW = replace(SHAPE, name="narrow", hidden=4, ffn=4, vocab=8, seq=2)
 BATCH, WARMUP, STEPS = 8, 2, 9
+WARMUP_OF_KERNELS, RUNS_OF_KERNELS = 1, 5
 ROUNDS = 3  # in each of which new processes measure everything
 ADAMW = OptimizerConfig(kind="adamw", clip_norm=0.0)
 Transfer = tuple[str, int]  # the name of a collective, or "message", and its bytes
@@ -98,12 +100,7 @@ def plan_of(case: Mapping[str, Any], shape: ModelShape) -> Plan:
 
 def transfer_of(issued: Issued, part: RankPart) -> Transfer:
     """What is measured of a message or a collective."""
-    return "message" if _is_message(part) else issued.what, part.moved
-
-
-def _is_message(part: RankPart) -> bool:
-    name: Any = part.key
-    return len(name[0]) == 3
+    return "message" if part.ends else issued.what, part.moved
 
 
 def last_step(log: Sequence[Issued]) -> list[Issued]:
@@ -188,6 +185,38 @@ def _timed(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
+
+
+def seconds_of(kernels: Sequence[Kernel]) -> dict[Kernel, float]:
+    """Seconds of each kernel, with real tensors of the shapes and strides that it had: the mean of
+    its calls where all run in this order, of some such runs the median. So a call finds in the
+    caches what the kernels before it have left there."""
+    calls = {kernel: _call_of(kernel) for kernel in kernels}
+    means: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+    with torch.no_grad():
+        for _ in range(WARMUP_OF_KERNELS + RUNS_OF_KERNELS):
+            samples: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
+            for kernel in kernels:
+                samples[kernel].append(_timed(calls[kernel]))
+            for kernel, seconds in samples.items():
+                means[kernel].append(fmean(seconds))
+    return {kernel: median(found[WARMUP_OF_KERNELS:]) for kernel, found in means.items()}
+
+
+def _call_of(kernel: Kernel) -> Callable[[], object]:
+    space, _, operator = kernel.name.partition("::")
+    function = getattr(getattr(torch.ops, space), operator)
+    return partial(function, **{key: _with_values(value) for key, value in kernel.call})
+
+
+def _with_values(value: Any) -> Any:
+    """Random numbers; indices are zeros, which are in every table."""
+    if isinstance(value, Strided):
+        values = torch.zeros(value.elements, dtype=value.dtype)
+        if value.dtype.is_floating_point:
+            values.normal_()
+        return values.as_strided(value.shape, value.stride)
+    return [_with_values(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _transfer_s(what: str, size: int) -> float:
@@ -280,7 +309,7 @@ def _on_one_core(logs: Logs) -> Logs:
         for log in logs.values()
         for issued in log
         for part in issued.parts
-        if issued.kind == "communication" and _is_message(part)
+        if issued.kind == "communication" and part.ends
     }
     return {
         rank: [

@@ -10,10 +10,9 @@ import pytest
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.closed_circle import NARROW, kernels_of, plan_of, transfers_of
+from benchmarks.studies.closed_circle import NARROW, kernels_of, plan_of, seconds_of, transfers_of
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
-from zeropp.emulate.kernels import seconds_of
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.engine.flat import ALIGNMENT
 from zeropp.price import price_plan

@@ -93,6 +93,15 @@ def neighbours(stream: torch.cuda.Stream) -> None:
     x[4:].mul_(2)
 
 
+def column(stream: torch.cuda.Stream) -> None:
+    """The first column of a matrix goes to the first element of its last row."""
+    x = torch.ones(8)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x[4:5].add_(1)
+    x.view(2, 4)[:, 0].mul_(2)
+
+
 def read_early(stream: torch.cuda.Stream) -> None:
     x = torch.ones(4)
     stream.wait_stream(torch.cuda.current_stream())
@@ -133,6 +142,7 @@ def synchronized(stream: torch.cuda.Stream) -> None:
         (waited, []),
         (unwaited, ["race"]),
         (neighbours, []),
+        (column, ["race"]),
         (read_early, ["race"]),
         (freed_early, ["reuse"]),
         (freed_late, []),
@@ -152,6 +162,14 @@ def test_a_view_of_freed_memory_that_is_sent_is_found() -> None:
         dist.send(view, 1)
     (fault,) = device.faults
     assert str(fault).startswith("outside: read by isend 1")
+
+
+def test_a_message_that_nobody_waits_for_keeps_its_memory_until_it_has_ended() -> None:
+    """As in ``ProcessGroupNCCL::pointToPoint``."""
+    with fake_world(rank=0, size=2), emulate.emulated() as device:
+        dist.isend(torch.ones(4), 1)
+        torch.ones(4)
+    assert device.faults == []
 
 
 def test_a_lane_ends_with_its_stream() -> None:
@@ -400,3 +418,10 @@ def test_what_is_changed_in_place_is_read_and_written() -> None:
     x, y = torch.ones(4), torch.ones(4)
     assert kernels_of(lambda: x.add_(y)) == [Kernel("aten::add_", 16 + 2 * 16)]
     assert kernels_of(lambda: x.copy_(y)) == [Kernel("aten::copy_", 16 + 16)]
+
+
+def test_memory_without_values_and_integers_that_the_host_knows_take_no_kernel() -> None:
+    with FakeTensorMode():
+        number, factor = torch.tensor(3), torch.tensor(3.0)
+        assert kernels_of(lambda: (torch.empty(4), number + 1)) == []
+        assert [kernel.name for kernel in kernels_of(lambda: factor * 2)] == ["aten::mul"]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from tests.slurm.commands import call
 from zeropp.cluster import Cluster
 from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.kernels import describe
-from zeropp.emulate.log import STEP
+from zeropp.emulate.log import STEP, Log, Message
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
 from zeropp.operators import Attention, Product
+from zeropp.plan import MemoryBytes
 
 A800 = preset("cluster", "a800", Cluster)
 PLAIN = "scripts/examples/plain_fsdp2.py"
@@ -107,6 +109,27 @@ for rows in (4096, 16):
 """
 
 
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("nccl")
+layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+fully_shard(layer, mesh=mesh, mp_policy=policy)
+optimizer = torch.optim.SGD(layer.parameters())
+while True:
+    for is_last in (False, True):
+        layer.set_requires_all_reduce(is_last)
+        layer(torch.ones(1, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 DATA_PARALLEL = """
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from safetensors.torch import save_file
@@ -115,7 +138,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main(rank, world):
-    torch.cuda.set_device(rank)
+    torch.accelerator.set_device_index(rank)
+    device = torch.device(f"{torch.accelerator.current_accelerator()}:{rank}")
     dist.init_process_group("nccl", rank=rank, world_size=world)
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(rank)
     model = DistributedDataParallel(torch.compile(layers), device_ids=[rank])
@@ -127,7 +151,7 @@ def main(rank, world):
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, num_workers=2, pin_memory=True, sampler=sampler)
     for step, (batch,) in enumerate(loader):
-        batch = batch.to(rank, non_blocking=True)
+        batch = batch.to(device, non_blocking=True)
         with model.no_sync():
             model(batch).sum().backward()
         with torch.autocast("cuda"):
@@ -311,6 +335,26 @@ def test_a_script_of_torchs_pipelining_is_traced_on_every_rank_of_a_pipeline(
     assert all(waits["transfer"] > 0 for waits in replayed.waits_s.values())
 
 
+def test_ranks_that_messages_of_other_ranks_name_are_traced_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 sends to rank 2, and that to rank 3."""
+
+    def traced(run: object, ranks: Sequence[int]) -> Iterator[Trace]:
+        del run
+        for rank in ranks:
+            log = Log()
+            log.place(STEP)
+            for source, target in ((0, 2), (2, 3)):
+                if rank in (source, target):
+                    log.messages("nccl", [Message("pipeline", source, target, "")], "")
+            log.place(STEP)
+            yield Trace(rank, MemoryBytes(), 0.0, log.issued)
+
+    monkeypatch.setattr("zeropp.emulate.trace._in_processes", traced)
+    assert [trace.rank for trace in trace_script("script.py", [], 4, A800)] == [0, 2, 3]
+
+
 def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:
     script = tmp_path / "one_f_one_b.py"
     script.write_text(ONE_F_ONE_B, encoding="utf-8")
@@ -324,7 +368,12 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
         2 * 8 * 1024
     ] * 8  # 4 microbatches, both ways
     gathered = [issued.parts[0].moved for issued in step if "allgather" in issued.what]
-    assert set(gathered) == {2 * 2 * 512 * 1024}  # bf16, of two layers' halves
+    both_layers = 2 * 2 * 512 * 1024  # bytes in bf16, of a half each
+    assert set(gathered) == {both_layers}
+    memory = traces[0].memory
+    assert memory.unsharded == memory.gradients == both_layers
+    # A layer's next gradient, before it is added to the sum.
+    assert memory.workspace == pytest.approx(both_layers // 2, rel=0.01)
     assert replayed_alike(traces, 8).step_s > 0
 
 
@@ -336,6 +385,18 @@ def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> No
     assert trace.memory.optimizer == 2 * weights + 4  # and the number of steps
     assert trace.memory.gradients == weights
     assert 4 * weights < trace.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
+
+
+def test_memory_is_sorted_by_what_fsdp2_does_with_it(tmp_path: Path) -> None:
+    """At the peak there are gradients in 16 bits, the copy in fp32 that their reduction reads, the
+    half of them that it writes, and that of the microbatch before."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 4, A800)
+    elements, kinds = 1024 * 1024, trace.memory
+    assert (kinds.gradients, kinds.unsharded) == (2 * elements + 2 * 4 * elements // 2, 0)
+    assert kinds.workspace == pytest.approx(4 * elements, rel=0.01)
+    assert kinds.activations == pytest.approx(4 * elements // 2, rel=0.01)  # the script's own shard
 
 
 def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end(

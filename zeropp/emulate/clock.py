@@ -149,10 +149,8 @@ class _Links:
         """How long one message or collective takes once all are there."""
         if self._prices:
             return self._prices(issued, part)
-        key: Any = part.key
-        name, _ = key
-        if len(name) == 3:
-            _, source, target = name
+        if part.ends:
+            source, target = part.ends
             node = self._cluster.gpus_per_node
             crosses = source // node != target // node
             moved = part.moved * (2 if crosses in self._crossed else 1)
@@ -168,8 +166,7 @@ class _Links:
         return price(self._cluster, self._group(part))
 
     def _group(self, part: RankPart) -> Any:
-        key: Any = part.key
-        (_, ranks), _ = key
+        ranks = part.among
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         return group(self._cluster, len(ranks), stride, self._world)
 
@@ -325,9 +322,9 @@ class _Machine:
 
     def _communicate(self) -> None:
         ready, _, issued, part = heapq.heappop(self._complete)
-        key: Any = part.key
-        (name, _), holders = key, self._links.holders[key]
-        links = [name[1:]] if len(name) == 3 else [(rank, name[1]) for rank in holders]
+        links: list[Hashable] = [part.ends]
+        if not part.ends:
+            links = [(rank, part.among) for rank in self._links.holders[part.key]]
         begin = max([ready, *(self._free[link] for link in links)])
         end = begin + self._links.seconds(issued, part)
         self._free |= dict.fromkeys(links, end)

@@ -8,15 +8,17 @@ gradients became ready, unless unused parameters are looked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeropp.emulate.device import tensors_in
 from zeropp.emulate.private_names import after_backward
+from zeropp.emulate.world import replaced
 
 _MIB = 1 << 20
 _BROADCAST_BYTES = 250 * _MIB  # of buffers that are broadcast together
@@ -103,14 +105,9 @@ class DataParallel(nn.Module):
         """Refused: what a hook does to a bucket is C++ as well."""
         raise NotImplementedError("DistributedDataParallel.register_comm_hook: leave the hook out")
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside this context gradients are not reduced."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return replaced((self, "require_backward_grad_sync", False))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; the backward of its output reduces gradients."""
@@ -196,7 +193,7 @@ def _reached(output: Any) -> set[Tensor]:
     """The parameters that an output depends on."""
     found: set[Tensor] = set()
     seen: set[Any] = set()
-    todo = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+    todo = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
     while todo:
         node = todo.pop()
         if node not in seen:
@@ -205,11 +202,3 @@ def _reached(output: Any) -> set[Tensor]:
                 found.add(node.variable)
             todo += [parent for parent, _ in node.next_functions if parent is not None]
     return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value
-    nested = isinstance(value, dict | list | tuple)
-    return [tensor for part in parts for tensor in _tensors(part)] if nested else []

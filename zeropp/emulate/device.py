@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.private_names import NUMBER_OF, group_of, is_composite, is_fake, is_known
 from zeropp.emulate.races import Extent, Fault, Races
-from zeropp.emulate.world import taken_for_granted
+from zeropp.emulate.world import replaced, taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
 
 Tensors = Sequence[Tensor]
@@ -69,9 +69,11 @@ def size_of(tensor: Tensor) -> int:
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors with memory in an argument of an operator."""
+    """The tensors with memory in an argument of an operator, or in what a module returns."""
     if isinstance(value, Tensor):
         return [value] if value.layout == torch.strided and not value.is_meta else []
+    if isinstance(value, dict):
+        value = [*value.values()]
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []
@@ -109,15 +111,10 @@ class VirtualDevice:
         """The races that were found so far."""
         return self.races.faults if self.races else []
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unseen(self) -> AbstractContextManager[None]:
         """Inside this context, nothing is noted: what is done is on the CPU for real (by a group of
         gloo beside one of NCCL, for example)."""
-        before, self.sees = self.sees, False
-        try:
-            yield
-        finally:
-            self.sees = before
+        return replaced((self, "sees", False))
 
     def record(self, stream: str) -> int:
         """Record an event on a stream; returns its number."""
@@ -200,27 +197,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unwaited: dict[int, tuple[int, Tensors]] = {}
 
     @contextmanager
-    def asynchronously(self, is_so: bool = True) -> Iterator[list[str]]:
+    def asynchronously(self) -> Iterator[list[str]]:
         """Inside this context collectives run on a stream of their group; yields a list that gets
         the names of these streams."""
-        before, issued = self._issued, list[str]()
-        self._issued = issued if is_so else before
-        try:
+        outside, issued = self._issued, list[str]()
+        with replaced((self, "_issued", issued)):
             yield issued
-        finally:
-            self._issued = before
-            if before is not None and is_so:
-                before.extend(issued)
+        if outside is not None:
+            outside.extend(issued)
 
     @contextmanager
     def in_one_kernel(self) -> Iterator[None]:
         """Inside this context messages are collected; at its end one kernel exchanges them."""
         batch: list[tuple[str, Tensor, Message]] = []
-        self._batch = batch
-        try:
+        with replaced((self, "_batch", batch)):
             yield
-        finally:
-            self._batch = None
         if batch:
             group: Any = batch[0][2].group
             self._exchange(batch, group[0])

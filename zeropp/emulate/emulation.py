@@ -5,12 +5,11 @@ to a GPU."""
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +23,7 @@ from zeropp.emulate.log import COMPUTE, Issued
 from zeropp.emulate.private_names import COALESCING, is_known
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
-from zeropp.emulate.world import replaced
+from zeropp.emulate.world import replaced, wherever_imported
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
 
@@ -48,10 +47,10 @@ class _Event:
         self._stream = self._device.current if stream is None else stream.name
         self._number = self._device.record(self._stream)
 
-    def wait(self, stream: _Stream | None = None, *, ended: bool = False) -> None:
+    def wait(self, stream: _Stream | None = None) -> None:
         if self._number:
             name = self._device.current if stream is None else stream.name
-            self._device.follow(name, self._number, ended=ended)
+            self._device.follow(name, self._number)
 
     def synchronize(self) -> None:
         if self._number:
@@ -100,13 +99,20 @@ class _VirtualWork(dist.Work):
     """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
     current stream waits. It keeps the tensors until then."""
 
-    def __init__(self, event: _Event, kept: object = None, inner: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        device: VirtualDevice,
+        event: int = 0,
+        kept: object = None,
+        inner: Sequence[Any] = (),
+    ) -> None:
         super().__init__()
-        self._event, self.kept, self.inner = event, kept, inner
+        self._device, self.event, self.kept, self.inner = device, event, kept, inner
         self._ended = False  # as far as the host knows
 
     def wait(self, *_: object) -> bool:
-        self._event.wait(ended=self._ended)
+        if self.event:
+            self._device.follow(self._device.current, self.event, ended=self._ended)
         for work in self.inner:
             work.wait()
         self.kept = None
@@ -137,7 +143,6 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     def record_stream(tensor: Tensor, stream: _Stream) -> None:
         device.record_stream(tensor, stream.name)
 
-    of_tensors = {name: _read(device, name, getattr(Tensor, name)) for name in _READ_BY_HOST}
     exchange = ErrorBarrier.exchange
 
     def exchange_on_cpu(barrier: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
@@ -146,23 +151,25 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         device.log.meet("the barrier", dist.get_world_size())
         return rows
 
-    functions = {name: _with_work(device, observer, getattr(dist, name)) for name in _RETURN_WORK}
-    functions[COALESCING] = coalesced = _coalesced(device, observer)
-    functions["batch_isend_irecv"] = _batch(coalesced, dist.batch_isend_irecv)
-    stand_ins: dict[Any, dict[str, Any]] = {
-        **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
-        torch.UntypedStorage: {"resize_": resize},
-        Tensor: {**of_tensors, "record_stream": record_stream},
-        ErrorBarrier: {"exchange": exchange_on_cpu},
-        **_wherever_imported(functions),
-    }
-    known = (
-        (owner, name, stand_in)
-        for owner, by_name in stand_ins.items()
-        for name, stand_in in by_name.items()
-        if hasattr(owner, name)
+    return_work = [getattr(dist, name) for name in _RETURN_WORK]
+    functions = {original: _with_work(device, observer, original) for original in return_work}
+    functions[getattr(dist, COALESCING)] = coalesced = _coalesced(device, observer)
+    functions[dist.batch_isend_irecv] = _batch(coalesced, dist.batch_isend_irecv)
+    streams = [
+        (module, name, stand_in)
+        for name, stand_in in _streams(device).items()
+        for module in (torch.cuda, torch.cpu, torch.accelerator)
+        if hasattr(module, name)
+    ]
+    stand_ins = (
+        *streams,
+        (torch.UntypedStorage, "resize_", resize),
+        (Tensor, "record_stream", record_stream),
+        *((Tensor, name, _read(device, getattr(Tensor, name))) for name in _READ_BY_HOST),
+        (ErrorBarrier, "exchange", exchange_on_cpu),
+        *wherever_imported(functions),
     )
-    with replaced(*known), streams_on_cpu(), observer:
+    with replaced(*stand_ins), streams_on_cpu(), observer:
         yield device
 
 
@@ -225,21 +232,9 @@ def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))
 
 
-def _wherever_imported(functions: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The stand-ins for functions of ``torch.distributed`` in all modules that have them, by
-    whatever name: a program may have imported them before emulation began."""
-    originals = {id(getattr(distributed_c10d, name)): one for name, one in functions.items()}
-    found: dict[Any, dict[str, Any]] = {}
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in originals:
-                found.setdefault(module, {})[name] = originals[id(value)]
-    return found
-
-
 def _streams(device: VirtualDevice) -> dict[str, Any]:
     """The stand-ins for what ``torch.cuda`` has."""
-    made = iter(range(1, 1 << 30))
+    numbers = count(1)
 
     @contextmanager
     def stream(entered: _Stream | None) -> Iterator[None]:
@@ -248,18 +243,15 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
                 f"stream: {entered} was made before emulation began, which cannot follow it "
                 "(make it inside; FSDP2 makes its streams in a model's first step)"
             )
-        before, device.current = device.current, device.current if entered is None else entered.name
-        try:
+        with replaced((device, "current", entered.name if entered else device.current)):
             yield
-        finally:
-            device.current = before
 
     def synchronize(*_: object) -> None:
         device.wait_on_host(None, "synchronize")
 
     class Stream(_Stream):  # classes, because programs annotate with them
         def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(device, f"stream {next(made)}")
+            super().__init__(device, f"stream {next(numbers)}")
 
     class Event(_Event):
         def __init__(self, *_: object, **__: object) -> None:
@@ -275,10 +267,12 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
     }
 
 
-def _read(device: VirtualDevice, name: str, original: Any) -> Any:
+def _read(device: VirtualDevice, original: Any) -> Any:
+    """The stand-in for a method with which the host reads a tensor."""
+
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if not is_known(tensor):
-            device.read_by_host(f"Tensor.{name}", [tensor])
+            device.read_by_host(f"Tensor.{original.__name__}", [tensor])
         return original(tensor, *arguments, **keywords)
 
     return read
@@ -298,12 +292,12 @@ def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
         # once more: that of a function's newer name, or its own in a mode for functions of torch.
         if not issued or isinstance(inner, _VirtualWork):
             return inner
-        event = _Stream(device, issued[-1]).record_event()
+        event = device.record(issued[-1])
         if not is_collective:
-            return _VirtualWork(event, (arguments, keywords), [inner])
+            return _VirtualWork(device, event, (arguments, keywords), [inner])
         with device.unseen():  # gloo copies where it ends
             inner.wait()  # if the program forgets to, its memory may be gone by then
-        return _VirtualWork(event, (arguments, keywords))
+        return _VirtualWork(device, event, (arguments, keywords))
 
     return call
 
@@ -317,11 +311,14 @@ def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
         group: Any = None, on: Any = None, async_ops: bool = False
     ) -> Iterator[_VirtualWork]:
         del group, on
-        event = _Event(device)
-        with observer.asynchronously(async_ops) as issued, observer.in_one_kernel():
-            yield _VirtualWork(event)
+        work = _VirtualWork(device)
+        beside: AbstractContextManager[list[str]] = nullcontext([])
+        if async_ops:
+            beside = observer.asynchronously()
+        with beside as issued, observer.in_one_kernel():
+            yield work
         if issued:
-            event.record(_Stream(device, issued[-1]))
+            work.event = device.record(issued[-1])
 
     return manager
 

@@ -1,20 +1,18 @@
 """Kernels that a GPU would run for the operators of one rank, and what they compute and move.
 
 Where a GPU has another operator than a CPU (RMSNorm, products that add in fp32, what is compiled
-into one kernel, the fused optimizer), that one is noted, and allocates what it would there.
+into one kernel), that one is noted, and allocates what it would there.
 
-Kernels of the CPU that is here can be timed instead: each with real tensors of the shapes and
-strides that the emulated one had.
+Where kernels are to be timed on the CPU that is here, what they are called with is noted instead.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from math import prod
-from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +38,7 @@ _WRITE_ONLY = {"nll_loss_forward", "nll_loss_backward"}  # or read a number per 
 _UNPRICED = {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}  # products that have no price yet
 _READ_TWICE = {"native_layer_norm_backward", "_fused_rms_norm_backward"}
 
-_ADAMS: tuple[Any, ...] = (torch.optim.AdamW, torch.optim.Adam)
-
 _cpu_dropout, _cpu_attention = functional.dropout, functional.scaled_dot_product_attention
-
-_WARMUP, _REPEATS = 1, 5  # of kernels that are timed
 
 
 def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, Any]) -> Kernel:
@@ -118,24 +112,16 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
     return Kernel(name, 0, attention, query.element_size(), backward)
 
 
-@contextmanager
-def as_on_cuda(device: VirtualDevice, *, fused: bool = True) -> Iterator[None]:
-    """Inside this context, what differs on a GPU runs as there. ``fused``: Adam is, whatever it is
-    told."""
-    global _device
-    with replaced(
+def as_on_cuda(device: VirtualDevice) -> AbstractContextManager[None]:
+    """Inside this context, what differs on a GPU runs as there."""
+    return replaced(
+        (sys.modules[__name__], "_device", device),
         (functional, "rms_norm", _rms_norm),
         (functional, "dropout", _dropout),
         (functional, "scaled_dot_product_attention", _drops_inside),
         (deferred, "add_wide_product", _add_wide_product),
         (*MANY_IN_ONE_KERNEL, _in_one_kernel),
-        *((kind, "__init__", _fused(kind.__init__)) for kind in _ADAMS if fused),
-    ):
-        before, _device = _device, device
-        try:
-            yield
-        finally:
-            _device = before
+    )
 
 
 def is_emulated() -> bool:
@@ -235,17 +221,7 @@ def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
     return not any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def _fused(construct: Callable[..., None]) -> Callable[..., None]:
-    """As on CUDA, a step without temporaries, and without a number that the host reads."""
-
-    @wraps(construct)
-    def fused(*arguments: Any, **keywords: Any) -> None:
-        construct(*arguments, **(keywords | {"fused": True, "foreach": None}))
-
-    return fused
-
-
-class _Strided(NamedTuple):
+class Strided(NamedTuple):
     """What a tensor is without its values."""
 
     shape: tuple[int, ...]
@@ -266,46 +242,9 @@ def called(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, A
     return Kernel(name, call=tuple((key, _without_values(v)) for key, v in arguments.items()))
 
 
-def seconds_of(kernels: Sequence[Kernel]) -> dict[Kernel, float]:
-    """Seconds of each kernel: the mean of its calls where all run in this order, of some such runs
-    the median. So a call finds in the caches what the kernels before it have left there."""
-    calls = {kernel: _call_of(kernel) for kernel in kernels}
-    means: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
-    with torch.no_grad():
-        for _ in range(_WARMUP + _REPEATS):
-            samples: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
-            for kernel in kernels:
-                samples[kernel].append(_timed(*calls[kernel]))
-            for kernel, seconds in samples.items():
-                means[kernel].append(fmean(seconds))
-    return {kernel: median(found[_WARMUP:]) for kernel, found in means.items()}
-
-
-def _call_of(kernel: Kernel) -> tuple[Callable[..., Any], dict[str, Any]]:
-    space, _, operator = kernel.name.partition("::")
-    function = getattr(getattr(torch.ops, space), operator)
-    return function, {key: _with_values(value) for key, value in kernel.call}
-
-
-def _timed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
-    begin = time.perf_counter()
-    function(**arguments)
-    return time.perf_counter() - begin
-
-
 def _without_values(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _Strided(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return Strided(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, torch.Generator):
         return None  # that of its process, which no other has
     return tuple(map(_without_values, value)) if isinstance(value, list | tuple) else value
-
-
-def _with_values(value: Any) -> Any:
-    """Random numbers; indices are zeros, which are in every table."""
-    if isinstance(value, _Strided):
-        values = torch.zeros(value.elements, dtype=value.dtype)
-        if value.dtype.is_floating_point:
-            values.normal_()
-        return values.as_strided(value.shape, value.stride)
-    return [_with_values(part) for part in value] if isinstance(value, tuple) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from zeropp.operators import Attention, Product
@@ -16,24 +16,21 @@ Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "pla
 
 class RankPart(NamedTuple):
     """What a communication kernel has in common with the kernels of ``ranks`` ranks: ``key`` is
-    equal on all of them. ``content`` (type and shape) must be. ``moved``: its bytes on one rank."""
+    equal on all of them. ``content`` (type and shape) must be. ``moved``: its bytes on one rank.
+    ``ends``: the ranks that send and receive it, if it is a message."""
 
     key: Hashable
     ranks: int
     content: str
     moved: int = 0
+    ends: tuple[int, int] | None = None
 
-
-def is_message(key: Any) -> bool:
-    """Whether the key of a part of communication is that of a message."""
-    name, _ = key
-    return len(name) == 3
-
-
-def ranks_of(key: Any) -> set[int]:
-    """The ranks that take part in a message or a collective."""
-    name, _ = key
-    return set(name[1:] if is_message(key) else name[1])
+    @property
+    def among(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        key: Any = self.key
+        (_, ranks, *_), _ = key
+        return self.ends or ranks
 
 
 def name_of(key: Any) -> str:
@@ -41,7 +38,7 @@ def name_of(key: Any) -> str:
     name, number = key
     if isinstance(name, str):  # where hosts meet
         return f"{name} {number}"
-    if is_message(key):
+    if len(name) == 3:
         return f"message {number} from rank {name[1]} to rank {name[2]}"
     group, ranks = name
     return f"collective {number} of group {group} (ranks {', '.join(map(str, ranks))})"
@@ -118,13 +115,17 @@ class Log:
     ) -> None:
         """A collective of a group of so many ranks, with so many bytes on each; those of one group
         are matched by order. ``size``: what must be equal on all ranks beside ``what``."""
-        self._communicate(stream, [(group, ranks, f"{what}{size}", moved)], what)
+        part = RankPart(self._next(group), ranks, f"{what}{size}", moved)
+        self.issued.append(Issued("communication", stream, parts=(part,), what=what))
 
     def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
         """Messages in one kernel, in no order among each other, as those of a batch are. Those of
         one pair in one group and direction are matched by order."""
-        parts = [((m.group, m.source, m.target), 2, m.content, m.moved) for m in messages]
-        self._communicate(stream, parts, what)
+        parts = []
+        for group, source, target, content, moved in messages:
+            key = self._next((group, source, target))
+            parts.append(RankPart(key, 2, content, moved, (source, target)))
+        self.issued.append(Issued("communication", stream, parts=tuple(parts), what=what))
 
     def sync(self, stream: str | None, what: str, event: int = 0) -> None:
         """The host waits for a stream, for one event on it, or with None for the whole device."""
@@ -132,19 +133,14 @@ class Log:
 
     def meet(self, key: Hashable, ranks: int) -> None:
         """The host waits for the hosts of so many ranks, as where a communicator is made."""
-        self._counts[key] += 1
-        part = RankPart((key, self._counts[key]), ranks, "")
+        part = RankPart(self._next(key), ranks, "")
         self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
 
     def place(self, what: str) -> None:
         """Name what follows, for messages to people."""
         self.issued.append(Issued("place", what=what))
 
-    def _communicate(
-        self, stream: str, messages: Iterable[tuple[Hashable, int, str, int]], what: str
-    ) -> None:
-        parts = []
-        for key, ranks, content, moved in messages:
-            self._counts[key] += 1
-            parts.append(RankPart((key, self._counts[key]), ranks, content, moved))
-        self.issued.append(Issued("communication", stream, 0, tuple(parts), what))
+    def _next(self, name: Hashable) -> Hashable:
+        """The key of the next thing that some ranks do together under a name."""
+        self._counts[name] += 1
+        return name, self._counts[name]

@@ -32,7 +32,6 @@ from zeropp.emulate.private_names import (
     gradients_of,
 )
 from zeropp.emulate.world import replaced
-from zeropp.engine import flat
 from zeropp.plan import MemoryBytes
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
@@ -58,10 +57,10 @@ class Allocations:
     Storages that are allocated while the trainer is built are parameters. Those that are allocated
     in the optimizer's step are its state; it exists from the beginning of every later step, so it
     is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
-    unsharded parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the
-    others, a storage that outlives the forward or the run of autograd that allocated it is an
-    activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind of
-    storages that are allocated from now on; None: it is found out at the end of the step.
+    unsharded parameters; what optimizers read, and reduce-scatters read and write, are gradients.
+    Of the others, a storage that outlives the forward or the run of autograd that allocated it is
+    an activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind
+    of storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
     def __init__(self) -> None:
@@ -152,7 +151,7 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def observed(allocations: Allocations) -> Iterator[None]:
-    """Inside this context, optimizers, the engine's sums and FSDP2's tensors set their kinds."""
+    """Inside this context, optimizers and FSDP2's tensors set their kinds."""
 
     def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
@@ -163,11 +162,6 @@ def observed(allocations: Allocations) -> Iterator[None]:
 
     def after_update(*_: object) -> None:
         allocations.kind = None
-
-    def sums(*arguments: Any) -> Tensor:
-        result = zeros(*arguments)
-        allocations.label(result, "gradients")
-        return result
 
     def labelled(owner: Any, name: str, kind: Kind, tensors_of: Any) -> tuple[Any, str, Any]:
         """A method of a parameter of FSDP2, before and after which these tensors have a kind."""
@@ -182,14 +176,12 @@ def observed(allocations: Allocations) -> Iterator[None]:
 
         return owner, name, call
 
-    zeros = flat.zeros
     hooks = (
         register_optimizer_step_pre_hook(before_update),
         register_optimizer_step_post_hook(after_update),
     )
     try:
         with replaced(
-            (flat, "zeros", sums),
             labelled(*FSDP_GATHERED, "unsharded", gathered_of),
             *(labelled(*method, "gradients", gradients_of) for method in FSDP_GRADIENTS),
         ):

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
+from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.data import dataloader
 
@@ -32,7 +33,7 @@ FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a red
 
 AUTOCAST = torch.amp.autocast_mode.autocast  # the class
 BATCHES = dataloader._BaseDataLoaderIter  # what fetches batches
-NUMBER_OF_STEPS = "_get_value"  # of modules of torch.optim: reads a step's number
+NUMBER_OF_STEPS = optimizer._get_value  # by which modules of torch.optim read a step's number
 
 # Of how many numbers at most a fake tensor keeps the values that the host has given it.
 MOST_KNOWN_NUMBERS = (fake_tensor, "CONSTANT_NUMEL_LIMIT")
@@ -91,12 +92,6 @@ def is_fake(tensor: Tensor) -> bool:
 def set_numbers(fake: Tensor, numbers: Tensor) -> None:
     """Let a fake tensor have known values, which what is computed from them alone has, too."""
     fake.constant = numbers  # type: ignore[attr-defined]
-
-
-def fake_of_known(fake: Tensor, numbers: Tensor) -> Tensor:
-    """The fake tensor, with these values."""
-    set_numbers(fake, numbers)
-    return fake
 
 
 def is_known(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from zeropp.emulate.log import STEP, Issued, Logs, RankPart, is_message, name_of, ranks_of
+from zeropp.emulate.log import STEP, Issued, Logs, RankPart, name_of
 
 
 def mismatches(logs: Logs) -> list[str]:
@@ -51,9 +51,10 @@ def unmatched(logs: Logs) -> list[str]:
                     early.add(part.key)
     found = []
     for key, parts in has.items():
-        missing = sorted((ranks_of(key) & logs.keys()) - parts.keys())
+        among = {rank for part in parts.values() for rank in part.among}
+        missing = sorted((among & logs.keys()) - parts.keys())
         # A message is so many bytes, of whatever shape.
-        kinds = {part.moved if is_message(key) else part.content for part in parts.values()}
+        kinds = {part.moved if part.ends else part.content for part in parts.values()}
         if len(kinds) > 1 or (missing and key in early):
             ranks = [f"rank {rank} has {part.content}" for rank, part in parts.items()]
             ranks += [f"rank {rank} has none" for rank in missing]

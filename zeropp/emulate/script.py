@@ -8,8 +8,8 @@ import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.optim  # compiles functions of torch.optim, before they have stand-ins
 from torch import Tensor, nn
 from torch.distributed import device_mesh, fsdp
-from torch.nn import parallel
+from torch.multiprocessing.spawn import spawn
 from torch.overrides import TorchFunctionMode
 from torch.utils import data
 
@@ -34,11 +34,17 @@ from zeropp.emulate.private_names import (
     AUTOCAST,
     BATCHES,
     NUMBER_OF_STEPS,
-    fake_of_known,
     is_known,
+    set_numbers,
     without_modes,
 )
-from zeropp.emulate.world import is_taken_for_true, replaced, take_for_true
+from zeropp.emulate.world import (
+    MOST_KNOWN,
+    is_taken_for_true,
+    replaced,
+    take_for_true,
+    wherever_imported,
+)
 
 _GIB = 1 << 30
 # Functions that autocast runs in fp32 on a GPU and not on a CPU, by name (aten/src/ATen/
@@ -51,8 +57,7 @@ _WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp
 _IN_FP32 = set(_WORDS.split())
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _FINITE, _ALL = (torch.isfinite, Tensor.isfinite), (torch.all, Tensor.all)
-_MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange, torch.tensor)
-_MOST_KNOWN = 256
+_MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange)
 # What helps against an error whose own words do not say it, by the name of its type.
 _HELP = {
     "PipeliningMetadataError": "give PipelineStage its input_args and output_args",
@@ -110,18 +115,10 @@ def as_launched(
     os.environ |= {"LOCAL_WORLD_SIZE": str(per_node), "LOCAL_RANK": str(place)}
     os.environ |= {"GROUP_RANK": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     folder = os.path.dirname(os.path.abspath(path))
-    with ExitStack() as stack:
-        stack.enter_context(
-            replaced(
-                (sys, "argv", [path, *arguments]),
-                (sys, "path", [folder, *sys.path]),
-                *_distributed(device, rank, world),
-                *_objects(rank),
-                *_cuda(memory, cluster.device, per_node),
-                *_training(device),
-            )
-        )
-        stack.enter_context(_CudaIsHere(device))
+    command = (sys, "argv", [path, *arguments]), (sys, "path", [folder, *sys.path])
+    cuda = _cuda(memory, cluster.device, per_node)
+    stand_ins = (*_distributed(device, rank, world), *_objects(rank), *cuda, *_training(device))
+    with replaced(*command, *stand_ins), _CudaIsHere(device):
         yield
 
 
@@ -141,20 +138,20 @@ def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple
             raise ScriptError(line)
         device.is_connected = device_id is not None
 
-    def spawn(fn: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def run_here(fn: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if nprocs != world:
             raise ScriptError(f"spawn(nprocs={nprocs}): give --ranks {nprocs}")
         fn(rank, *args)
 
-    yield from _wherever_imported(
-        init_process_group=join,
-        destroy_process_group=_nothing,
-        monitored_barrier=_nothing,
-        init_device_mesh=mesh_on_cpu,
+    yield from wherever_imported(
+        {
+            dist.init_process_group: join,
+            dist.destroy_process_group: _nothing,
+            mesh: mesh_on_cpu,
+            spawn: run_here,
+            nn.parallel.DistributedDataParallel: DataParallel,
+        }
     )
-    yield torch.multiprocessing, "spawn", spawn
-    for owner in (parallel, parallel.distributed):
-        yield owner, "DistributedDataParallel", DataParallel
     offload = "CPUOffloadPolicy is not emulated: leave it out"
     yield fsdp.CPUOffloadPolicy, "__init__", _refuse(offload)
     fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
@@ -202,21 +199,14 @@ def _objects(rank: int) -> Iterator[tuple[Any, str, Any]]:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
     objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
-    yield from _wherever_imported(
-        recv_object_list=_refuse(objects),
-        broadcast_object_list=broadcast,
-        scatter_object_list=scatter,
-        gather_object=gather,
+    yield from wherever_imported(
+        {
+            dist.recv_object_list: _refuse(objects),
+            dist.broadcast_object_list: broadcast,
+            dist.scatter_object_list: scatter,
+            dist.gather_object: gather,
+        }
     )
-
-
-def _wherever_imported(**stand_ins: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Stand-ins for functions of ``torch.distributed``, in all modules that have imported them."""
-    originals = {name: getattr(dist, name) for name in stand_ins}
-    for module in list(sys.modules.values()):
-        for name, stand_in in stand_ins.items():
-            if vars(module).get(name) is originals[name]:
-                yield module, name, stand_in
 
 
 def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any, str, Any]]:
@@ -231,7 +221,6 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
 
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: per_node,
         "current_device": lambda: 0,
@@ -240,17 +229,14 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda *_: (capacity - allocated(), capacity),
-        "memory_summary": lambda *_, **__: "",
         "memory_stats": lambda *_: defaultdict(int),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * per_node,
     }
     for kind in ("allocated", "reserved"):
         stand_ins |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
-    quiet = "set_device manual_seed manual_seed_all empty_cache reset_peak_memory_stats init"
-    quiet += " reset_max_memory_allocated ipc_collect set_per_process_memory_fraction"
-    quiet += " set_rng_state set_rng_state_all"
-    stand_ins |= dict.fromkeys(quiet.split(), _nothing)
+    quiet = ("set_device", "reset_peak_memory_stats", "set_rng_state", "set_rng_state_all")
+    stand_ins |= dict.fromkeys(quiet, _nothing)
     yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
     yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
     on_accelerator = {
@@ -269,48 +255,48 @@ def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     def compiled(model: Any = None, **options: Any) -> Any:
         return partial(compiled, **options) if model is None else model
 
-    def made(construct: Any, optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
+    def optimizer_init(make: Any, optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
         one_by_one = defaults.get("fused") or defaults.get("differentiable")
         if "foreach" in defaults and defaults["foreach"] is None and not one_by_one:
             defaults = defaults | {"foreach": True}  # as by default on a GPU
-        construct(optimizer, params, defaults)
+        make(optimizer, params, defaults)
 
-    def autocast(
-        construct: Any, context: Any, device_type: str = "cuda", *a: Any, **k: Any
+    def autocast_init(
+        make: Any, context: Any, device_type: str = "cuda", *a: Any, **k: Any
     ) -> None:
         if not a and k.get("dtype") is None:
             k["dtype"] = torch.float16  # a GPU's default
-        construct(context, "cpu", *a, **k)
+        make(context, "cpu", *a, **k)
 
-    def here(construct: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
+    def loader_init(make: Any, loader: Any, *arguments: Any, **keywords: Any) -> None:
         workers = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "timeout": 0}
         workers |= {"persistent_workers": False, "multiprocessing_context": None}
-        construct(loader, *arguments, **keywords | workers)
+        make(loader, *arguments, **keywords | workers)
 
-    def known(iterate: Any, sampler: Any) -> Iterator[Any]:
-        with without_modes():
-            return iter(list(iterate(sampler)))
-
-    def on_host(original: Any, iterator: Any) -> Any:
+    def fetch_unseen(fetch: Any, iterator: Any) -> Any:
         with device.unseen():
-            return original(iterator)
+            return fetch(iterator)
 
-    def moved(to: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
-        by_name = {name: _on_cpu(value, name == "device") for name, value in keywords.items()}
-        return to(module, *(_on_cpu(value, by_index=True) for value in arguments), **by_name)
+    def sample_values(sample: Any, sampler: Any) -> Iterator[Any]:
+        with without_modes():
+            return iter(list(sample(sampler)))
 
-    yield nn.Module, "to", _around(nn.Module.to, moved)
+    def module_to(to: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        arguments, keywords = _with_cpu(arguments, keywords, by_index=True)
+        return to(module, *arguments, **keywords)
+
+    yield nn.Module, "to", _around(nn.Module.to, module_to)
     yield torch, "compile", compiled
     yield nn.Module, "compile", _nothing
-    yield torch.optim.Optimizer, "__init__", _around(torch.optim.Optimizer.__init__, made)
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("torch.optim.") and hasattr(module, NUMBER_OF_STEPS):
-            yield module, NUMBER_OF_STEPS, lambda steps: 1.0 if isinstance(steps, Tensor) else steps
-    yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast)
-    yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, here)
-    yield BATCHES, "__next__", _around(BATCHES.__next__, on_host)
+    yield torch.optim.Optimizer, "__init__", _around(torch.optim.Optimizer.__init__, optimizer_init)
+    yield from wherever_imported(
+        {NUMBER_OF_STEPS: lambda steps: 1.0 if isinstance(steps, Tensor) else steps}
+    )
+    yield AUTOCAST, "__init__", _around(AUTOCAST.__init__, autocast_init)
+    yield data.DataLoader, "__init__", _around(data.DataLoader.__init__, loader_init)
+    yield BATCHES, "__next__", _around(BATCHES.__next__, fetch_unseen)
     for sampler in (data.RandomSampler, data.DistributedSampler, data.WeightedRandomSampler):
-        yield sampler, "__iter__", _around(sampler.__iter__, known)
+        yield sampler, "__iter__", _around(sampler.__iter__, sample_values)
     yield torch, "save", _nothing
     if find_spec("safetensors"):
         yield import_module("safetensors.torch"), "save_file", _nothing
@@ -355,10 +341,8 @@ class _CudaIsHere(TorchFunctionMode):
             return self._made_on_host(function, args, kwargs)
         if torch.is_autocast_enabled("cpu") and function.__name__ in _IN_FP32:
             args = tuple(_in_fp32(value) for value in args)
-        if function is Tensor.to:
-            args = tuple(_on_cpu(v, by_index=bool(n)) for n, v in enumerate(args))
-        args = tuple(map(_on_cpu, args))
-        result = function(*args, **{n: _on_cpu(v, n == "device") for n, v in kwargs.items()})
+        args, kwargs = _with_cpu(args, kwargs, by_index=function is Tensor.to)
+        result = function(*args, **kwargs)
         if function in _FINITE or (function in _ALL and is_taken_for_true(args[0])):
             take_for_true(result)
         return result
@@ -366,17 +350,14 @@ class _CudaIsHere(TorchFunctionMode):
     def _made_on_host(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         """A script's own few numbers, such as the places of a batch, are known and cost nothing."""
         with without_modes():
-            size = (
-                function(*args, **kwargs | {"device": "meta"})
-                if function is not torch.tensor
-                else None
-            )
-        if size is None or size.numel() > _MOST_KNOWN:
+            size = function(*args, **kwargs | {"device": "meta"}).numel()
+            numbers = function(*args, **kwargs) if size <= MOST_KNOWN else None
+        if numbers is None:
             return function(*args, **kwargs)  # type: ignore[no-any-return]
-        with without_modes():
-            numbers = function(*args, **kwargs)
         with self._device.unseen():
-            return fake_of_known(function(*args, **kwargs), numbers)
+            fake = function(*args, **kwargs)
+        set_numbers(fake, numbers)
+        return fake  # type: ignore[no-any-return]
 
 
 def _in_fp32(value: Any) -> Any:
@@ -384,7 +365,17 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if is_short else value
 
 
+def _with_cpu(
+    arguments: Sequence[Any], keywords: Mapping[str, Any], *, by_index: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function with the CPU for GPUs. ``by_index``: numbers name GPUs, too, as in
+    ``to``; a keyword ``device`` may always be one."""
+    by_name = {name: _on_cpu(value, name == "device") for name, value in keywords.items()}
+    return tuple(_on_cpu(value, by_index) for value in arguments), by_name
+
+
 def _on_cpu(value: object, by_index: bool = False) -> object:
-    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
-    is_cuda = is_cuda or (by_index and type(value) is int)
-    return torch.device("cpu") if is_cuda else value
+    """The CPU, if this is a GPU, or a CPU with a number: the emulated device has none."""
+    names_device = isinstance(value, torch.device | str) and str(value).startswith(("cuda", "cpu:"))
+    is_device = names_device or (by_index and type(value) is int)
+    return torch.device("cpu") if is_device else value

@@ -70,8 +70,8 @@ class Trace:
     @property
     def peers(self) -> set[int]:
         """The ranks with which it exchanges messages."""
-        messages = (part.key[0] for issued in self.log for part in issued.parts)  # type: ignore[index]
-        return {end for key in messages if len(key) == 3 for end in key[1:]} - {self.rank}
+        parts = [part for issued in self.log for part in issued.parts]
+        return {end for part in parts if part.ends for end in part.ends} - {self.rank}
 
 
 def trace_ranks(
@@ -144,7 +144,7 @@ def _alone(
     is_script: bool = False,
 ) -> Iterator[tuple[VirtualDevice, Allocations]]:
     """Inside this context the process is one rank of a job, with fake tensors on a device. A script
-    may mix them with others, and says itself how its optimizer runs."""
+    may mix them with others."""
     torch.set_num_threads(1)  # other ranks have the other cores
     memory = Allocations()
     device = VirtualDevice(memory=memory, describe=kernel)
@@ -154,7 +154,7 @@ def _alone(
         observed(memory),
         emulated(device),
         without_values(),
-        nullcontext() if here else as_on_cuda(device, fused=not is_script),
+        nullcontext() if here else as_on_cuda(device),
     ):
         yield device, memory
 
@@ -196,12 +196,12 @@ def _trace_script(
 ) -> Trace:
     begin = time.perf_counter()
     peaks: list[MemoryBytes] = []
-    first: list[object] = []  # of several optimizers, the one that tells where a step ends
+    stepped: list[object] = []
 
     def count(optimizer: object, *_: object) -> None:
-        first.append(optimizer)
-        if optimizer is not first[0]:
-            return
+        stepped.append(optimizer)
+        if optimizer is not stepped[0]:
+            return  # of several, the one that came first tells where a step ends
         log.place(STEP)
         peaks.append(allocations.peak())
         allocations.begin_step()

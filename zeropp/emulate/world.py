@@ -4,8 +4,9 @@ without values."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -13,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +31,7 @@ from zeropp.engine.interpreter import Evaluator, Passed
 
 Fill = Callable[[Tensor], None]
 _IS_TRUE = "_is_taken_for_true"  # an attribute of fake tensors
+MOST_KNOWN = 256  # numbers of a fake tensor whose values are known
 
 
 @contextmanager
@@ -40,6 +41,16 @@ def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
         for owner, name, stand_in in stand_ins:
             undo.enter_context(mock.patch.object(owner, name, stand_in))
         yield
+
+
+def wherever_imported(functions: Mapping[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Stand-ins by the function that they stand for, as ``replaced`` takes them: in all modules
+    that have the function, by whatever name, as a program may have imported it before."""
+    by_id = {id(function): stand_in for function, stand_in in functions.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in by_id:
+                yield module, name, by_id[id(value)]
 
 
 @contextmanager
@@ -55,18 +66,16 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
-    functions: dict[str, Any] = {"all_gather_object": _same_everywhere}
+    functions: dict[Any, Any] = {dist.all_gather_object: _same_everywhere}
     if fill_integers is not None:
-        functions |= {n: _filled(getattr(dist, n), fill_integers) for n in ("recv", "irecv")}
+        functions |= {f: _filled(f, fill_integers) for f in (dist.recv, dist.irecv)}
     try:
         with replaced(
             # A send ends at once; otherwise its tensor would be kept until the end of the step.
             (type(dist.all_reduce(torch.zeros(1), async_op=True)), "is_completed", lambda _: True),
             (ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
             (Evaluator, "boundaries", _known_boundaries),
-            # Torch's batched messages compare functions of the one with those of the other.
-            *((dist, name, function) for name, function in functions.items()),
-            *((distributed_c10d, name, function) for name, function in functions.items()),
+            *wherever_imported(functions),
         ):
             yield
     finally:
@@ -111,17 +120,15 @@ def _known_boundaries(evaluator: Evaluator, batch: object) -> Passed:
     return passed
 
 
-@contextmanager
-def without_values() -> Iterator[None]:
+def without_values() -> AbstractContextManager[None]:
     """Inside this context, what would need the values of fake tensors runs without them."""
-    with replaced(
+    return replaced(
         (DeviceMesh, "__init__", _untraced(DeviceMesh.__init__)),
         (walk, "walk", _untraced(walk.walk)),
         (*SHAPES_BY_TRIAL, _untraced(getattr(*SHAPES_BY_TRIAL))),
         (*CONVERSION, _convert),
-        (*MOST_KNOWN_NUMBERS, 256),
-    ):
-        yield
+        (*MOST_KNOWN_NUMBERS, MOST_KNOWN),
+    )
 
 
 def _untraced(original: Callable[..., Any]) -> Callable[..., Any]:
