@@ -509,6 +509,35 @@ def test_a_script_finds_the_nodes_of_the_cluster_and_calls_torch_by_its_names(
         trace_script(str(script), [], 16, A800)
 
 
+HOUSEKEEPING = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("nccl")
+for here in (torch.cuda, torch.accelerator):
+    here.empty_cache(), here.reset_peak_memory_stats(), here.reset_accumulated_memory_stats()
+    assert here.memory_allocated() == here.max_memory_reserved() == 0
+    assert here.memory_stats()["num_alloc_retries"] == 0
+torch.cuda.init(), torch.cuda.ipc_collect(), torch.cuda.reset_max_memory_allocated()
+torch.cuda.set_per_process_memory_fraction(0.9), torch.cuda.set_sync_debug_mode("warn")
+torch.cuda.manual_seed(0), torch.cuda.manual_seed_all(0), torch.cuda.seed_all()
+assert torch.cuda.memory_summary() == ""
+dist.monitored_barrier()
+weight = torch.ones(8, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+while True:
+    with torch.cuda.nvtx.range("step"), torch.accelerator.device_index(0), torch.cuda.device(0):
+        weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_may_look_after_the_memory_and_the_seeds_of_its_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HOUSEKEEPING, encoding="utf-8")
+    (trace,) = trace_script(str(script), [], 2, A800)
+    assert trace.memory.gradients == 4 * 8
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -147,6 +147,7 @@ def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple
         {
             dist.init_process_group: join,
             dist.destroy_process_group: _nothing,
+            dist.monitored_barrier: _nothing,
             mesh: mesh_on_cpu,
             spawn: run_here,
             nn.parallel.DistributedDataParallel: DataParallel,
@@ -229,14 +230,19 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda *_: (capacity - allocated(), capacity),
-        "memory_stats": lambda *_: defaultdict(int),
+        "memory_summary": lambda *_, **__: "",
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * per_node,
     }
+    on_both: dict[str, Any] = {"memory_stats": lambda *_: defaultdict(int)}
     for kind in ("allocated", "reserved"):
-        stand_ins |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
-    quiet = ("set_device", "reset_peak_memory_stats", "set_rng_state", "set_rng_state_all")
-    stand_ins |= dict.fromkeys(quiet, _nothing)
+        on_both |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
+    quiet = ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
+    on_both |= dict.fromkeys(quiet, _nothing)
+    # Seeds have no stand-in: without a GPU torch keeps them for later.
+    calls = "init ipc_collect reset_max_memory_allocated set_device set_per_process_memory_fraction"
+    calls += " set_rng_state set_rng_state_all set_sync_debug_mode"
+    stand_ins |= on_both | dict.fromkeys(calls.split(), _nothing)
     yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
     yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
     on_accelerator = {
@@ -245,8 +251,10 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
         "current_accelerator": lambda *_, **__: torch.device("cpu"),
         "current_device_index": lambda: 0,
         "set_device_index": _nothing,
+        "device_index": lambda *_: nullcontext(),
     }
-    yield from ((torch.accelerator, name, stand_in) for name, stand_in in on_accelerator.items())
+    for name, stand_in in (on_both | on_accelerator).items():
+        yield torch.accelerator, name, stand_in
 
 
 def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
