@@ -58,6 +58,18 @@ def test_the_first_chunk_is_gathered_before_a_step_of_megatron_core() -> None:
     assert seconds == pytest.approx(slowed, rel=0.15)
 
 
+def test_forwards_of_one_group_hide_the_gather_of_megatron_cores_next_chunk() -> None:
+    """It is asked for with a group's first forward, of as many microbatches as there are ranks."""
+    contender, cluster = PRICED["megatron_core"], task().cluster
+    slow = replace(cluster, inter=replace(cluster.inter, bandwidth_gb_s=1.0))
+    late = []
+    for batch in (64, 512):
+        given = replace(task(64, batch), cluster=slow)
+        candidate = Candidate(contender.knobs(tp=1, **CHUNKS), 1)
+        late.append(contender.simulated(given, candidate).price.stages[0].gather_updated)
+    assert late[0] == pytest.approx(late[1])
+
+
 def test_pipelines_without_chunks_hide_none_of_megatron_cores_gathers() -> None:
     result = described("megatron_core", pp=2, tp=1, replicate=32, replicate_zero=1)
     price, plan = result.price, result.plan
