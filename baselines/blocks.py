@@ -1,5 +1,5 @@
 """Recomputation and ``torch.compile`` of a transformer block, as the plan says, for every contender
-whose layers are those of ``zeropp.model``."""
+whose layers are those of ``baselines.model``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.chunk import run_recomputed
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 
 
 def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:

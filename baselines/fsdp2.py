@@ -24,9 +24,9 @@ from baselines.private_names import (
     with_real_tensors,
 )
 from zeropp.engine.optimizer import clip_factor, square_norm
-from zeropp.layout import Layout
-from zeropp.literals import Precision
-from zeropp.training import StepResult
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Precision
+from zeropp.types.training import StepResult
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -32,13 +32,13 @@ from zeropp.choose.space import (
     zero_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
-from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import SizedPlan
 from zeropp.price import cut_by_cost
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
+from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
 
 Public3D = Literal[
     "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"

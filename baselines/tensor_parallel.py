@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeropp.layout import InfeasibleError, Layout, divisors
-from zeropp.shape import ModelShape
+from zeropp.types.layout import InfeasibleError, Layout, divisors
+from zeropp.types.shape import ModelShape
 
 
 def check_tensor_parallel(shape: ModelShape, layout: Layout) -> None:

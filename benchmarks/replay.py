@@ -13,7 +13,7 @@ from benchmarks.launch.running import say
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, check_writable, command
 from benchmarks.specification.reading import preset
-from zeropp.cluster import NEWEST, Cluster
+from zeropp.price.cluster import NEWEST, Cluster
 
 _WORDS = {
     "gather": "gathers of parameters",

@@ -27,7 +27,7 @@ def _run() -> int:
     for config in configs:
         _check_run_keys(config)
     if "verdict" in configs[0]:  # experiment=claim_33 searches for its points itself
-        return int(importlib.import_module("benchmarks.studies.claim_33").run(configs[0]))
+        return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import run_points, spec_of
     from benchmarks.specification.progress import track

@@ -26,7 +26,6 @@ from rich.text import Text
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, command
-from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, lower, validate
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import EventResult, run
@@ -34,7 +33,8 @@ from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import Op, Schedule, StageCost, StepEnd, parse_action
 from zeropp.schedule.torch_runtime import lower_for_torch
-from zeropp.timeline import Span, Timeline
+from zeropp.types.layout import most_microbatches
+from zeropp.types.timeline import Span, Timeline
 
 _STYLES = {
     "F": "black on #56B4E9",

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
+from benchmarks.studies.product_times import fits
+from benchmarks.studies.simulators.compare import tables as simulator_tables
 from rich.console import Console
 
 from benchmarks.explain.answer import answer
@@ -35,18 +37,16 @@ from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
-from benchmarks.studies.claim_33.assumptions import REPRICED
-from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
-from benchmarks.studies.claim_33.changes import CHANGES_TABLE
-from benchmarks.studies.claim_33.pages import page_tables
-from benchmarks.studies.product_times import fits
-from benchmarks.studies.simulators.compare import tables as simulator_tables
+from benchmarks.verdict.assumptions import REPRICED
+from benchmarks.verdict.cells import cells_of, verdict_spec
+from benchmarks.verdict.changes import CHANGES_TABLE
+from benchmarks.verdict.pages import page_tables
 from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
-from zeropp.timeline import Timeline
+from zeropp.types.timeline import Timeline
 
 _DOCS = Path(__file__).parent
 _IMAGES = _DOCS / "images"

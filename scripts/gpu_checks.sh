@@ -39,7 +39,7 @@ run "${job[@]}" launcher=trace
 run "${job[@]}" launcher=simulate
 run "${job[@]}" launcher=simulate launcher.compute=traced
 
-python -m benchmarks.studies.engine_overhead --out "$out/engine_overhead.json" || failed=1
+python -m benchmarks.evidence.engine_overhead --out "$out/engine_overhead.json" || failed=1
 python -m benchmarks.report "$out/runs" --out "$out/report"
 cat "$out/report/tables.md"
 exit "$failed"

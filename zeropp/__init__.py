@@ -21,15 +21,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zeropp import cuda_settings as cuda_settings  # set before anything initialises CUDA
+from zeropp.engine import cuda_settings as cuda_settings  # set before anything initialises CUDA
 
 if TYPE_CHECKING:
-    from zeropp.api import parallelize
-    from zeropp.cluster import Cluster
     from zeropp.engine.checkpoint import CheckpointError
-    from zeropp.layout import InfeasibleError
-    from zeropp.parallel_model import ParallelModel
-    from zeropp.training import OptimizerConfig, StepResult
+    from zeropp.price.cluster import Cluster
+    from zeropp.train.api import parallelize
+    from zeropp.train.auto import degrees
+    from zeropp.train.parallel_model import ParallelModel
+    from zeropp.types.layout import InfeasibleError
+    from zeropp.types.training import OptimizerConfig, StepResult
 
 __all__ = [
     "CheckpointError",
@@ -38,16 +39,18 @@ __all__ = [
     "OptimizerConfig",
     "ParallelModel",
     "StepResult",
+    "degrees",
     "parallelize",
 ]
 _HOMES = {
     "CheckpointError": "zeropp.engine.checkpoint",
-    "Cluster": "zeropp.cluster",
-    "InfeasibleError": "zeropp.layout",
-    "OptimizerConfig": "zeropp.training",
-    "StepResult": "zeropp.training",
-    "ParallelModel": "zeropp.parallel_model",
-    "parallelize": "zeropp.api",
+    "Cluster": "zeropp.price.cluster",
+    "InfeasibleError": "zeropp.types.layout",
+    "OptimizerConfig": "zeropp.types.training",
+    "StepResult": "zeropp.types.training",
+    "ParallelModel": "zeropp.train.parallel_model",
+    "degrees": "zeropp.train.auto",
+    "parallelize": "zeropp.train.api",
 }
 # What few need: transformers and safetensors, and the tuner.
 _MODULES = ("huggingface", "choose")

@@ -22,6 +22,13 @@ COMMANDS = {
     "validate": ("the simulator against published measurements", False),
     "completion": ("words to complete in bash or zsh: source <(zeropp completion bash)", True),
 }
+# Those that are folders, not modules, in ``benchmarks``.
+_FOLDERS = {
+    "explain": "explain.__main__",
+    "report": "report.__main__",
+    "tune": "tune.__main__",
+    "validate": "validation.__main__",
+}
 
 
 def offered() -> dict[str, str]:
@@ -52,7 +59,7 @@ def _started(name: str, words: list[str]) -> int:
     """What a command of the suite returns; 2 where a package that it needs is not installed."""
     sys.path.insert(0, str(SUITE if SUITE.is_dir() else SUITE.parents[1]))
     sys.argv = [f"zeropp {name}", *words]
-    module = f"{name}.__main__" if name in ("explain", "report") else name
+    module = _FOLDERS.get(name, name)
     try:
         importlib.import_module("benchmarks").end_at_once_on_ctrl_c()
         return int(importlib.import_module(f"benchmarks.{module}").main())

@@ -29,8 +29,12 @@ from zeropp.choose.space import (
     zero_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
-from zeropp.literals import (
+from zeropp.price import cut_by_cost
+from zeropp.schedule.build import build
+from zeropp.schedule.plan import SizedPlan
+from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_placement, unordered
+from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.literals import (
     AT_LEAST_1,
     Auto,
     Placement,
@@ -40,10 +44,6 @@ from zeropp.literals import (
     WireType,
     if_auto,
 )
-from zeropp.plan import SizedPlan
-from zeropp.price import cut_by_cost
-from zeropp.schedule.build import build
-from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_placement, unordered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from baselines.deepspeed_3d.private_names import (
 )
 from baselines.deepspeed_3d.tensor_parallel import cut_logits, vocabulary_cross_entropy
 from baselines.deepspeed_3d.trainer import TIED, DeepSpeedTrainer
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 _TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeropp.model import Block, Embedding, Head
+from baselines.model import Block, Embedding, Head
 
 Group = dist.ProcessGroup
 
@@ -52,7 +52,7 @@ class _Sum(torch.autograd.Function):
 
 
 def cut_piece(piece: nn.Module, group: Group) -> None:
-    """Cut a piece of ``zeropp.model`` in place to the part of this rank of the group."""
+    """Cut a piece of ``baselines.model`` in place to the part of this rank of the group."""
     if group.size() == 1:
         return
     if isinstance(piece, Block):

@@ -28,16 +28,16 @@ from baselines.deepspeed_3d.private_names import (
     run_on_emulated_device,
 )
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
+from baselines.model import Block, build_piece
 from zeropp.emulate.kernels import is_emulated
 from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
-from zeropp.layout import Layout
-from zeropp.model import Block, build_piece
-from zeropp.plan import Plan
 from zeropp.price.programs import program_named
 from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.types.layout import Layout
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig, StepResult
 
 TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
 
@@ -60,7 +60,7 @@ def build(
 
 
 class DeepSpeedTrainer(ABC):
-    """A ``zeropp.training.Trainer`` that runs one of DeepSpeed's engines."""
+    """A ``zeropp.types.training.Trainer`` that runs one of DeepSpeed's engines."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int

@@ -19,12 +19,12 @@ from zeropp.choose.space import (
     recompute_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.layout import microbatches_per_step
-from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
-from zeropp.plan import SizedPlan
 from zeropp.price.programs import gathers
 from zeropp.schedule import lower
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
+from zeropp.types.layout import microbatches_per_step
+from zeropp.types.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
 
 
 @dataclass(frozen=True, kw_only=True)

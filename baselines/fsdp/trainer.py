@@ -21,12 +21,12 @@ from baselines.fsdp2 import (
     shard,
     world_mesh,
 )
+from baselines.model import build_piece, cross_entropy
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import build_piece, cross_entropy
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> FsdpTrainer:
@@ -35,7 +35,7 @@ def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: in
 
 
 class FsdpTrainer:
-    """A ``zeropp.training.Trainer`` on FSDP2's ``fully_shard``.
+    """A ``zeropp.types.training.Trainer`` on FSDP2's ``fully_shard``.
 
     Two releases are left out, because the same parameters would be the next to be gathered: the
     head stays gathered between its forward and its backward, and the embedding between the

@@ -1,4 +1,4 @@
-"""Which parameters of ``zeropp.model`` a parameter of Megatron-Core holds, and how ranks cut it.
+"""Which parameters of ``baselines.model`` a parameter of Megatron-Core holds, and how ranks cut it.
 
 Megatron-Core joins queries, keys and values in one matrix, group of heads by group of heads, and
 the two input projections of a gated MLP in another, tensor-parallel rank by rank.
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Size, Tensor
 
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 # How tensor-parallel ranks cut a parameter: along its rows (the outputs of a product), along its
 # columns (the inputs), or not at all.
@@ -43,7 +43,7 @@ _HEAD: dict[str, tuple[Cut, tuple[str, ...]]] = {
 @dataclass(frozen=True)
 class Contents:
     """What one parameter of Megatron-Core holds: parameters ``names`` of piece ``piece`` of
-    ``zeropp.model``, joined in ``groups`` groups of rows that hold a part of each of them."""
+    ``baselines.model``, joined in ``groups`` groups of rows that hold a part of each of them."""
 
     piece: int
     names: tuple[str, ...]

@@ -41,14 +41,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from baselines.megatron_core.parameters import Contents, contents_of
+from baselines.model import build_model, build_piece
 from baselines.public_3d import microbatch_group
 from zeropp.emulate.kernels import is_emulated
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import build_model, build_piece
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig, StepResult
 
 
 class FusedAttention(nn.Module):
@@ -89,7 +89,7 @@ def build(
 
 
 class MegatronTrainer:
-    """A ``zeropp.training.Trainer`` that runs Megatron-Core's ``GPTModel``."""
+    """A ``zeropp.types.training.Trainer`` that runs Megatron-Core's ``GPTModel``."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int

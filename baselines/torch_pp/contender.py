@@ -30,14 +30,12 @@ from zeropp.choose.space import (
     sequence_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step
-from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import Plan, SizedPlan
 from zeropp.price import cut_by_cost
 from zeropp.price.programs import gathers
 from zeropp.schedule import lower, validate
 from zeropp.schedule.build import build
 from zeropp.schedule.passes import add_reductions
+from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import (
     COMPUTE,
     Action,
@@ -49,6 +47,8 @@ from zeropp.schedule.program import (
     v_placement,
 )
 from zeropp.schedule.torch_runtime import lower_for_torch, with_messages
+from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
 
 TorchSchedule = Literal[
     "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev", "zeropp"

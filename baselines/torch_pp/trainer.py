@@ -43,6 +43,7 @@ from baselines.fsdp2 import (
     shard,
     world_mesh,
 )
+from baselines.model import Block, Embedding, build_piece, cross_entropy
 from baselines.torch_pp.private_names import (
     ObservedStage,
     OneForwardOneBackward,
@@ -51,12 +52,11 @@ from baselines.torch_pp.private_names import (
 )
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import Block, Embedding, build_piece, cross_entropy
-from zeropp.plan import Plan
 from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op, Schedule
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig, StepResult
 
 
 class TiedEnds:
@@ -103,8 +103,8 @@ class TiedEnds:
 
 
 def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a piece of ``zeropp.model`` (embedding, block or head) by DTensor, in place, over a 1-D
-    mesh of tensor-parallel ranks.
+    """Cut a piece of ``baselines.model`` (embedding, block or head) by DTensor, in place, over a
+    1-D mesh of tensor-parallel ranks.
 
     As in Megatron-LM (arXiv 1909.08053), projections into attention heads and into the MLP are
     column-parallel, those out of them are row-parallel, and embedding and logits are cut by the
@@ -189,7 +189,7 @@ class _StageModule(nn.Module):
 
 
 class TorchPipelineTrainer:
-    """A ``zeropp.training.Trainer`` that runs torch's pipeline runtime."""
+    """A ``zeropp.types.training.Trainer`` that runs torch's pipeline runtime."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int

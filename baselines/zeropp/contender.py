@@ -24,19 +24,19 @@ from zeropp.choose.space import (
     zero_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.knobs import StepKnobs
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import (
+from zeropp.price import cut_by_cost
+from zeropp.schedule.plan import SizedPlan
+from zeropp.schedule.step_plan import drafts, size_step
+from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.types.knobs import StepKnobs
+from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.literals import (
     AT_LEAST_1,
     Auto,
     Recompute,
     ReduceEvery,
     if_auto,
 )
-from zeropp.plan import SizedPlan
-from zeropp.price import cut_by_cost
-from zeropp.schedule.zeropp_order import smallest_cap
-from zeropp.step_plan import drafts, size_step
 
 
 @dataclass(frozen=True, kw_only=True)

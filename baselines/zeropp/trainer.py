@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeropp.api import parallelize
-from zeropp.model import build_piece, cross_entropy
-from zeropp.parallel_model import ParallelModel
-from zeropp.plan import Plan
-from zeropp.shape import ModelShape
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from baselines.model import build_piece, cross_entropy
+from zeropp.schedule.plan import Plan
+from zeropp.train.api import parallelize
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.shape import ModelShape
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
@@ -43,7 +43,7 @@ def _layer(shape: ModelShape, index: int, seed: int, device: torch.device) -> nn
 
 
 class ZeroppTrainer:
-    """A ``zeropp.training.Trainer`` of a model that ``parallelize`` has made."""
+    """A ``zeropp.types.training.Trainer`` of a model that ``parallelize`` has made."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model

@@ -28,7 +28,7 @@ from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.reading import preset
-from zeropp.cluster import Cluster
+from zeropp.price.cluster import Cluster
 
 
 def main() -> int:

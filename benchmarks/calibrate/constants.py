@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.calibrate.measure import Times
 from benchmarks.specification.reading import validated
-from zeropp.cluster import Cluster, Link
+from zeropp.price.cluster import Cluster, Link
 
 _SLOW_RANK = 1.05  # times the median of the ranks: a device that clocks lower, or is shared
 _SLOW_LINK = 1.2

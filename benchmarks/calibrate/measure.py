@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from baselines.model import build_piece
 from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
-from zeropp.model import build_piece
 from zeropp.price.kernels import ATTENTION_TILE
 from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 _LEAST_S = 0.15  # of repetitions of one kernel
 _MOST = 200  # repetitions

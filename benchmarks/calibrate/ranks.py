@@ -27,8 +27,8 @@ from benchmarks.calibrate.nccl_tests import NodeTests
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import preset
-from zeropp.cluster import Cluster
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 
 @dataclass(frozen=True)

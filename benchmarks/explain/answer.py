@@ -17,13 +17,13 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
-from benchmarks.studies.ratio_errors import priced_runs
+from benchmarks.tune.ratio_errors import priced_runs
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
-from zeropp.layout import InfeasibleError
 from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
+from zeropp.types.layout import InfeasibleError
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
 _search = partial(search, tolerance=0.01, runner_up=False)

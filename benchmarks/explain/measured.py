@@ -20,14 +20,14 @@ from benchmarks.measured.fit import Fitted, Priced, Run, fit, scaled_cluster
 from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
-from benchmarks.studies.ratio_errors import priced_runs
-from benchmarks.studies.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
-from benchmarks.studies.validation.stated import cluster_of, measured_s
+from benchmarks.tune.ratio_errors import priced_runs
+from benchmarks.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
+from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
 from zeropp.price import parameter_count
 from zeropp.price.programs import program_of
+from zeropp.schedule.plan import Plan
+from zeropp.types.layout import InfeasibleError
 
 MOST_RUNS = 3
 _NEAREST = 3

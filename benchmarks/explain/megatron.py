@@ -22,8 +22,8 @@ from benchmarks.explain.arguments import (
 )
 from benchmarks.explain.reading import UNKNOWN, Keys, Reading, share_of_ranks
 from benchmarks.specification import SpecError
-from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
+from zeropp.schedule.plan import SizedPlan
 
 _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {

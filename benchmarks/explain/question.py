@@ -20,10 +20,10 @@ from benchmarks.specification.reading import preset, validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Knobs, Task
-from zeropp.cluster import Cluster
-from zeropp.layout import InfeasibleError
-from zeropp.plan import SizedPlan
+from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.layout import InfeasibleError
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these

@@ -15,13 +15,13 @@ from rich.table import Table
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
 from benchmarks.specification import SpecError
-from benchmarks.studies import ratio_errors
+from benchmarks.tune import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate
-from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
+from zeropp.schedule.plan import SizedPlan
 
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
-from zeropp.plan import SizedPlan
 from zeropp.price.programs import program_named
+from zeropp.schedule.plan import SizedPlan
 
 # name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
 _LLAMA3 = {

@@ -36,11 +36,11 @@ from benchmarks.records.record import (
 )
 from benchmarks.records.recorded_spec import unchecked
 from benchmarks.specification.reading import adapter
-from zeropp.timeline import Provenance
+from zeropp.types.timeline import Provenance
 
 if TYPE_CHECKING:  # planning takes long to import, and a job that ends does not plan
     from benchmarks.specification.run_spec import RunSpec
-    from zeropp.plan import Plan
+    from zeropp.schedule.plan import Plan
 
 PROVENANCE: dict[str, Provenance] = {
     "local": "measured",

@@ -52,7 +52,7 @@ from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from zeropp.cluster import Device
+from zeropp.price.cluster import Device
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", __name__)

@@ -35,11 +35,11 @@ from benchmarks.specification.run_spec import RunSpec, is_priced, knobs_from
 from benchmarks.worker.data import check_data
 from zeropp.choose.contender import any_auto, describe
 from zeropp.choose.search import search
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
 from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory
-from zeropp.timeline import Provenance
+from zeropp.schedule.plan import Plan
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share

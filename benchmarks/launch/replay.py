@@ -21,15 +21,15 @@ from benchmarks.launch.simulate import MOST_SPANS
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import check_priced
-from zeropp.cluster import Cluster
-from zeropp.plan import Plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.price import work_of
 from zeropp.price.simulator import simulate
+from zeropp.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from zeropp.emulate.clock import Replay
     from zeropp.emulate.trace import Trace
-    from zeropp.training import OptimizerConfig
+    from zeropp.types.training import OptimizerConfig
 
 
 def check(points: Sequence[Point], options: ReplayOptions) -> None:

@@ -31,8 +31,8 @@ from benchmarks.records.record import RunRecord
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from zeropp.plan import Plan
 from zeropp.price.plan_price import PlanPrice, StageExtras
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import StageCost
 
 Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.measured.fit import CONSTANTS, RUN_ERROR, Constant, Priced, Run
-from zeropp.literals import Recompute
+from zeropp.types.literals import Recompute
 
 NO_CAUSE = "the simulator's own error"
 OTHER = "none of these"

@@ -20,11 +20,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from zeropp.cluster import Cluster, Device
-from zeropp.plan import Plan
 from zeropp.price import price_plan
+from zeropp.price.cluster import Cluster, Device
 from zeropp.price.programs import Program
 from zeropp.price.simulator import SimResult, simulate
+from zeropp.schedule.plan import Plan
 
 Array = npt.NDArray[np.float64]
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from benchmarks.records.record import GateResult, RankRecord
 from benchmarks.specification.reading import adapter
-from zeropp.layout import Layout
+from zeropp.types.layout import Layout
 
 Events = list[dict[str, Any]]  # of one rank, in their order
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import RecordedDevice, RecordedSpec
-from zeropp.cluster import Device
 from zeropp.price import model_flops_per_token
+from zeropp.price.cluster import Device
 
 
 def tokens_per_step(spec: RecordedSpec) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from benchmarks.specification.reading import adapter
-from zeropp.timeline import Provenance
+from zeropp.types.timeline import Provenance
 
 # Records of other schemas are refused. A new field has a default and needs no new number; one that
 # is renamed, or whose unit or meaning changes, does.

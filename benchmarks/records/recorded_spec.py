@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.records.record import RecordError
 from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.reading import validated
-from zeropp.literals import Auto
-from zeropp.shape import ModelShape
+from zeropp.types.literals import Auto
+from zeropp.types.shape import ModelShape
 
 
 @dataclass(frozen=True)

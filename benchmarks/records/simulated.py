@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.records.record import SCHEMA_VERSION, RecordError, RunRecord
 from benchmarks.specification.reading import preset
 from zeropp.choose.task import Task
-from zeropp.cluster import Cluster
+from zeropp.price.cluster import Cluster
 from zeropp.price.lost_time import TimeBreakdown
 from zeropp.price.simulator import SimResult
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 TABLE = "plans.csv"
 # The bases of comparison (``RunRecord.basis``) by their names in tables.

@@ -19,7 +19,7 @@ from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.specification.contenders import PRICED
 from zeropp.schedule.program import Action, Op, parse_action
-from zeropp.timeline import Span, Timeline, timeline_from_rows
+from zeropp.types.timeline import Span, Timeline, timeline_from_rows
 
 _COLOURS = {
     Op.FORWARD: "#56B4E9",

@@ -20,11 +20,11 @@ from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.reading import validated
 from zeropp.choose.task import Candidate, Knobs, Task
-from zeropp.cluster import Cluster
-from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
-from zeropp.plan import Plan
-from zeropp.shape import ModelShape
-from zeropp.training import OptimizerConfig
+from zeropp.price.cluster import Cluster
+from zeropp.schedule.plan import Plan
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
+from zeropp.types.shape import ModelShape
+from zeropp.types.training import OptimizerConfig
 
 T = TypeVar("T")
 

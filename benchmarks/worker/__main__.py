@@ -33,8 +33,8 @@ from benchmarks.worker.data import BatchSource, local_batch, open_batches
 from benchmarks.worker.gate import losses_of_one_process, run_gate
 from benchmarks.worker.meters import LOADED, MemoryMeter, measure_lone_rank, synchronise
 from zeropp.engine.collectives import connect_lazily
-from zeropp.plan import Plan
-from zeropp.training import Trainer
+from zeropp.schedule.plan import Plan
+from zeropp.types.training import Trainer
 
 # What is waited for before the clock is read at a span's start and end, for every contender alike:
 # on a GPU the compute stream, because transfers that were posted early may not have ended.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import DataSpec, RunSpec
-from zeropp.layout import Layout
+from zeropp.types.layout import Layout
 
 if TYPE_CHECKING:
     import torch

@@ -75,6 +75,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baselines.model import build_model, initial_std
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
@@ -87,11 +88,10 @@ from benchmarks.worker.one_process import (
     types_of,
 )
 from zeropp.choose.contender import Contender
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.model import build_model, initial_std
 from zeropp.price import parameter_count
-from zeropp.shape import ModelShape
-from zeropp.training import OptimizerConfig, Trainer
+from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.shape import ModelShape
+from zeropp.types.training import OptimizerConfig, Trainer
 
 STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order

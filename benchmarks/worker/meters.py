@@ -30,7 +30,7 @@ from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.kernels import kernels_of, read_trace, summarise_kernels
 from zeropp.emulate.world import fake_world
 from zeropp.schedule.program import parse_action
-from zeropp.timeline import Span
+from zeropp.types.timeline import Span
 
 # The code that this rank runs, read when its modules are imported: the files may be edited later.
 # Ranks that are forked from one process have its modules, and so its digest.

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.literals import Precision
-from zeropp.model import build_model, cross_entropy
 from zeropp.price import parameter_count
-from zeropp.training import OptimizerConfig
+from zeropp.types.literals import Precision
+from zeropp.types.training import OptimizerConfig
 
 T = TypeVar("T")
 

@@ -15,16 +15,16 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
+from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import build_model, cross_entropy
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
-from zeropp.shape import ModelShape
-from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig
+from zeropp.types.shape import ModelShape
+from zeropp.types.timeline import Span
+from zeropp.types.training import OptimizerConfig
 
 SEED = 3
 CPU = torch.device("cpu")

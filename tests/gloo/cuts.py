@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zeropp.cuts import cut_layers
+from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.program import loop_placement
 
 Make = Callable[[], nn.Module]

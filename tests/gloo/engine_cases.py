@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeropp
+from baselines.model import build_model, build_piece
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs, size
 from tests.gloo.differences import largest
 from zeropp.choose.planner import fastest
 from zeropp.choose.task import Task
-from zeropp.cluster import Cluster, Device, Link
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.interpreter import Microbatches
-from zeropp.literals import Precision
-from zeropp.model import build_model, build_piece
-from zeropp.parallel_model import ParallelModel
-from zeropp.plan import Plan
-from zeropp.shape import Family, ModelShape
-from zeropp.training import OptimizerConfig
+from zeropp.price.cluster import Cluster, Device, Link
+from zeropp.schedule.plan import Plan
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.literals import Precision
+from zeropp.types.shape import Family, ModelShape
+from zeropp.types.training import OptimizerConfig
 
 SEED = 11
 _LINK = Link(bandwidth_gb_s=1.0, latency_us=10.0)

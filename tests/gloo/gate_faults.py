@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baselines.model import Block, initial_std
 from benchmarks.records.record import GateCheck
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
@@ -41,7 +42,6 @@ from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
 from tests.gloo.subtle_faults import SUBTLE_FAULTS, SUBTLE_LATER, SUBTLE_OPTIMIZER_FAULTS
 from zeropp.choose.contender import Contender
 from zeropp.engine import chunk
-from zeropp.model import Block, initial_std
 
 CPU = torch.device("cpu")
 

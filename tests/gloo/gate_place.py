@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 
 _BUILDERS = (
     "zeropp.engine.optimizer",

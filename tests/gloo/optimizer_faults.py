@@ -21,7 +21,7 @@ from tests.gloo.gate_place import (
     parameters_of,
 )
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 Hook = Callable[[torch.optim.Optimizer, int], None]  # before a step, which is counted from 1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.gloo import small_layers
 from tests.gloo.small_layers import BATCH, loss_function, trained_alone
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 WIDTH = 6
 data = partial(small_layers.data, width=WIDTH)

@@ -18,7 +18,7 @@ import zeropp
 from tests.gloo.differences import largest
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.values import chosen, keywords_of, tensors_of
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 WIDTH, ROWS, MICROBATCH = 8, 12, 2
 DEGREES = [

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 WIDTH, ROWS, COUNT = 6, 8, 27
 PER_EPOCH = COUNT // ROWS

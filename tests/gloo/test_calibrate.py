@@ -21,8 +21,8 @@ from benchmarks.calibrate.ranks import take_tests
 from benchmarks.specification import SpecError
 from benchmarks.specification.reading import preset, validated
 from tests.gloo.world import World
-from zeropp.cluster import Cluster
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 GROUP = "within a node"
 

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 import zeropp
+from baselines.model import build_piece
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
 from tests.unit.shapes import gpt
-from zeropp.api import make_plan
-from zeropp.choose import auto
-from zeropp.choose.auto import choose
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
 from zeropp.choose.recorder import Recorder
 from zeropp.choose.task import Candidate, Task
-from zeropp.cluster import cluster_of
+from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.walk import LayerSizes, walk
-from zeropp.model import build_piece
-from zeropp.parallel_model import describe
-from zeropp.plan import Plan
 from zeropp.price import price_plan
+from zeropp.price.cluster import cluster_of
 from zeropp.schedule import event_loop
-from zeropp.settings import Settings, asked_for, read_keywords
-from zeropp.shape import ModelShape
+from zeropp.schedule.plan import Plan
+from zeropp.train import auto
+from zeropp.train.api import make_plan
+from zeropp.train.auto import choose
+from zeropp.train.parallel_model import describe
+from zeropp.types.shape import ModelShape
 
 GPT = gpt(30, 2048, 16)
 
@@ -155,11 +155,11 @@ def test_degrees_are_chosen_without_a_job() -> None:
     tokens = torch.zeros(1, SMALL.seq, dtype=torch.long)
     keywords: dict[str, Any] = {"precision": "bf16", "cluster": "a800", **EVERYTHING}
     keywords |= {"sample": tokens, "global_batch": 32}
-    values = zeropp.choose.degrees(makers(SMALL), 8, **keywords)
+    values = zeropp.degrees(makers(SMALL), 8, **keywords)
     asked = chosen(SMALL, 8, **EVERYTHING)
     assert values == {name: getattr(asked, name) for name in EVERYTHING}
     assert "auto" not in values.values()
-    assert zeropp.choose.degrees(makers(SMALL), 8, **keywords | values) == {}
+    assert zeropp.degrees(makers(SMALL), 8, **keywords | values) == {}
     sizes = walk(makers(SMALL), tokens, {}, recorder=Recorder)
     plans = [
         make_plan(read_keywords([], given), asked_for(given), sizes, 8)[0]
@@ -171,14 +171,12 @@ def test_degrees_are_chosen_without_a_job() -> None:
 def test_the_size_of_microbatches_is_chosen() -> None:
     keywords: dict[str, Any] = {"precision": "bf16", "cluster": "a800", "pp": 2, "shard": 2}
     keywords |= {"sample": torch.zeros(1, SMALL.seq, dtype=torch.long), "global_batch": 32}
-    values = zeropp.choose.degrees(makers(SMALL), 4, **keywords, microbatch_size="auto")
+    values = zeropp.degrees(makers(SMALL), 4, **keywords, microbatch_size="auto")
     assert values["microbatch_size"] in (2, 4, 8)  # one is slow, and 16 are no pipeline
     times = {rows: chosen_step_s(keywords | {"microbatch_size": rows}) for rows in (1, 2, 4, 8)}
     assert min(times, key=lambda rows: times[rows]) == values["microbatch_size"]
     with pytest.raises(zeropp.InfeasibleError, match="microbatch_size='auto': needs clus"):
-        zeropp.choose.degrees(
-            makers(SMALL), 4, **keywords | {"cluster": None}, microbatch_size="auto"
-        )
+        zeropp.degrees(makers(SMALL), 4, **keywords | {"cluster": None}, microbatch_size="auto")
 
 
 def chosen_step_s(keywords: dict[str, Any]) -> float:
@@ -198,7 +196,7 @@ def test_degrees_are_chosen_for_layers_that_know_what_is_tied() -> None:
     layers = TiedLayers(nn.Linear(8, 8) for _ in range(4))
     keywords = {"sample": torch.zeros(1, 8), "global_batch": 8, "cluster": "a800"}
     with mock.patch.object(auto, "choose", wraps=choose) as asked:
-        assert zeropp.choose.degrees(layers, 2, **keywords, pp="auto", unit=2) == {"pp": 2}
+        assert zeropp.degrees(layers, 2, **keywords, pp="auto", unit=2) == {"pp": 2}
     assert asked.call_args.args[0].tied == TiedLayers.tied
 
 

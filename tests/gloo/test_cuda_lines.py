@@ -22,8 +22,8 @@ from zeropp.engine.interpreter import Evaluator, Loss, Microbatches
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater
 from zeropp.engine.warm_up import warm_up
-from zeropp.layout import Layout
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.layout import Layout
 
 GPU = torch.device("cuda", 1)
 BOTH = "cpu:gloo,cuda:nccl"

@@ -12,8 +12,8 @@ import torch
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer, build
 from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
 from tests.gloo.world import World
-from zeropp.plan import Plan
-from zeropp.training import OptimizerConfig
+from zeropp.schedule.plan import Plan
+from zeropp.types.training import OptimizerConfig
 
 BUILDER = "baselines.deepspeed_3d.trainer:build"
 LLAMA = {"family": "llama", "kv_heads": 2}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 WIDTH, ROWS = 8, 64

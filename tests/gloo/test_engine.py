@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from baselines.model import build_model
 from tests.gloo.engine_cases import (
     ADAMW,
     SEED,
@@ -24,8 +25,7 @@ from tests.gloo.engine_cases import (
 )
 from tests.gloo.world import World
 from zeropp.engine.collectives import Channels, neighbours
-from zeropp.model import build_model
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 
 def label(case: Case) -> str:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from baselines.model import build_piece
 from baselines.torch_pp.private_names import Runtime, load_programs
 from tests.gloo.engine_cases import SEED, Case, loss_function, train, worst_error
 from tests.gloo.world import World
-from zeropp.model import build_piece
 from zeropp.schedule.program import Op
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 SGD = OptimizerConfig(kind="sgd", lr=0.1)
 

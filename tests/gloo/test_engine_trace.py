@@ -10,7 +10,6 @@ import pytest
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.closed_circle import NARROW, kernels_of, plan_of, seconds_of, transfers_of
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.emulate.trace import Trace, trace_ranks
@@ -127,16 +126,3 @@ def gathers_before_a_message(trace: Trace) -> int:
     issued = [one.what for one in trace.log[places[1] : places[2]] if one.kind == "communication"]
     message = next(i for i, what in enumerate(issued) if what.startswith(("isend", "irecv")))
     return sum("allgather" in what for what in issued[:message])
-
-
-def test_every_kernel_of_a_log_can_be_timed_here() -> None:
-    """The logs of a study that times them all; those of a narrow model here."""
-    plan = plan_of({"name": "fsdp", "shard": 2}, NARROW)
-    program = CONTENDERS["fsdp"]
-    (trace,) = trace_ranks(plan, [0], optimizer=ADAMW, program=program, steps=2, here=True)
-    kernels = kernels_of(trace.log)
-    assert {"aten::mm", "fsdp::chunk_cat", "aten::_fused_adamw_"} <= {k.name for k in kernels}
-    assert {what for what, _ in transfers_of([{0: trace.log}])} >= {"c10d::_allgather_base_"}
-    seconds = seconds_of(kernels)
-    assert seconds.keys() == set(kernels)
-    assert min(seconds.values()) > 0

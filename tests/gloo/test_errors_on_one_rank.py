@@ -24,8 +24,8 @@ from zeropp.engine import checkpoint, flat
 from zeropp.engine.checkpoint import CheckpointError
 from zeropp.engine.errors import PeerError, together
 from zeropp.engine.lanes import Lane, make_lane
-from zeropp.layout import InfeasibleError
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.layout import InfeasibleError
 
 RANK = 1  # the one that fails
 

@@ -24,7 +24,7 @@ from tests.gloo.step_cases import (
     worst,
 )
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 
 def uneven_rows(model: ParallelModel) -> slice:

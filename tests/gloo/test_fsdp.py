@@ -13,11 +13,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.blocks import prepare_block
+from baselines.model import build_piece
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
-from zeropp.model import build_piece
 from zeropp.schedule.program import Op
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 BUILDER = "baselines.fsdp.trainer:build"
 

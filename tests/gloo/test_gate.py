@@ -19,8 +19,8 @@ from tests.gloo.gate_faults import FAULTS, SUBTLE, find
 from tests.gloo.megatron_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.world import WorkerError, World
 from tests.unit.toy_spec import mapping
-from zeropp.layout import InfeasibleError
-from zeropp.training import OptimizerConfig
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.training import OptimizerConfig
 
 TIED = {"tied_embeddings": True}
 # Faults that need something which not every configuration has.

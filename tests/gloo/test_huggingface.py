@@ -27,7 +27,7 @@ from tests.gloo.differences import largest
 from tests.gloo.topologies import ROWS, topology
 from tests.gloo.world import World
 from zeropp import huggingface
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 2, 10, 60, 2, 1.0
 # How far gradients may be from one process's, in fp64. Gemma's norms add up the gradients of their

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.layout import InfeasibleError
-from zeropp.settings import Settings
+from zeropp.engine.settings import Settings
+from zeropp.types.layout import InfeasibleError
 
 CONFIGURATIONS = [
     {"kind": "SGD"},

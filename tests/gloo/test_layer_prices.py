@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baselines.model import build_piece
 from benchmarks.specification.reading import preset
 from tests.unit.simulated_task import cluster
 from zeropp.choose.layer_prices import LayerPrices, LayerState
 from zeropp.choose.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
-from zeropp.layout import Layout
-from zeropp.literals import Recompute
-from zeropp.model import build_piece
-from zeropp.operators import Attention, Elementwise, LayerOperators, Product
-from zeropp.plan import SizedPlan
 from zeropp.price.layers import passes_of_layer
 from zeropp.price.network import group_of
 from zeropp.price.price import pass_times
 from zeropp.price.programs import program_named
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.shape import ModelShape
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Recompute
+from zeropp.types.operators import Attention, Elementwise, LayerOperators, Product
+from zeropp.types.shape import ModelShape
 
 MODELS = ("gpt_6_2b", "gpt_14_6b", "gpt_175b", "llama_8b", "llama_70b", "llama_405b")
 PASSES = ("forward", "input gradient", "weight gradient")

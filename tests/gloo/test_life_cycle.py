@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.gloo.small_layers import Kind, Scale, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 SIZE = 2
 

@@ -26,7 +26,7 @@ from tests.gloo.world import World
 from zeropp.engine import errors
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Microbatches
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 VOCAB, WIDTH = 11, 8
 LENGTHS = (5, 9, 5, 3)  # of the steps' sequences

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from baselines.model import build_model, cross_entropy
 from benchmarks.launch.local import launch
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
@@ -18,7 +19,6 @@ from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
 from tests.unit.toy_spec import mapping
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import build_model, cross_entropy
 
 STEPS = 10
 TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}

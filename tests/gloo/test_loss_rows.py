@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 ROWS = 3  # of a microbatch, whose halves are one row and two
 

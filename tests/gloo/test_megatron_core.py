@@ -17,7 +17,7 @@ from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.megatron_cases import actions_in_other_groups, curve, curve_of_one_process
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 
 STEPS = 4

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from baselines.megatron_core.parameters import contents_of
+from baselines.model import build_piece
 from tests.gloo.contender_case import request
-from zeropp.model import build_piece
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 BLOCK = {  # as Megatron-Core's own layers and as Transformer Engine's name them
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

@@ -14,22 +14,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeropp
+from baselines.model import build_piece, cross_entropy
 from baselines.zeropp.contender import ZEROPP, size
 from baselines.zeropp.trainer import ZeroppTrainer
 from benchmarks.specification.run_spec import RunSpec
 from tests.gloo.contender_case import SEED, batch, request
 from tests.gloo.world import World
-from zeropp.api import make_plan
+from zeropp.engine.settings import Settings, read_keywords
 from zeropp.engine.walk import walk
-from zeropp.knobs import StepKnobs
-from zeropp.model import build_piece, cross_entropy
-from zeropp.plan import Plan
 from zeropp.price.pieces import piece_times
 from zeropp.price.price import work_of
-from zeropp.settings import Settings, read_keywords
-from zeropp.shape import ModelShape
-from zeropp.step_plan import drafts
-from zeropp.training import OptimizerConfig, Trainer
+from zeropp.schedule.plan import Plan
+from zeropp.schedule.step_plan import drafts
+from zeropp.train.api import make_plan
+from zeropp.types.knobs import StepKnobs
+from zeropp.types.shape import ModelShape
+from zeropp.types.training import OptimizerConfig, Trainer
 
 MOST_LINES = 8_060
 LLAMA = {"family": "llama", "kv_heads": 2}

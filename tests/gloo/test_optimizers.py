@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import zeropp
 from tests.gloo.world import World
 from zeropp.engine.users_optimizer import try_optimizer
-from zeropp.layout import InfeasibleError
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.layout import InfeasibleError
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 6, 8, 2
 LEGS = 3  # of as many steps, each in another topology; most optimizers train for two

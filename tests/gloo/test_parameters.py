@@ -19,7 +19,7 @@ from tests.gloo import small_layers
 from tests.gloo.differences import largest
 from tests.gloo.small_layers import BATCH, loss_function, trained_alone
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 WIDTH = 6
 data = partial(small_layers.data, width=WIDTH)

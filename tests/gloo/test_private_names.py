@@ -140,11 +140,11 @@ CONTRACTS = [
     Contract("torch:_foreach_mul_", f"{_FSDP}: clipping in one kernel"),
     Contract(
         "torch.distributed.pipelining._backward:stage_backward_input",
-        "benchmarks.studies.engine_overhead: torch's own split backward",
+        "benchmarks.evidence.engine_overhead: torch's own split backward",
     ),
     Contract(
         "torch.distributed.pipelining._backward:stage_backward_weight",
-        "benchmarks.studies.engine_overhead: torch's own split backward",
+        "benchmarks.evidence.engine_overhead: torch's own split backward",
     ),
     Contract(f"{_SCHEDULES}:_Action.from_str", f"{_PP}: schedule=1f1b"),
     Contract(f"{_SCHEDULES}:_PipelineScheduleRuntime", f"{_PP}: schedule=1f1b"),
@@ -156,12 +156,12 @@ CONTRACTS = [
     Contract(f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order", f"{_PP}: schedule=1f1b"),
     Contract(
         f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order_with_comms",
-        "benchmarks.studies.schedules: torch's orders",
+        "benchmarks.evidence.schedules: torch's orders",
     ),
     Contract(
         f"{_SCHEDULES}:_PipelineScheduleRuntime._load_csv", "torch's runtime as the engine's oracle"
     ),
-    Contract(f"{_STAGE}:_PipelineStageBase", "benchmarks.studies.schedules: orders without ranks"),
+    Contract(f"{_STAGE}:_PipelineStageBase", "benchmarks.evidence.schedules: orders without ranks"),
     Contract(
         f"{_STAGE}:PipelineStage.forward_one_chunk", f"{_PP}: spans and counts", ("fwd_chunk_id",)
     ),

@@ -215,8 +215,8 @@ REFUSALS = {
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "optimizer: ranks differ: rank 0 has",
     "other knob": "unit: ranks differ: rank 0 has 1 where rank 1 has 2; every",
-    "unknown knob": "TypeError: parallelize: got an unexpected keyword argument 'tp' (zeropp."
-    "settings.Settings has them all)",
+    "unknown knob": "TypeError: parallelize: got an unexpected keyword argument 'tp' (see zeropp."
+    "engine.settings.Settings)",
     "misspelled knob": "unexpected keyword argument 'global_bacth' (did you mean 'global_batch'?)",
     "tuple": "layers[1]: returns tuple",
     "no layers": "layers=[]",

@@ -18,7 +18,7 @@ from tests.gloo.differences import largest
 from tests.gloo.small_layers import error_of
 from tests.gloo.topologies import LAYERS, ROWS, topology
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 WIDTH, LENGTH, VOCABULARY, STEPS = 8, 6, 11, 3
 SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)

@@ -10,7 +10,7 @@ import pytest
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
 from zeropp.schedule.program import Op
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 BUILDER = "baselines.torch_pp.trainer:build"
 FEW = 4  # microbatches, because DTensors of tensor parallelism take long for each

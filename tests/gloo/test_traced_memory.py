@@ -22,8 +22,8 @@ from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.trace import trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.private_names import TorchDispatchMode
-from zeropp.plan import Plan
-from zeropp.training import OptimizerConfig
+from zeropp.schedule.plan import Plan
+from zeropp.types.training import OptimizerConfig
 
 SGD = OptimizerConfig(kind="sgd", lr=0.5)  # on a CPU, AdamW makes temporaries that no GPU makes
 SIZES = {"hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq": 128, "vocab": 512}

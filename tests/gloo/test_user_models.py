@@ -39,7 +39,7 @@ from tests.gloo.user_models import (
     made,
 )
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
+from zeropp.train.parallel_model import ParallelModel
 
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},

@@ -33,7 +33,7 @@ PRELOADED = [
     *preloaded_on_cpu(CONTENDERS),
     "torch.distributed.checkpoint._fsspec_filesystem",  # checkpoints import it when they begin
     "torch.profiler",
-    "zeropp.api",
+    "zeropp.train.api",
     "pytest",
     "tests.gloo.contender_case",
     "tests.gloo.engine_cases",

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
+from baselines.model import build_model, cross_entropy
 from tests.streams.faults import CONTROLS, FAULTS
 from zeropp.emulate import Report, emulated, watch
 from zeropp.emulate.log import Issued
-from zeropp.model import build_model, cross_entropy
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 SEQUENCE, WORDS = 4, 13
 

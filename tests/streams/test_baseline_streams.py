@@ -13,9 +13,9 @@ from tests.gloo.contender_case import CPU, SEED, batch, request
 from tests.gloo.world import World
 from tests.unit.device_orders import check, logs_of, one_group
 from zeropp.emulate import watch
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Schedule, parse_action
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 
 def watched(plan: Plan) -> tuple[str, tuple[str, ...]]:

@@ -30,7 +30,7 @@ from zeropp.engine import deferred
 from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import make_lane
-from zeropp.operators import Attention, Product
+from zeropp.types.operators import Attention, Product
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
 

@@ -305,8 +305,13 @@ def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == "1 ok"
 
 
-COMMANDS = ("report.__main__", "show", "status", "tune", "validate")
-STUDIES = ("fit_constants", "memory_table", "renew", "schedules")
+COMMANDS = ("report.__main__", "show", "status", "tune.__main__", "validation.__main__")
+STUDIES = (
+    "validation.fit_constants",
+    "evidence.memory_table",
+    "evidence.renew",
+    "evidence.schedules",
+)
 
 
 @pytest.fixture
@@ -330,7 +335,7 @@ def test_what_a_locale_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch)
     assert written.getvalue() == b"1 ? 2\n"
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, *(f"studies.{name}" for name in STUDIES)])
+@pytest.mark.parametrize("module", [*COMMANDS, *STUDIES])
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from baselines.model import build_model, build_piece
 from tests.unit.shapes import gpt
-from zeropp.model import build_model, build_piece
 from zeropp.price import model_flops_per_token, parameter_count
 from zeropp.price.flops import piece_forward_flops, piece_parameters
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 GPT = gpt(3, 64, 4, vocab=96, seq=32)
 LLAMA = replace(GPT, name="llama", family="llama", ffn=176)

@@ -18,19 +18,19 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from benchmarks.evidence import memory_table, schedules
+from benchmarks.evidence.renew import REFERENCE
 from benchmarks.records.simulated import line_of
 from benchmarks.specification.reading import preset
-from benchmarks.studies import memory_table, schedules
-from benchmarks.studies.claim_33.assumptions import REPRICED
-from benchmarks.studies.claim_33.cells import Cell, priced_again
-from benchmarks.studies.claim_33.uncertainty import judged
-from benchmarks.studies.renew import REFERENCE
-from benchmarks.studies.validation.errors import errors_of
-from benchmarks.studies.validation.predict import Prediction, outcome_of
-from benchmarks.studies.validation.rows import read_rows, training_tables
+from benchmarks.validation.errors import errors_of
+from benchmarks.validation.predict import Prediction, outcome_of
+from benchmarks.validation.rows import read_rows, training_tables
+from benchmarks.verdict.assumptions import REPRICED
+from benchmarks.verdict.cells import Cell, priced_again
+from benchmarks.verdict.uncertainty import judged
 from zeropp.choose.task import Task
-from zeropp.cluster import Cluster
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 Row = dict[str, str]
 TODAY = datetime.now(UTC).date().toordinal()

@@ -16,14 +16,14 @@ import torch
 from benchmarks.records.record import read_record
 from benchmarks.specification.reading import preset
 from tests.slurm.commands import call
-from zeropp.cluster import Cluster
 from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.kernels import describe
 from zeropp.emulate.log import STEP, Log, Message
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
-from zeropp.operators import Attention, Product
-from zeropp.plan import MemoryBytes
+from zeropp.price.cluster import Cluster
+from zeropp.schedule.plan import MemoryBytes
+from zeropp.types.operators import Attention, Product
 
 A800 = preset("cluster", "a800", Cluster)
 PLAIN = "scripts/examples/plain_fsdp2.py"

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.closed_circle import last_step
 from tests.gloo.contender_case import request
 from zeropp.emulate.log import Issued
 from zeropp.emulate.trace import trace_ranks
-from zeropp.training import OptimizerConfig
+from zeropp.types.training import OptimizerConfig
 
 ASKED = [
     {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2},
     {"name": "torch_pp", "pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"},
 ]
+
+
+def last_step(log: Sequence[Issued]) -> list[Issued]:
+    """What a rank issues in the step that a replay is of."""
+    places = [index for index, issued in enumerate(log) if issued.kind == "place"]
+    return list(log[places[-2] : places[-1]])
 
 
 def shape_of(log: Sequence[Issued]) -> list[object]:

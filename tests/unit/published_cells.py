@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from benchmarks.studies.validation.predict import Prediction, predict
-from benchmarks.studies.validation.rows import COLUMNS, Line, PublishedRow, read_rows
+from benchmarks.validation.predict import Prediction, predict
+from benchmarks.validation.rows import COLUMNS, Line, PublishedRow, read_rows
 
 CELLS = dict.fromkeys(COLUMNS, "") | {
     "source": "a test", "url": "none", "table": "1", "verified": "yes", "role": "held_out",

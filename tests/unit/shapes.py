@@ -1,6 +1,6 @@
 """Models that tests make up."""
 
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> ModelShape:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.specification.reading import preset
 from zeropp.choose.task import Task
-from zeropp.cluster import Cluster
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 
 def cluster(name: str) -> Cluster:

@@ -12,7 +12,7 @@ from benchmarks.specification.run_spec import spec_from_mapping
 from zeropp.schedule import event_loop, lower
 from zeropp.schedule.build import build
 from zeropp.schedule.program import StageCost
-from zeropp.timeline import Provenance
+from zeropp.types.timeline import Provenance
 
 MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
 LINK = {"bandwidth_gb_s": 5.0, "latency_us": 20.0}

@@ -15,9 +15,9 @@ from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.synthetic_records import spec_values
 from zeropp.choose.contender import any_auto
-from zeropp.cluster import Cluster
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import simulate
-from zeropp.shape import ModelShape
+from zeropp.types.shape import ModelShape
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import yaml
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
-from zeropp.layout import InfeasibleError
 from zeropp.schedule.program import Op
+from zeropp.types.layout import InfeasibleError
 
 
 def request(num_gpus: int, global_batch: int, **contender: Any) -> RunSpec:

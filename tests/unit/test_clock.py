@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from zeropp.cluster import Cluster, cluster_of
 from zeropp.emulate.clock import Replay, StuckError, kernel_s, replay
 from zeropp.emulate.log import COMPUTE, STEP, Kernel, Log, Message
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck, unmatched
-from zeropp.operators import Attention, Product
+from zeropp.price.cluster import Cluster, cluster_of
 from zeropp.price.kernels import (
     fused_attention_backward_s,
     fused_attention_s,
@@ -27,6 +26,7 @@ from zeropp.price.network import (
     waits_s,
 )
 from zeropp.price.price import stragglers
+from zeropp.types.operators import Attention, Product
 
 CLUSTER = cluster_of("a800")
 DEVICE = replace(CLUSTER.device, overlap_slowdown=0.0)

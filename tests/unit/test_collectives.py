@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster
-from zeropp.layout import Layout
 from zeropp.price.network import all_reduce_s, gather_s, group, hops_s, start_s, transfer_s, waits_s
+from zeropp.types.layout import Layout
 
 A100 = cluster("a100")
 

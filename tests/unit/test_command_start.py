@@ -23,7 +23,7 @@ ANSWERS = [  # a command line, and words of what it prints
     ("tune --help", ["num_gpus: 64", "cluster=a800"]),
     ("show --help", ["name=zeropp", "reduce_grad"]),
     ("status --help", ["usage: ", "--json"]),
-    ("validate --help", ["usage: ", "--cluster"]),
+    ("validation --help", ["usage: ", "--cluster"]),
     ("report --help", ["usage: ", "--table"]),
     ("completion --help", ["usage: ", "zsh"]),
 ]

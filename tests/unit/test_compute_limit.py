@@ -21,10 +21,10 @@ from tests.unit.simulated_task import task
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import SearchPoint, points
 from zeropp.choose.task import Candidate
-from zeropp.cluster import Cluster
-from zeropp.layout import InfeasibleError
 from zeropp.price import compute_limit
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.shape import ModelShape
 
 SMALL = replace(
     task(16, 32),

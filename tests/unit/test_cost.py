@@ -13,10 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster
-from zeropp.layout import Layout
-from zeropp.literals import Recompute, ReduceEvery, ReplicateZero
-from zeropp.operators import Attention
-from zeropp.plan import SizedPlan
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.activations import block_kept
 from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s, stream_s
@@ -31,8 +27,12 @@ from zeropp.price.programs import (
     program_as_run,
     program_named,
 )
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.shape import ModelShape
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Recompute, ReduceEvery, ReplicateZero
+from zeropp.types.operators import Attention
+from zeropp.types.shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GPT = gpt(8, 1024, 16, seq=1024)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
-from zeropp.cuts import cut_layers, spread_blocks
-from zeropp.plan import SizedPlan
 from zeropp.price import balanced_cuts, price_plan
 from zeropp.price.communication import collectives_of, stage_parameters
 from zeropp.price.programs import program_named
 from zeropp.price.simulator import simulate
+from zeropp.schedule.cuts import cut_layers, spread_blocks
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, v_placement
 
 

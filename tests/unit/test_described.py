@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.evidence.replays import described_compute_s
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.replays import described_compute_s
 from tests.unit.simulated_task import cluster, model, task
 from zeropp.choose.task import Candidate
-from zeropp.cluster import Link
 from zeropp.price import price_plan
+from zeropp.price.cluster import Link
 from zeropp.price.communication import update_s
 from zeropp.price.kernels import stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group, group_of

@@ -23,8 +23,8 @@ from benchmarks.explain.screen import written_as
 from benchmarks.specification import SpecError, reading
 from benchmarks.specification import progress as bars
 from zeropp.choose.task import Candidate
-from zeropp.cluster import Cluster
-from zeropp.layout import InfeasibleError
+from zeropp.price.cluster import Cluster
+from zeropp.types.layout import InfeasibleError
 
 TOML = """
 # a preset for 16 H100 GPUs

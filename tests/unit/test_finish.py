@@ -30,7 +30,7 @@ from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
-from zeropp.timeline import Provenance
+from zeropp.types.timeline import Provenance
 
 
 @pytest.fixture

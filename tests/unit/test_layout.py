@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from baselines.zeropp.contender import ZeroppKnobs, size
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.plan import SizedPlan
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.layout import InfeasibleError, Layout
 
 degree = st.integers(1, 4)
 

@@ -15,8 +15,8 @@ from baselines.torch_pp.contender import (
 )
 from benchmarks.specification.contenders import COMPARED, PRICED
 from tests.unit.simulated_task import task
-from zeropp.layout import InfeasibleError
 from zeropp.price.programs import program_named
+from zeropp.types.layout import InfeasibleError
 
 
 def _schedules(contender: object, asked: TorchPPKnobs) -> set[str]:

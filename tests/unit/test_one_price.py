@@ -13,18 +13,18 @@ from baselines.public_3d import BEST_3D
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.contenders import COMPARED, PRICED
 from benchmarks.specification.reading import preset
-from benchmarks.studies.claim_33.cells import Cell, winner_of
-from benchmarks.studies.validation.cases import case_of
-from benchmarks.studies.validation.predict import predict, simulated
-from benchmarks.studies.validation.rows import PublishedRow
+from benchmarks.validation.cases import case_of
+from benchmarks.validation.predict import predict, simulated
+from benchmarks.validation.rows import PublishedRow
+from benchmarks.verdict.cells import Cell, winner_of
 from tests.unit.published_cells import CELLS
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Candidate, Task
-from zeropp.cluster import Cluster
-from zeropp.literals import Precision
-from zeropp.plan import Plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import simulate
-from zeropp.shape import ModelShape
+from zeropp.schedule.plan import Plan
+from zeropp.types.literals import Precision
+from zeropp.types.shape import ModelShape
 
 SIDES = {"tp": 2, "pp": 2, "replicate": 2, "replicate_zero": 1}
 STAGES = {"tp": 1, "pp": 4, "shard": 2, "replicate": 1}

@@ -10,11 +10,11 @@ import pytest
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
-from zeropp.layout import Layout
-from zeropp.plan import SizedPlan
 from zeropp.price import price_plan
 from zeropp.price.simulator import simulate
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
+from zeropp.types.layout import Layout
 
 
 def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> SizedPlan:

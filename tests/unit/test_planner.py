@@ -13,15 +13,15 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import cluster, task
 from zeropp.choose.planner import fastest
 from zeropp.choose.task import Candidate, Task
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
 from zeropp.price import price_plan
 from zeropp.price.programs import gathers
 from zeropp.price.simulator import simulate
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import StageCost
 from zeropp.schedule.zeropp_order import OrderSizes, planned_beginnings, planned_order
+from zeropp.types.layout import InfeasibleError
 
 SHAPE = replace(task().shape, layers=18)  # not divisible by P*V: unequal stages, a heavy head
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.validation.plausible import check_plausible
-from benchmarks.studies.validation.predict import outcome_of
-from benchmarks.studies.validation.rows import read_rows, training_tables
+from benchmarks.validation.plausible import check_plausible
+from benchmarks.validation.predict import outcome_of
+from benchmarks.validation.rows import read_rows, training_tables
 from tests.unit.published_cells import LARGE, line_of, predicted, row
 
 MFU = {"metric": "mfu", "attention_flops": "full"}

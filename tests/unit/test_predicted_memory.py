@@ -18,7 +18,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
-from zeropp.cluster import Cluster
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import simulate
 
 SETTINGS: dict[str, dict[str, Any]] = {

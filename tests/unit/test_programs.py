@@ -15,7 +15,6 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Candidate
-from zeropp.literals import Precision
 from zeropp.price.programs import (
     Program,
     ProgramEntry,
@@ -26,6 +25,7 @@ from zeropp.price.programs import (
     program_names,
 )
 from zeropp.schedule.program import Op
+from zeropp.types.literals import Precision
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = pytest.mark.parametrize("name", program_names())

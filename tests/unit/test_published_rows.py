@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
-from benchmarks.studies.validation.cases import Case, case_of, plan_of
-from benchmarks.studies.validation.predict import predict
-from benchmarks.studies.validation.rows import (
+from benchmarks.validation.__main__ import main
+from benchmarks.validation.cases import Case, case_of, plan_of
+from benchmarks.validation.predict import predict
+from benchmarks.validation.rows import (
     COLUMNS,
     METRICS,
     OPTIONAL,
@@ -25,7 +26,6 @@ from benchmarks.studies.validation.rows import (
     read_rows,
     training_tables,
 )
-from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, line_of, predicted, row, write_table
 
 REQUIRED = tuple(name for name, field in PublishedRow.model_fields.items() if field.is_required())

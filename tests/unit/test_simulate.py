@@ -15,14 +15,14 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import cluster, model, task
 from zeropp.choose.task import Candidate, Task
-from zeropp.layout import Layout
-from zeropp.plan import Plan, SizedPlan
 from zeropp.price import PlanPrice, StageExtras, StageMemory, price_plan
 from zeropp.price.peak_memory import as_memory, walk
 from zeropp.price.simulator import simulate
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
+from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import StageCost, for_torch
+from zeropp.types.layout import Layout
 
 
 def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:

@@ -23,7 +23,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed
 from zeropp.price import price_plan
-from zeropp.timeline import Provenance
+from zeropp.types.timeline import Provenance
 
 OPTIONS = SimulateOptions(compute="traced")
 KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}

@@ -12,19 +12,19 @@ from omegaconf import OmegaConf
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
-from benchmarks import tune
+from benchmarks.evidence import schedules
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies import schedules
+from benchmarks.tune import __main__ as tune
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import least_bytes, least_compute_s, least_step_s
 from zeropp.choose.search import OOM, search
 from zeropp.choose.space import compute_knobs
 from zeropp.choose.task import Candidate, Task
-from zeropp.layout import InfeasibleError
-from zeropp.plan import SizedPlan
 from zeropp.price import pass_times, price_plan
 from zeropp.price.simulator import SimResult, simulate
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.layout import InfeasibleError
 
 TINY_GIB = 7.4
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)

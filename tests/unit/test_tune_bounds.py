@@ -31,13 +31,13 @@ from zeropp.choose.contender import Contender
 from zeropp.choose.search import search
 from zeropp.choose.space import SearchPoint, compute_knobs, points
 from zeropp.choose.task import Candidate, Task
-from zeropp.cluster import Cluster
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Auto, ReduceEvery
-from zeropp.plan import Draft, SizedPlan
 from zeropp.price import PlanPrice, pass_times, price_plan, time_plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import simulate
-from zeropp.shape import ModelShape
+from zeropp.schedule.plan import Draft, SizedPlan
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Auto, ReduceEvery
+from zeropp.types.shape import ModelShape
 
 SEEDS = range(25)
 UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)

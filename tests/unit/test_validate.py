@@ -1,4 +1,4 @@
-"""benchmarks.validate: every row is priced as what it says, or refused with its reason."""
+"""benchmarks.validation: every row is priced as what it says, or refused with its reason."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.validation.cases import case_of, even_cuts, module_cuts
-from benchmarks.studies.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
-from benchmarks.studies.validation.predict import outcome_of, predict
-from benchmarks.studies.validation.rows import UnpredictableError, read_rows, training_tables
-from benchmarks.studies.validation.stated import cluster_of, measured_s, speed
-from benchmarks.validate import main
+from benchmarks.validation.__main__ import main
+from benchmarks.validation.cases import case_of, even_cuts, module_cuts
+from benchmarks.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
+from benchmarks.validation.predict import outcome_of, predict
+from benchmarks.validation.rows import UnpredictableError, read_rows, training_tables
+from benchmarks.validation.stated import cluster_of, measured_s, speed
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
 from zeropp.price import compute_limit

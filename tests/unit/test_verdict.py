@@ -17,9 +17,9 @@ from benchmarks.report.frame import row_of
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
-from benchmarks.studies.claim_33 import study
-from benchmarks.studies.claim_33.assumptions import ASSUMPTIONS, RepricedPlan
-from benchmarks.studies.claim_33.cells import (
+from benchmarks.verdict import study
+from benchmarks.verdict.assumptions import ASSUMPTIONS, RepricedPlan
+from benchmarks.verdict.cells import (
     CELL,
     Cell,
     CellPart,
@@ -27,12 +27,12 @@ from benchmarks.studies.claim_33.cells import (
     priced_again,
     winner_of,
 )
-from benchmarks.studies.claim_33.changes import ChangedPlan
-from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, PUBLIC_3D, judge
-from benchmarks.studies.claim_33.pages import page_tables
-from benchmarks.studies.claim_33.summary import summary
-from benchmarks.studies.claim_33.uncertainty import (
+from benchmarks.verdict.changes import ChangedPlan
+from benchmarks.verdict.given_settings import GIVEN
+from benchmarks.verdict.judge import BASELINES, CLAIM, PUBLIC_3D, judge
+from benchmarks.verdict.pages import page_tables
+from benchmarks.verdict.summary import summary
+from benchmarks.verdict.uncertainty import (
     ProgramErrors,
     Uncertainty,
     judged,

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zeropp.plan import SizedPlan
 from zeropp.price import StepBytes, StepTimes
 from zeropp.price.peak_memory import always_held, fits
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
 from zeropp.schedule.event_loop import run_within
 from zeropp.schedule.passes import with_collectives
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import (
     NEEDS_PARAMETERS,
     Action,

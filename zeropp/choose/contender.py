@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 from zeropp.choose.planner import fastest
 from zeropp.choose.space import Space, points
 from zeropp.choose.task import Candidate, K, Knobs, Task
-from zeropp.cluster import Cluster
-from zeropp.cuda_settings import CUDA_SETTINGS
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Draft, Plan, SizedPlan, TooLarge
+from zeropp.engine.cuda_settings import CUDA_SETTINGS
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
+from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import StageCost
-from zeropp.training import OptimizerConfig, Trainer
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.training import OptimizerConfig, Trainer
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Contender(Generic[K]):
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
     InfeasibleError with one line. ``orders`` yields the orders of actions among which the simulator
     chooses: the first is made without the durations of the plan's price, and others are made only
-    when they are asked for (``zeropp.choose.planner.one_order``, ``zeropp.step_plan.drafts``).
+    when they are asked for (``planner.one_order``, ``zeropp.schedule.step_plan.drafts``).
     ``check`` raises ScheduleError for a schedule that cannot run. ``search_effort`` tells how long
     a search takes in comparison with the others, so that the longest can begin first.
     """

@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Cluster
-from zeropp.plan import SizedPlan
 from zeropp.price import StageExtras, StageMemory, StepBytes, StepTimes
+from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes
 from zeropp.price.layers import passes_of_layer
 from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s, waits_s
 from zeropp.price.pieces import PassTimes, loss_s
 from zeropp.price.programs import gathers, program_as_run, program_named
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
     from zeropp.engine.walk import LayerSizes
-    from zeropp.literals import Precision
+    from zeropp.types.literals import Precision
 
 _FP32 = 4  # bytes: masters, gradient sums, and the loss
 

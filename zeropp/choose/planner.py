@@ -14,13 +14,13 @@ from math import prod
 from operator import attrgetter
 
 from zeropp.choose.task import Knobs, Task
-from zeropp.cluster import Cluster
-from zeropp.layout import InfeasibleError, Layout, divisors
-from zeropp.literals import Auto, Axis, if_auto
-from zeropp.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.price import PlanPrice
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import SimResult, simulate
+from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import Schedule, StageCost
+from zeropp.types.layout import InfeasibleError, Layout, divisors
+from zeropp.types.literals import Auto, Axis, if_auto
 
 _AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
 

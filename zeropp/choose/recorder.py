@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.values import may_have_gradient
-from zeropp.operators import Attention, Elementwise, Gradient, LayerOperators, Product
+from zeropp.types.operators import Attention, Elementwise, Gradient, LayerOperators, Product
 
 # Names of operators, because torch may have fewer or more of them.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # -> the place of the left factor

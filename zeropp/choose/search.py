@@ -45,13 +45,13 @@ from zeropp.choose.bounds import (
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import compute_knobs, points
 from zeropp.choose.task import Candidate, K, Task
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Auto
-from zeropp.plan import Draft, Plan, SizedPlan
 from zeropp.price import PlanPrice, StepBytes, StepTimes
 from zeropp.price.peak_memory import fits
 from zeropp.price.simulator import SimResult, simulate_within
+from zeropp.schedule.plan import Draft, Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Auto
 
 
 def adds_later(plan: SizedPlan) -> bool:

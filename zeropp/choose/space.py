@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import K, Knobs, Task
-from zeropp.layout import Layout, divisors
-from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
-from zeropp.plan import SizedPlan
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.layout import Layout, divisors
+from zeropp.types.literals import Auto, Placement, Recompute, ReplicateZero
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from zeropp.cluster import Cluster
-from zeropp.literals import Precision
-from zeropp.shape import ModelShape
+from zeropp.price.cluster import Cluster
+from zeropp.types.literals import Precision
+from zeropp.types.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

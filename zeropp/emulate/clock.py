@@ -19,10 +19,8 @@ from functools import cache
 from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
-from zeropp.cluster import Cluster, Device
 from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart, name_of
-from zeropp.literals import Precision
-from zeropp.operators import Attention, Product
+from zeropp.price.cluster import Cluster, Device
 from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, matmul_s, stream_s
 from zeropp.price.network import (
     all_reduce_s,
@@ -33,7 +31,9 @@ from zeropp.price.network import (
     waits_s,
 )
 from zeropp.price.price import stragglers
-from zeropp.timeline import Lane, Span, Timeline
+from zeropp.types.literals import Precision
+from zeropp.types.operators import Attention, Product
+from zeropp.types.timeline import Lane, Span, Timeline
 
 _LANES: dict[str, Lane] = {
     "allgather": "gather",

@@ -25,7 +25,7 @@ from zeropp.emulate.log import Kernel
 from zeropp.emulate.private_names import MANY_IN_ONE_KERNEL, without_modes
 from zeropp.emulate.world import replaced
 from zeropp.engine import deferred
-from zeropp.operators import Attention, Product
+from zeropp.types.operators import Attention, Product
 
 _device: VirtualDevice | None = None  # that of ``as_on_cuda``
 

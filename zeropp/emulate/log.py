@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from zeropp.operators import Attention, Product
+from zeropp.types.operators import Attention, Product
 
 COMPUTE = "compute"  # the stream on which a program begins
 STEP = "a step"  # the place in a log where one begins, and where the last one ends

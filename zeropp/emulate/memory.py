@@ -32,7 +32,7 @@ from zeropp.emulate.private_names import (
     gradients_of,
 )
 from zeropp.emulate.world import replaced
-from zeropp.plan import MemoryBytes
+from zeropp.schedule.plan import MemoryBytes
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 

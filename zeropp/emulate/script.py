@@ -26,7 +26,6 @@ from torch.multiprocessing.spawn import spawn
 from torch.overrides import TorchFunctionMode
 from torch.utils import data
 
-from zeropp.cluster import Cluster, Device
 from zeropp.emulate.data_parallel import DataParallel
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.memory import Allocations
@@ -45,6 +44,7 @@ from zeropp.emulate.world import (
     take_for_true,
     wherever_imported,
 )
+from zeropp.price.cluster import Cluster, Device
 
 _GIB = 1 << 30
 # Functions that autocast runs in fp32 on a GPU and not on a CPU, by name (aten/src/ATen/

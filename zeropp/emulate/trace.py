@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zeropp.cluster import Cluster
 from zeropp.emulate.device import Describe, VirtualDevice
 from zeropp.emulate.emulation import emulated
 from zeropp.emulate.kernels import as_on_cuda, called, describe
@@ -35,8 +34,9 @@ from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import unmatched
 from zeropp.emulate.script import ScriptError, as_launched, why_not
 from zeropp.emulate.world import Fill, fake_world, without_values
-from zeropp.plan import MemoryBytes, Plan
-from zeropp.training import OptimizerConfig, Trainer
+from zeropp.price.cluster import Cluster
+from zeropp.schedule.plan import MemoryBytes, Plan
+from zeropp.types.training import OptimizerConfig, Trainer
 
 _STEPS = 2  # of a script's optimizer, of which the first makes its state
 

@@ -30,7 +30,7 @@ from zeropp.engine.values import (
     tensors_of,
     without_scalars,
 )
-from zeropp.literals import Recompute
+from zeropp.types.literals import Recompute
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:

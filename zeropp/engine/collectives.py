@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.layout import Layout
-from zeropp.literals import Axis
 from zeropp.schedule.program import Schedule
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Axis
 
 # The names of these collectives since torch 2.13; older versions have only the other ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -30,15 +30,15 @@ from zeropp.engine.interpreter import (
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import ParameterUpdate, Updater
 from zeropp.engine.private_names import default_timeout
+from zeropp.engine.settings import ParameterName, Settings
 from zeropp.engine.sharding import make_flats
 from zeropp.engine.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.walk import LayerSizes
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
-from zeropp.settings import ParameterName, Settings
-from zeropp.timeline import Span
-from zeropp.training import StepResult
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.timeline import Span
+from zeropp.types.training import StepResult
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.

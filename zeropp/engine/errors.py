@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.engine.collectives import all_gather_single
-from zeropp.layout import InfeasibleError
+from zeropp.types.layout import InfeasibleError
 
 T = TypeVar("T")
 _REPORT = timedelta(seconds=10)  # for the ranks that have come to say so, once one is late

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeropp.layout import Layout
+from zeropp.types.layout import Layout
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _NOT_COMPARED = 0  # the number of what has no values, or was not read yet

@@ -25,12 +25,12 @@ from zeropp.engine.given_rows import RowsError
 from zeropp.engine.optimizer import ParameterUpdate
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
-from zeropp.timeline import Span
-from zeropp.training import StepResult
+from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.literals import LossReduction
+from zeropp.types.timeline import Span
+from zeropp.types.training import StepResult
 
 # From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
 # a sum and a count.

@@ -20,9 +20,9 @@ from torch.nn.utils import get_total_norm
 
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.settings import MakeOptimizer
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.engine.settings import MakeOptimizer
+from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.training import OptimizerConfig, StepResult
 
 if TYPE_CHECKING:
     from zeropp.engine.tied import TiedWeights

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.values import TensorShape, Value, tensors_of
-from zeropp.layout import Layout
+from zeropp.types.layout import Layout
 
 
 def on_pipelines(

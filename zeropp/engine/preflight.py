@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from zeropp.engine.collectives import as_sent
 from zeropp.engine.errors import together
+from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Precision
-from zeropp.settings import ParameterName
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Precision
 
 Tied = tuple[ParameterName, ParameterName]
 _SHOWN = 60  # characters of a value in a message

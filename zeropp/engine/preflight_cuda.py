@@ -10,9 +10,9 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from zeropp.cuda_settings import CUDA_MISSED
+from zeropp.engine.cuda_settings import CUDA_MISSED
 from zeropp.engine.errors import gathered_texts
-from zeropp.layout import InfeasibleError
+from zeropp.types.layout import InfeasibleError
 
 _STREAMS = 8  # of a pipeline rank: compute, three lanes, messages to and from two neighbours
 

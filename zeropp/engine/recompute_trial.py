@@ -10,8 +10,8 @@ from torch import nn
 from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.values import Value, tensors_of
 from zeropp.engine.walk import leaves_of
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Recompute
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Recompute
 
 
 def recomputed(

@@ -20,9 +20,9 @@ from zeropp.engine.collectives import DataGroups
 from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters, Name, Partition, SlotParameters, Types, lay_out
 from zeropp.engine.lanes import Lanes
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
-from zeropp.settings import Settings
+from zeropp.engine.settings import Settings
+from zeropp.schedule.plan import Plan
+from zeropp.types.layout import InfeasibleError
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.flat import FlatParameters, Name
-from zeropp.layout import Layout
+from zeropp.types.layout import Layout
 
 
 class TiedWeights:

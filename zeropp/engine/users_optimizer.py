@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.engine.optimizer_state import is_of_elements
-from zeropp.layout import InfeasibleError
-from zeropp.settings import MakeOptimizer
-from zeropp.training import OptimizerConfig
+from zeropp.engine.settings import MakeOptimizer
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.training import OptimizerConfig
 
 # Two matrices, with which an optimizer is tried: large enough for those that keep the state of
 # small tensors in another way than that of others (in 32 bits instead of 8).

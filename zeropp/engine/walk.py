@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.errors import free_frames
 from zeropp.engine.private_names import TorchDispatchMode
+from zeropp.engine.settings import ParameterName
 from zeropp.engine.values import (
     TensorShape,
     Value,
@@ -36,13 +37,12 @@ from zeropp.engine.values import (
     tensors_of,
     without_scalars,
 )
-from zeropp.layout import InfeasibleError
-from zeropp.literals import Recompute
-from zeropp.settings import ParameterName
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.choose.recorder import Recorder
-    from zeropp.operators import LayerOperators
+    from zeropp.types.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]
 

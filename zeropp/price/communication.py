@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Cluster
-from zeropp.layout import Layout
+from zeropp.price.cluster import Cluster
 from zeropp.price.flops import linear_weights, piece_parameters
 from zeropp.price.kernels import element_bytes, matmul_s, stream_s
 from zeropp.price.memory import optimizer_shards, sends_compute_type, zero1_ranks
@@ -32,9 +31,10 @@ from zeropp.price.network import (
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, linears, tensors_of
 from zeropp.price.programs import Program, gathers
 from zeropp.schedule.program import StageCost
+from zeropp.types.layout import Layout
 
 if TYPE_CHECKING:
-    from zeropp.plan import SizedPlan
+    from zeropp.schedule.plan import SizedPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zeropp.cluster import NEWEST, Cluster, Device
-from zeropp.literals import Precision
 from zeropp.price.activations import block_kept, head_kept
+from zeropp.price.cluster import NEWEST, Cluster, Device
 from zeropp.price.flops import parameter_count
 from zeropp.price.kernels import ALIGNED
 from zeropp.price.pieces import Work, accumulation_bytes, piece_times
 from zeropp.price.programs import Program, StateBytes
-from zeropp.shape import ModelShape
+from zeropp.types.literals import Precision
+from zeropp.types.shape import ModelShape
 
 MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
 # The least share of 1F1B's activations with which a pipeline without bubble is known (V-Min: arXiv

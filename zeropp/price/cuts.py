@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Cluster
-from zeropp.cuts import spread_blocks
+from zeropp.price.cluster import Cluster
 from zeropp.price.communication import TensorTimes, tensor_times
 from zeropp.price.pieces import Work, piece_times
 from zeropp.price.price import work_of
 from zeropp.price.programs import Program
+from zeropp.schedule.cuts import spread_blocks
 
 if TYPE_CHECKING:
-    from zeropp.plan import SizedPlan
+    from zeropp.schedule.plan import SizedPlan
 
 
 def cut_by_cost(

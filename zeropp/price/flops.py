@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zeropp.cuts import cut_by_weight
-from zeropp.shape import ModelShape
+from zeropp.schedule.cuts import cut_by_weight
+from zeropp.types.shape import ModelShape
 
 
 def block_parameters(shape: ModelShape) -> int:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Device
-from zeropp.operators import Attention
+from zeropp.price.cluster import Device
+from zeropp.types.operators import Attention
 
 if TYPE_CHECKING:
-    from zeropp.literals import Precision
+    from zeropp.types.literals import Precision
 
 
 TILE = (128, 128)

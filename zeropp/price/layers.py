@@ -12,8 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Device
-from zeropp.operators import Gradient, LayerOperators, Product
+from zeropp.price.cluster import Device
 from zeropp.price.kernels import (
     element_bytes,
     fused_attention_backward_s,
@@ -23,9 +22,10 @@ from zeropp.price.kernels import (
 )
 from zeropp.price.pieces import KernelSeconds, PassTimes, accumulation_bytes, passes_of
 from zeropp.price.programs import Program
+from zeropp.types.operators import Gradient, LayerOperators, Product
 
 if TYPE_CHECKING:
-    from zeropp.literals import Precision, Recompute
+    from zeropp.types.literals import Precision, Recompute
 
 
 @lru_cache(maxsize=4096)

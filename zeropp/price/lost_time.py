@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from zeropp.plan import Plan
 from zeropp.price.plan_price import PlanPrice, StageExtras
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import StageCost
 
 _Change = Callable[[StageCost, StageExtras], StageCost]

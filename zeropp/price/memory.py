@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeropp.layout import Layout
 from zeropp.price.activations import (
     FP32,
     block_backward,
@@ -31,9 +30,10 @@ from zeropp.price.kernels import element_bytes
 from zeropp.price.pieces import Work
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
+from zeropp.types.layout import Layout
 
 if TYPE_CHECKING:
-    from zeropp.plan import SizedPlan
+    from zeropp.schedule.plan import SizedPlan
 
 
 def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from zeropp.cluster import Cluster
-from zeropp.layout import Layout
-from zeropp.literals import Axis
+from zeropp.price.cluster import Cluster
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Axis
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from zeropp.plan import MemoryBytes, Plan, SizedPlan
 from zeropp.price.plan_price import StageMemory, StepBytes
+from zeropp.schedule.plan import MemoryBytes, Plan, SizedPlan
 from zeropp.schedule.program import Op
 
 Moment = tuple[int, int, int]  # gradients, activations, workspace

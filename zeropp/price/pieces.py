@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Device
-from zeropp.operators import Attention
+from zeropp.price.cluster import Device
 from zeropp.price.flops import piece_parameters
 from zeropp.price.kernels import (
     element_bytes,
@@ -25,10 +24,11 @@ from zeropp.price.kernels import (
     stream_s,
 )
 from zeropp.price.programs import Program
-from zeropp.shape import ModelShape
+from zeropp.types.operators import Attention
+from zeropp.types.shape import ModelShape
 
 if TYPE_CHECKING:
-    from zeropp.literals import Precision, Recompute
+    from zeropp.types.literals import Precision, Recompute
 
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward

@@ -12,8 +12,7 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Cluster
-from zeropp.layout import Layout
+from zeropp.price.cluster import Cluster
 from zeropp.price.communication import (
     TensorTimes,
     gather_updated_s,
@@ -40,9 +39,10 @@ from zeropp.price.pieces import (
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_of
 from zeropp.schedule.program import StageCost
+from zeropp.types.layout import Layout
 
 if TYPE_CHECKING:
-    from zeropp.plan import SizedPlan
+    from zeropp.schedule.plan import SizedPlan
 
 
 def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from zeropp.literals import Precision
-from zeropp.plan import SizedPlan
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.literals import Precision
 
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
 # 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of

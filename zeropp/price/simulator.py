@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zeropp.cluster import Cluster
-from zeropp.plan import MemoryBytes, Plan
 from zeropp.price import price_plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.lost_time import TimeBreakdown, breakdown_of
 from zeropp.price.peak_memory import peak_memory
 from zeropp.price.plan_price import PlanPrice, StageExtras
 from zeropp.schedule.event_loop import EventResult, run, run_within
+from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.schedule.program import COMPUTE, Op, StageCost
-from zeropp.timeline import Timeline
+from zeropp.types.timeline import Timeline
 
 
 @dataclass(frozen=True)

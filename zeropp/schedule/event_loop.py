@@ -35,7 +35,7 @@ from zeropp.schedule.program import (
     StageCost,
     collector_paused,
 )
-from zeropp.timeline import Lane, Span
+from zeropp.types.timeline import Lane, Span
 
 LANES: dict[Op, Lane] = {
     Op.FORWARD: "compute",

@@ -16,7 +16,6 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop
 from zeropp.schedule.program import (
     COMPUTE,
@@ -30,6 +29,7 @@ from zeropp.schedule.program import (
     StepEnd,
     collector_paused,
 )
+from zeropp.types.literals import ReduceEvery
 
 
 @collector_paused()

@@ -19,7 +19,6 @@ from functools import lru_cache, partial
 from itertools import product
 from operator import itemgetter
 
-from zeropp.literals import Auto, ReduceEvery, if_auto
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
@@ -29,6 +28,7 @@ from zeropp.schedule.program import (
     collector_paused,
     loop_placement,
 )
+from zeropp.types.literals import Auto, ReduceEvery, if_auto
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More policies would gain almost nothing, and take time.

@@ -1,0 +1,66 @@
+"""Makes the committed tables of results/reference again, one study after the other, in an hour.
+
+A study that was stopped keeps the rows that it has written, and goes on from there when the command
+is given again with ``--only`` and a part of its table's path. `git diff` shows what has changed.
+
+    python -m benchmarks.evidence.renew --only schedules
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+from benchmarks import CHECKOUT
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import CommandParser, command
+
+REFERENCE = CHECKOUT / "results" / "reference"
+# The module and the arguments that write each table.
+STUDIES = {
+    "schedules.csv and schedule_orders.json": ("benchmarks.evidence.schedules",),
+    "memory/traced_vs_simulated.csv": ("benchmarks.evidence.memory_table",),
+    "validation/validation.csv": ("benchmarks.validation", "--out", f"{REFERENCE}/validation"),
+    "claim_33/plans.csv": (
+        *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),
+        "rerun=all",
+    ),
+    "README.md and docs": ("docs.make",),
+}
+
+
+@command
+def main() -> int:
+    """Command line; see ``--help``."""
+    parser = CommandParser(
+        prog="python -m benchmarks.evidence.renew",
+        description="Make the committed tables again, and then the pages that quote them.",
+    )
+    parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
+    only = parser.parse_args().only
+    chosen = {path: words for path, words in STUDIES.items() if only in path}
+    if not chosen:
+        raise SpecError(f"--only={only}: no such table (known: {', '.join(STUDIES)})")
+    for path, words in chosen.items():
+        print(f"{path}: python -m {' '.join(words)}", flush=True)
+        status = subprocess.run([sys.executable, "-m", *words], cwd=CHECKOUT).returncode
+        if status:
+            return status
+        if path == "claim_33/plans.csv":
+            _move_pictures()
+    return 0
+
+
+def _move_pictures() -> None:
+    """Move the verdict's pictures to where the pages show them, and remove what no page shows."""
+    folder = REFERENCE / "claim_33"
+    for picture in folder.glob("*.png"):
+        picture.replace(CHECKOUT / "docs" / "images" / f"claim_33_{picture.name}")
+    for drawing in (*folder.glob("*.svg"), *folder.glob("*.pdf")):
+        drawing.unlink()
+    shutil.rmtree(folder / "paper", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Finds the best feasible plan of every contender on a cluster, by the simulator.
+
+    zeropp tune model=gpt_14_6b cluster=a800 num_gpus=64 global_batch=512
+
+The exit status is 0, or 2 with one line on bad input or if nothing fits. Every number is simulated,
+and for PP x ZeRO-3 with gathers per unit (ZeroPP) there is no published measurement to compare it
+with.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import command
+from benchmarks.specification.compose import compose
+
+if TYPE_CHECKING:
+    from zeropp.choose.search import Outcome
+
+
+@command
+def main() -> int:
+    """Run the command line, whose keys are those of ``conf/tune.yaml``; returns its exit status."""
+    if not (configs := compose("tune")):  # Hydra has answered --help
+        return 0
+    from benchmarks.tune import best_plans  # these imports take longer than --help
+
+    specs = [best_plans.checked(config) for config in configs]
+    for spec in specs:
+        outcomes = best_plans.searched(spec)
+        best_plans.show(outcomes)
+        if all(outcome.winner is None for outcome in outcomes):
+            raise SpecError("no plan of any contender fits (try more GPUs)")
+        best_plans.print_commands(spec, outcomes)
+        if spec.arguments_as is not None:
+            _print_arguments(spec.arguments_as, outcomes)
+    return 0
+
+
+def _print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:
+    """Print every winner as another program's arguments, or why it has none there."""
+    from benchmarks.explain.screen import written_as
+
+    for outcome in outcomes:
+        if (winner := outcome.winner) is None:
+            continue
+        print(f"\n# {outcome.contender.label} as {dialect}'s arguments")
+        try:
+            print(written_as(dialect, winner.plan, winner.candidate))
+        except SpecError as error:
+            print(f"# none: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

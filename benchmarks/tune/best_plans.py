@@ -1,0 +1,210 @@
+"""The best plan of every contender on a cluster: the search, its table, and the commands that run
+what it found (``zeropp tune``)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.records.record import write_atomically
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import check_writable, workers
+from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.progress import progress_line
+from benchmarks.specification.reading import validated
+from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from benchmarks.tune.ratio_errors import NOTE, ratio_text
+from zeropp.choose.contender import describe, overrides
+from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
+from zeropp.choose.task import Candidate
+from zeropp.price import compute_limit
+from zeropp.types.literals import FROM_0_TO_1
+
+_TELL_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSpec(TaskSpec):
+    """The keys of ``conf/tune.yaml``, checked."""
+
+    contenders: tuple[str, ...]
+    tolerance: Annotated[float, FROM_0_TO_1]
+    out: str | None = None
+    arguments_as: Literal["torchtitan", "megatron", "overrides"] | None = None
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+def checked(values: dict[str, Any]) -> TuneSpec:
+    """The configuration as a specification; raises SpecError with one line for a mistake."""
+    if isinstance(values["contenders"], str):  # contenders=zeropp
+        values = values | {"contenders": [values["contenders"]]}
+    spec = validated(TuneSpec, values)
+    check_heads(spec.model)
+    if not spec.contenders:
+        raise SpecError(f"contenders=[]: must be some of {', '.join(PRICED)}")
+    unknown = [name for name in spec.contenders if name not in PRICED]
+    if unknown:
+        raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(PRICED)}")
+    check_priced(spec.cluster, spec.precision)
+    if spec.out is not None:
+        check_writable("out", Path(spec.out))
+    return spec
+
+
+def searched(spec: TuneSpec) -> list[Outcome[Any]]:
+    """Search all contenders under the same memory limit and global batch, one process per core.
+
+    Those that take longest are begun first; the outcomes are in the order of ``spec.contenders``.
+    """
+    slow_first = sorted(spec.contenders, key=lambda name: -PRICED[name].search_effort)
+    count = min(os.cpu_count() or 1, len(spec.contenders))
+    with workers(count) as pool, progress_line() as bar:
+        waiting = {name: pool.submit(_search, spec, name) for name in slow_first}
+        line = bar.add_task("", total=len(waiting))
+        while left := [name for name, search in waiting.items() if not search.done()]:
+            done = len(waiting) - len(left)
+            bar.update(line, completed=done, description=f"searching {', '.join(left)}")
+            wait([waiting[name] for name in left], _TELL_EVERY_S, FIRST_COMPLETED)
+        return [waiting[name].result() for name in spec.contenders]
+
+
+def _search(spec: TuneSpec, name: str) -> Outcome[Any]:
+    return search(spec.task, PRICED[name], tolerance=spec.tolerance)
+
+
+def show(outcomes: list[Outcome[Any]]) -> None:
+    """Print winner and runner-up of every contender, what they lose, and how the search went."""
+    task, console = outcomes[0].task, Console(width=None if sys.stdout.isatty() else 150)
+    console.print(_table(outcomes, narrow=console.width < 120))
+    limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
+    tell = partial(console.print, highlight=False)
+    tell(
+        f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
+        f"at {limit.microbatch_size} sequences per microbatch."
+    )
+    for outcome in outcomes:
+        tell(f"{outcome.contender.label}: {_lost(outcome)}.")
+    for outcome in outcomes:
+        tell(f"{outcome.contender.label}: {_counted(outcome)}.")
+    for outcome in outcomes:
+        if outcome.contender.caveat:
+            tell(outcome.contender.caveat)
+
+
+def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
+    """One line per plan, which a ``narrow`` terminal shows in the caption."""
+    task = outcomes[0].task
+    winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+    best = min(winners, key=lambda winner: winner.step_s, default=None)
+    base = next((o for o in outcomes if o.winner is not None), None)
+    table = Table(
+        title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
+        f"{task.global_batch}: best plans, simulated (* the fastest)",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    heads = ["contender", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU"]
+    heads += ["speed-up"] if base and len(outcomes) > 1 else []
+    for head in (*heads, "of limit", "peak GiB"):
+        table.add_column(head, justify="left" if head in ("contender", "plan") else "right")
+    for outcome in outcomes:
+        label = outcome.contender.label
+        if outcome.winner is None:
+            table.add_row(label, *(["no plan fits"] * (not narrow)))
+        for name, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
+            if plan is None:
+                continue
+            name = f"* {name}" if plan is best else name
+            first = [name] if narrow else [name, describe(plan.plan)]
+            over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
+            numbers = _numbers(plan, over, one_program=outcome is base)
+            cells = [Text(text) for text in (*first, *numbers)]
+            table.add_row(*cells, style="bold" if plan is best else "")
+    words = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
+    note = f"Speed-up over {base.contender.label}. {NOTE} " if base and len(outcomes) > 1 else ""
+    table.caption = Text(note + (f"Plans: {'; '.join(words)}." if narrow else ""))
+    return table
+
+
+def _numbers(
+    plan: Evaluated[Any], base_step_s: float | None, *, one_program: bool
+) -> Iterator[str]:
+    result = plan.result
+    yield f"{result.step_s:.3f}"
+    yield f"{result.tokens_per_s_per_gpu:,.0f}"
+    if base_step_s is not None:
+        yield ratio_text(base_step_s / result.step_s, one_program=one_program)
+    yield f"{100 * result.limit_share:.1f} %"
+    yield f"{result.peak_bytes / 2**30:.1f}"
+
+
+def _lost(outcome: Outcome[Any]) -> str:
+    """The shares of the winner's step that it loses against the compute limit, by cause, the
+    largest first."""
+    if outcome.winner is None:
+        return "no plan fits"
+    result = outcome.winner.result
+    kinds = result.breakdown.by_kind()
+    del kinds["limit"]
+    words = [
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
+        if abs(seconds) >= 0.0005 * result.step_s
+    ]
+    return "loses " + ", ".join(words)
+
+
+def _counted(outcome: Outcome[Any]) -> str:
+    """How many configurations were simulated, pruned because their bound showed that they are not
+    the best, and impossible, by reason."""
+    reasons = dict(outcome.rejected.most_common())
+    pruned = reasons.pop(SLOWER, 0)
+    why = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
+    words = f"{outcome.simulated:,} simulated, {pruned:,} pruned by their bounds"
+    return f"{words}, {sum(reasons.values()):,} impossible: {why}" if reasons else words
+
+
+def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
+    """Print the command of every winner that can be run, and write it into ``out`` as an
+    experiment."""
+    cell: dict[str, Any] = {"num_gpus": spec.num_gpus, "global_batch": spec.global_batch}
+    cell["precision"] = spec.precision
+    words = [f"model={spec.model.name}", f"cluster={spec.cluster.name}"]
+    words += [f"{key}={value}" for key, value in cell.items()]
+    for outcome in outcomes:
+        winner, name = outcome.winner, outcome.contender.name
+        if winner is None or name not in CONTENDERS:  # others are priced only
+            continue
+        command = " ".join(["zeropp run", *words, *overrides(winner.candidate)])
+        if spec.out is not None:
+            path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
+            write_atomically(path, _experiment(spec, cell, winner.candidate))
+            command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
+        print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
+
+
+def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any]) -> str:
+    """The YAML of a Hydra experiment that runs one candidate; model and cluster are presets."""
+    groups = {"model": spec.model.name, "cluster": spec.cluster.name}
+    groups["contender"] = candidate.knobs.name
+    values = cell | {"microbatch_size": candidate.microbatch_size}
+    values["contender"] = asdict(candidate.knobs)
+    defaults = [{f"override /{group}": name} for group, name in groups.items()]
+    body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))
+    return f"# @package _global_\n{body}"

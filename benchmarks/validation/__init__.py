@@ -1,0 +1,7 @@
+"""Compares published measurements with the simulator's predictions (``benchmarks.validation``).
+
+In: CSV files with the columns of docs/published_rows.md. Out: predictions and their errors.
+Read ``rows`` (the columns, and what may be in them), ``stated`` (a row's machine and work, in SI
+units), ``plausible`` (rows that cannot be right), ``cases`` (row to Plan), ``predict`` (Plan to the
+row's quantity), ``errors`` (over all rows) and ``texts`` (what is printed and written).
+"""

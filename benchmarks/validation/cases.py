@@ -1,0 +1,297 @@
+"""From a published row to the Plan that the simulator prices.
+
+All of it comes from the columns of the row; if a column is blank, the registered program's value is
+used. ZeRO-3 without a pipeline gathers every block for each forward and backward, as FSDP does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from baselines.fsdp.contender import accumulation
+from baselines.torch_pp.contender import torch_schedule
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
+from benchmarks.specification.reading import preset
+from benchmarks.validation.plausible import check_plausible
+from benchmarks.validation.rows import PublishedRow, UnpredictableError
+from benchmarks.validation.stated import cluster_of, preset_of
+from zeropp.choose.task import Candidate, Task
+from zeropp.price import balanced_cuts, cut_by_cost
+from zeropp.price.cluster import Cluster
+from zeropp.price.memory import zero1_ranks
+from zeropp.price.programs import Program, StateBytes, program_as_run, program_named
+from zeropp.schedule import lower
+from zeropp.schedule.build import build
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.plan import Plan, SizedPlan
+from zeropp.schedule.program import Schedule
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Precision, Recompute, ReduceEvery
+from zeropp.types.shape import ModelShape
+
+_MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
+_UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything on which a row's prediction depends; equal cases share one simulation."""
+
+    shape: ModelShape
+    cluster: Cluster
+    program: Program
+    layout: Layout
+    schedule: str
+    zero3: bool
+    microbatch: int
+    num_microbatches: int
+    recompute: Recompute
+    precision: Precision
+    recompute_blocks: int | None = None  # of the whole model; None: all
+    cuts: tuple[int, ...] | None = None  # None: by the program's rule
+    knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
+
+
+def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
+    """The case of a row, on the cluster preset ``cluster_name`` if one is given. Raises
+    UnpredictableError if the case has no price."""
+    _refuse_what_has_no_price(row)
+    count = row.global_batch // (row.micro_batch * row.dp)
+    if row.layers * count > _MOST_BLOCKS:
+        raise UnpredictableError(f"layers={row.layers} x {count} microbatches: too many")
+    if row.schedule in ("interleaved_1f1b", "interleaved_zb") and count % row.pp:
+        raise UnpredictableError(
+            f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
+            f"pp={row.pp}, as schedule={row.schedule} needs"
+        )
+    precision = _precision(row)  # peaks of other types are not known, so no share of them is either
+    check_plausible(row)
+    return Case(
+        shape=replace(row.shape, seq=row.seq // row.cp),
+        cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
+        program=program_of(row),
+        layout=_layout(row),
+        schedule="1f1b" if row.schedule == "none" else row.schedule,
+        zero3=row.zero == 3,
+        microbatch=row.micro_batch,
+        num_microbatches=count,
+        recompute=row.recompute,
+        precision=precision,
+        recompute_blocks=row.recompute_blocks,
+        cuts=row.cuts,
+        knobs=row.knobs,
+    )
+
+
+def _refuse_what_has_no_price(row: PublishedRow) -> None:
+    if row.ep > 1:
+        raise UnpredictableError(f"ep={row.ep}: no price for this kind")
+    if row.offload != "none":
+        raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
+    if row.schedule in _UNPRICED_SCHEDULES:
+        raise UnpredictableError(f"schedule={row.schedule}: no generator")
+    stages = row.pp * row.chunks
+    if row.recompute_blocks and row.recompute_blocks % stages:
+        raise UnpredictableError(
+            f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
+            f"pp={row.pp} x chunks={row.chunks} stages"
+        )
+    if row.schedule == "zeropp" and (row.tp > 1 or row.zero in (1, 2)):
+        raise UnpredictableError(
+            f"schedule=zeropp: no price with tp={row.tp}, zero={row.zero} (tp=1, zero=0 or 3; "
+            "ZeRO-1 over replicas is knobs=replicate_zero=1)"
+        )
+    if row.zero == 3 and not program_named(row.program).zero3:
+        raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
+
+
+def _precision(row: PublishedRow) -> Precision:
+    if row.dtype == "fp32":
+        return "fp32"
+    eight_bit = row.dtype in EIGHT_BIT and preset_of(row.device).device.eight_bit_gain is not None
+    if row.dtype in ("fp16", "bf16") or eight_bit:
+        return "bf16"
+    raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
+
+
+def _layout(row: PublishedRow) -> Layout:
+    ranks = row.dp * row.cp  # gradients are summed over the slices of a sequence, too
+    shard = (row.zero3_group or ranks) if row.zero == 3 else 1
+    return Layout(
+        pp=row.pp,
+        tp=row.tp,
+        shard=shard,
+        replicate=ranks // shard,
+        chunks=row.chunks,
+        replicate_zero=1 if row.zero in (1, 2) and row.zero1_group is None else 0,
+        sequence_parallel=row.sequence_parallel,
+    )
+
+
+def program_of(row: PublishedRow) -> Program:
+    """The registered program, with the traits that the row states differently."""
+    rotates = row.shape.family == "llama"
+    program = program_as_run(row.program, compiled=bool(row.compiled), rotates=rotates)
+    state = program.state(_precision(row))
+    if row.gradient_dtype:
+        state = replace(state, gradients=_BYTES[row.gradient_dtype])
+    if row.reduce_dtype:
+        state = replace(state, reduced=_BYTES[row.reduce_dtype])
+    stated = {
+        "flash": None if row.attention is None else row.attention == "flash",
+        "overlap_reduction": row.overlap_gradients,
+        "overlap_tensor": row.overlap_tensor,
+        "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
+        "zero1_group": row.zero1_group,
+        "eight_bit": row.dtype in EIGHT_BIT or None,
+        "slices": row.cp,
+    }
+    changed = {name: value for name, value in stated.items() if value is not None}
+    return replace(_with_state(program, state, _precision(row)), **changed)  # type: ignore[arg-type]
+
+
+def _with_state(program: Program, state: StateBytes, precision: Precision) -> Program:
+    return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
+
+
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
+    """Where the model is cut into stages: as the row says, or by rules that need no prices."""
+    if case.cuts:
+        return case.cuts
+    if case.program.spread == "flops":
+        return balanced_cuts(case.shape, stages)
+    if case.program.spread == "modules":
+        return module_cuts(case.shape, stages)
+    return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
+
+
+@lru_cache(maxsize=4096)
+def plan_of(case: Case) -> Plan:
+    """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
+    cuts: tuple[int, ...]
+    every: ReduceEvery = "unit"
+    try:
+        if case.schedule == "zeropp":
+            return _zeropp_plan(case)
+        if case.zero3 and case.layout.pp == 1:
+            every = "step" if case.program.reduces_once else "unit"
+            schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches, every)
+        else:
+            schedule = _pipeline_schedule(case)
+            cuts = _cuts(case, schedule.num_stages)
+    except ValueError as error:
+        raise UnpredictableError(str(error)) from error
+    plan = SizedPlan(
+        contender=case.program.name,
+        shape=case.shape,
+        layout=case.layout,
+        microbatch_size=case.microbatch,
+        schedule=schedule,
+        cuts=cuts,
+        program=case.program.name,
+        precision=case.precision,
+        recompute=case.recompute,
+        recomputed=_recomputed(case, cuts),
+        reduce_every=every,
+    )
+    if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:
+        plan = replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
+    # ZeRO-1 may be over a part of the replicas, which a layout cannot say.
+    gathers = zero1_ranks(case.layout, case.program) > 1
+    end = replace(plan.step_end, gathers_updated=gathers)
+    return plan.with_programs(with_step_end(schedule, end))
+
+
+def _zeropp_plan(case: Case) -> Plan:
+    """The plan that ZeroPP's own planner makes of the case, with the case's program."""
+    layout, stages = case.layout, case.layout.pp * case.layout.chunks
+    blocks = case.recompute_blocks
+    knobs = replace(
+        case.knobs or ZeroppKnobs(),
+        pp=layout.pp,
+        shard=layout.shard,
+        replicate=layout.replicate,
+        chunks=layout.chunks,
+        recompute=case.recompute,
+        recompute_blocks="auto" if blocks is None else blocks // stages,
+    )
+    batch = case.microbatch * case.num_microbatches * layout.dp
+    task = Task(
+        shape=case.shape,
+        cluster=case.cluster,
+        num_gpus=layout.world,
+        global_batch=batch,
+        precision=case.precision,
+    )
+    plan = ZEROPP.plan(task, Candidate(knobs, case.microbatch))
+    return replace(plan, program=case.program.name)
+
+
+def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of blocks that each stage recomputes; empty if all blocks are. Every stage has the
+    same number, except where every piece is a stage: then these are the model's first blocks."""
+    blocks, stages = case.recompute_blocks, len(cuts) - 1
+    if blocks is None:
+        return ()
+    if stages == case.shape.num_pieces:
+        return tuple(int(0 < stage <= blocks) for stage in range(stages))
+    return (blocks // stages,) * stages
+
+
+def _pipeline_schedule(case: Case) -> Schedule:
+    pp, count = case.layout.pp, case.num_microbatches
+    if pp > 1 and case.program.torch_stages:
+        return torch_schedule(
+            case.schedule,
+            num_ranks=pp,
+            chunks=case.layout.chunks,
+            num_microbatches=count,
+            gathered=case.zero3,
+        )
+    if case.schedule == "zb_h2":
+        made = build(
+            "zeropp", num_ranks=pp, chunks=1, num_microbatches=count, unit=count,
+            activation_cap=2 * pp,
+        )  # fmt: skip
+    else:
+        made = build(case.schedule, num_ranks=pp, chunks=case.layout.chunks, num_microbatches=count)
+    if pp == 1 and not case.zero3:
+        return made
+    return lower(made, gather=case.zero3, reduce_every="step")
+
+
+@lru_cache(maxsize=1024)
+def _fsdp_schedule(
+    shape: ModelShape, count: int, reduce_every: ReduceEvery
+) -> tuple[Schedule, tuple[int, ...]]:
+    """A schedule in which every piece is a stage, which is gathered for each forward and backward
+    and reduced after the backward of each microbatch (``unit``) or of the last one."""
+    order = accumulation(shape.num_pieces, count)
+    lowered = lower(order, gather=True, reduce_every=reduce_every)
+    return lowered, tuple(range(shape.num_pieces + 1))
+
+
+def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:
+    """Cuts with equally many blocks per stage; the embedding is in the first, the head in the last.
+
+    If the blocks do not divide, embedding and head count as one block each (BLOOM, Llama 3 and
+    arXiv 2401.10241 chose their depths for this), unless ``blocks`` is true. The last stages get
+    the remainder.
+    """
+    first = 1 if blocks or shape.layers % stages == 0 else 0
+    per_stage, more = divmod(shape.num_pieces - 2 * first, stages)
+    inner = (first + per_stage * s + max(0, s - (stages - more)) for s in range(1, stages))
+    return (0, *inner, shape.num_pieces)
+
+
+def module_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Cuts with equally many modules per stage: embedding, blocks, final norm and head, of which
+    the last two are one piece. The first stages get the remainder."""
+    modules = shape.num_pieces + 1
+    if modules < 2 * stages:
+        raise ValueError(f"{stages} stages for {modules} modules: the head would be a stage alone")
+    per_stage, more = divmod(modules, stages)
+    return (*(per_stage * s + min(s, more) for s in range(stages)), shape.num_pieces)

@@ -1,0 +1,214 @@
+"""What the best plans would take with other constants of the machines.
+
+Some constants of ``conf/cluster`` are assumed, and the others are known within a range. The best
+plan of every row and cell is priced again with one constant at a time at either end of its range.
+Plans stay as they are: a search with another constant would find plans at least as fast for
+everybody, which this leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.command import workers
+from benchmarks.specification.progress import track
+from benchmarks.verdict.cells import CELL, Cell, candidate_of
+from zeropp.price.cluster import Cluster
+
+REPRICED = "assumptions.csv"  # seconds per step of every best plan under every assumption
+_KEYS = [*CELL, "contender", "step_s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumption:
+    """A constant of all clusters, and the factors that bound what it may be in truth."""
+
+    name: str  # the field of Device (``device.NAME``) or of a Link (``inter.NAME``)
+    label: str
+    low: float
+    high: float
+    why: str  # where the constant is from
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The columns of the table of step times: the low end of the range, and the high one."""
+        return f"{self.name} x {self.low:g}", f"{self.name} x {self.high:g}"
+
+    def applied(self, cluster: Cluster, factor: float) -> Cluster:
+        """The cluster with the constant times a factor. Later kernels of a device that have the
+        constant, too, are scaled alike."""
+        part, _, field = self.name.partition(".")
+        owner = getattr(cluster, part)
+        changed = replace(owner, **{field: getattr(owner, field) * factor})
+        newer = getattr(owner, "newer", None)
+        if newer is not None and hasattr(newer, field):
+            scaled = replace(newer, **{field: getattr(newer, field) * factor})
+            changed = replace(changed, newer=scaled)
+        # Prices are kept by hashes, which are those of names.
+        name = f"{cluster.name} with {self.name} x {factor:g}"
+        if part == "device":
+            changed = replace(changed, name=name)
+        return replace(cluster, name=name, **{part: changed})
+
+
+ASSUMPTIONS = (
+    Assumption(
+        name="device.overlap_slowdown",
+        label="compute beside a collective is slower by",
+        low=0.0,
+        high=3.0,
+        why="assumed, 10 %",
+    ),
+    Assumption(
+        name="device.launch_us",
+        label="time of the host per kernel",
+        low=0.5,
+        high=2.0,
+        why="assumed, 8 µs",
+    ),
+    Assumption(
+        name="inter.efficiency",
+        label="share of the rate between nodes",
+        low=0.8,
+        high=1.1,
+        why="assumed, 0.85",
+    ),
+    Assumption(
+        name="inter.latency_us",
+        label="latency between nodes",
+        low=0.5,
+        high=2.0,
+        why="assumed, 30 µs",
+    ),
+    Assumption(
+        name="intra.efficiency",
+        label="share of the rate inside a node",
+        low=0.85,
+        high=1.1,
+        why="measured, 0.757 and 0.78",
+    ),
+    Assumption(
+        name="device.kernel_us",
+        label="fixed time per kernel",
+        low=0.6,
+        high=1.4,
+        why="fitted, 5.2 and 9.1 µs",
+    ),
+    Assumption(
+        name="device.memory_efficiency",
+        label="share of the memory's rate",
+        low=0.9,
+        high=1.1,
+        why="fitted, 0.74 and 0.83",
+    ),
+    Assumption(
+        name="device.matmul_bf16_tflops",
+        label="rate of matrix products",
+        low=0.93,
+        high=1.09,
+        why="fitted; H100's recipes say 634 to 740 TFLOP/s",
+    ),
+    Assumption(
+        name="device.attention_efficiency",
+        label="rate of fused attention over products",
+        low=0.8,
+        high=1.2,
+        why="fitted, 0.63 and 0.64",
+    ),
+)
+
+
+_COLUMNS = tuple(column for assumption in ASSUMPTIONS for column in assumption.columns)
+
+
+@dataclass(frozen=True)
+class RepricedPlan:
+    """The best plan of one row in one cell, for a process to price under all assumptions."""
+
+    cell: Cell
+    setting: str
+
+    def step_s(self) -> dict[str, float]:
+        """Seconds per step by column of ``Assumption.columns``."""
+        row, candidate = candidate_of(self.setting)
+        task = self.cell.priced
+        return {
+            column: row.contender.simulated(
+                replace(task, cluster=assumption.applied(task.cluster, factor)), candidate
+            ).step_s
+            for assumption in ASSUMPTIONS
+            for column, factor in zip(
+                assumption.columns, (assumption.low, assumption.high), strict=True
+            )
+        }
+
+
+def price_assumptions(
+    plans: pd.DataFrame, cells: Iterable[Cell], path: Path, *, anew: bool
+) -> None:
+    """Price the best ``plans`` at the clusters' own bandwidth under every assumption, and write the
+    table ``path``, of which lines of the same plans are kept unless ``anew``."""
+    write_step_times(
+        plans,
+        cells,
+        path,
+        job=RepricedPlan,
+        columns=_COLUMNS,
+        words="plans under other constants",
+        anew=anew,
+    )
+
+
+class StepTimes(Protocol):
+    """What a process finds for one plan."""
+
+    def step_s(self) -> dict[str, float]:
+        """Seconds per step by column of a table."""
+        ...
+
+
+def write_step_times(
+    plans: pd.DataFrame,
+    cells: Iterable[Cell],
+    path: Path,
+    *,
+    job: Callable[[Cell, str], StepTimes],
+    columns: Sequence[str],
+    words: str,
+    anew: bool,
+) -> None:
+    """Write a table of seconds per step: a line for each of the best ``plans`` at the clusters' own
+    bandwidth, with what its ``job``, made from its cell and setting, finds for every column. Lines
+    of the same plans are kept unless ``anew``."""
+    by_key = {cell.key: cell for cell in cells if cell.bandwidth == 1.0}
+    best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
+    keys = best[_KEYS].itertuples(index=False, name=None)
+    jobs = {
+        key: job(by_key[key[: len(CELL)]], setting)
+        for key, setting in zip(keys, best["setting"], strict=True)
+        if key[: len(CELL)] in by_key
+    }
+    lines = {} if anew else _lines(path, columns)
+    with workers(os.cpu_count() or 1) as pool:
+        running = {pool.submit(job.step_s): key for key, job in jobs.items() if key not in lines}
+        for done in track(as_completed(running), len(running), words):
+            key = running[done]
+            lines[key] = dict(zip(_KEYS, key, strict=True)) | done.result()
+    table = pd.DataFrame([lines[key] for key in jobs])
+    write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+
+
+def _lines(path: Path, columns: Sequence[str]) -> dict[tuple[Any, ...], dict[Any, Any]]:
+    """The lines of a table by cell, row and step; none of a table with other columns."""
+    if not path.exists() or list(pd.read_csv(path, nrows=0)) != [*_KEYS, *columns]:
+        return {}
+    lines = pd.read_csv(path).to_dict("records")
+    return {tuple(line[key] for key in _KEYS): line for line in lines}

@@ -1,0 +1,220 @@
+"""The cells of the verdict, and the simulated results of every row of the comparison in a cell.
+
+A cell is a model, a cluster, a number of GPUs and a global batch. In each, every contender runs
+with its best plan (``zeropp.choose``). In addition all are compared in two given settings
+(``given_settings``): with equal degrees, and with the paper's setting as far as it is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.records.record import RunRecord
+from benchmarks.records.simulated import BASES, plan_record, prediction
+from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import COMPARED, Compared
+from benchmarks.specification.reading import preset, validated
+from benchmarks.verdict.given_settings import GIVEN
+from zeropp.choose.contender import describe
+from zeropp.choose.search import Evaluated, search
+from zeropp.choose.task import Candidate, Task
+from zeropp.price.cluster import Cluster
+from zeropp.types.literals import Precision
+from zeropp.types.shape import ModelShape
+
+# The columns of the tables that name a cell: ``Cell.key``.
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison; ``bandwidth`` multiplies the cluster's inter-node bandwidth."""
+
+    task: Task
+    bandwidth: float = 1.0
+
+    @property
+    def key(self) -> tuple[str, str, int, int, float]:
+        """Model, cluster, GPUs, global batch, bandwidth factor: the columns of the tables."""
+        task = self.task
+        names = (task.shape.name, task.cluster.name)
+        return (*names, task.num_gpus, task.global_batch, self.bandwidth)
+
+    @property
+    def priced(self) -> Task:
+        """The task on the cluster with the cell's bandwidth."""
+        inter = self.task.cluster.inter
+        scaled = replace(inter, bandwidth_gb_s=inter.bandwidth_gb_s * self.bandwidth)
+        return replace(self.task, cluster=replace(self.task.cluster, inter=scaled))
+
+
+@dataclass(frozen=True)
+class CellPart:
+    """The part of a cell that one process computes: the best plan of the row named ``part``, or the
+    plans of the given setting named ``part``."""
+
+    cell: Cell
+    part: str
+    tolerance: float
+    known: str = ""  # the setting of the best plan that an earlier search found
+
+    @property
+    def effort(self) -> float:
+        """How long this part takes in comparison with the others, roughly: a step of
+        ``Contender.search_effort`` is a factor of two."""
+        task, row = self.cell.task, COMPARED.get(self.part)
+        size = task.global_batch * task.shape.layers
+        return size * 2.0 ** (row.contender.search_effort if row else 0)
+
+    def records(self, commit: str) -> list[RunRecord]:
+        """The records of this part, which the code of a ``commit`` computes."""
+        cell, name = self.cell, self.part
+        if name not in GIVEN:
+            winner = winner_of(cell, self.tolerance, COMPARED[name], self.known)
+            return [_record(cell, "best", commit, name, winner)]
+        plans = GIVEN[name](cell.priced)
+        return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
+
+
+def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[CellPart]:
+    """All parts of a cell; ``known`` has settings by the cell's key and the row's name."""
+    return [
+        CellPart(cell, name, tolerance, known.get((*cell.key, name), ""))
+        for name in (*COMPARED, *GIVEN)
+    ]
+
+
+def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
+    """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
+    if its contender no longer has these knobs."""
+    row, candidate = candidate_of(setting)
+    plan = Evaluated(candidate, row.contender.simulated(cell.priced, candidate))
+    return _record(cell, mode, "", row.name, plan)
+
+
+def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
+    """The row and the plan that a ``setting`` of the table names. Raises SpecError if the contender
+    no longer has these knobs."""
+    values = json.loads(setting)
+    row = COMPARED[values["knobs"]["name"]]
+    own = values["knobs"] | {"name": row.contender.name}
+    knobs = validated(row.contender.knobs, own, "setting.knobs")
+    return row, Candidate(knobs, values["microbatch_size"])
+
+
+def winner_of(
+    cell: Cell, tolerance: float, row: Compared, known: str = ""
+) -> Evaluated[Any] | None:
+    """A row's best plan; None if none fits. The search begins with the setting ``known``, unless
+    the contender no longer has its knobs or the row does not allow them."""
+    begin = []
+    with suppress(SpecError):
+        begin = [candidate_of(known)[1]] if known else []
+    begin = [candidate for candidate in begin if row.allows(candidate.knobs)]
+    found = search(cell.priced, row.searched, tolerance=tolerance, runner_up=False, known=begin)
+    return found.winner
+
+
+def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:
+    known: dict[str, Any] = {}
+    if plan is not None:
+        known = {"setting": asdict(plan.candidate), "predicted": prediction(plan.result)}
+    return plan_record(
+        cell.task,
+        row,
+        BASES[mode],
+        bandwidth=cell.bandwidth,
+        commit=commit,
+        words=describe(plan.plan) if plan else "no plan fits",
+        **known,
+    )
+
+
+_STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class _BatchMap:
+    """A map over the batch and another quantity, for one model on one cluster."""
+
+    model: str
+    cluster: str
+    sequences_per_gpu: list[int]
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
+class MapSpec(_BatchMap):
+    """The map over GPU count and batch."""
+
+    num_gpus: list[int]
+
+
+@dataclass(frozen=True)
+class BandwidthSpec(_BatchMap):
+    """The map over inter-node bandwidth and batch."""
+
+    num_gpus: int
+    factors: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictSpec:
+    """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
+
+    tolerance: float
+    clusters: list[str]
+    sequences_per_gpu: list[int]
+    num_gpus: dict[str, list[int]]  # by model
+    sequences_of: dict[str, list[int]]  # instead of sequences_per_gpu, by model
+    map: MapSpec
+    bandwidth: BandwidthSpec
+
+    __pydantic_config__ = _STRICT
+
+
+def verdict_spec(values: Any) -> VerdictSpec:
+    """The mapping, checked; raises SpecError with one line for a mistake."""
+    return validated(VerdictSpec, values, "verdict")
+
+
+def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
+    """All cells, each once. Those whose search takes longest come first, so that no core is still
+    busy with one of them when the others have nothing left."""
+    unique = {cell.key: cell for cell in _cells(spec, precision)}
+    return sorted(unique.values(), key=lambda c: c.task.global_batch * c.task.shape.layers)[::-1]
+
+
+def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
+    def cell(model: str, cluster: str, *, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
+        shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
+        return Cell(
+            Task(
+                shape=shape,
+                cluster=machine,
+                num_gpus=gpus,
+                global_batch=gpus * sequences,
+                precision=precision,
+            ),
+            factor,
+        )
+
+    for cluster in spec.clusters:
+        for model, counts in spec.num_gpus.items():
+            for gpus in counts:
+                for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
+                    yield cell(model, cluster, gpus=gpus, sequences=sequences)
+    grid, band = spec.map, spec.bandwidth
+    for gpus in grid.num_gpus:
+        for sequences in grid.sequences_per_gpu:
+            yield cell(grid.model, grid.cluster, gpus=gpus, sequences=sequences)
+    for factor in band.factors:
+        for sequences in band.sequences_per_gpu:
+            yield cell(
+                band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor
+            )

@@ -1,0 +1,243 @@
+"""From simulated rows to one verdict per cell, in numbers and in a word.
+
+The claim (arXiv 2402.03791, version 2) is up to 33 % more speed than 3D parallelism at comparable
+memory. A cell reproduces it if ZeroPP is at least 1.33 times as fast as the baseline, and its peak
+is at most 1.1 times the baseline's. If ZeroPP is faster by more than 6 %, the direction of the
+claim holds, but not its size; within 6 % it is a tie.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report import display
+from benchmarks.report.table import markdown_table
+from benchmarks.specification.contenders import COMPARED
+from benchmarks.verdict.cells import CELL
+from zeropp.price.lost_time import TimeBreakdown
+
+CLAIM = 1.33
+TIE = 0.06  # about the simulator's median error of a ratio of two programs
+COMPARABLE = 1.1  # the largest ratio of peaks that counts as comparable memory
+# All rows with which ZeroPP is compared, and those for which every cell gets a verdict: the claim's
+# own opponent, the same program as it runs fastest, what most people would use, and the bound.
+BASELINES = {row.name: row.label for row in COMPARED.values() if row.name != "zeropp"}
+JUDGED = ("deepspeed_3d", "deepspeed_best", "megatron_core", "best_3d")
+EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
+BOUND = "best_3d"
+# A search ends within its tolerance of the best plan, so one row may end with a plan slower than
+# that of another row whose plans are among its own; then it takes that plan. The bound takes those
+# of all programs of TP x PP x DP.
+PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
+_TAKES = {
+    "deepspeed_3d": ("deepspeed_3d_fp32",),
+    "deepspeed_best_fp32": ("deepspeed_3d_fp32",),
+    "deepspeed_best": ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32"),
+    BOUND: ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32", *PUBLIC_3D),
+}
+# The bases of comparison, in words.
+MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
+KEYS = [*CELL, "mode"]
+
+
+def judge(plans: pd.DataFrame) -> pd.DataFrame:
+    """One row per cell and mode: speed, memory, speed-ups over each baseline, and the verdict. The
+    bound is the fastest public 3D plan (``with_shared_plans``)."""
+    wide = with_shared_plans(plans).pivot(index=KEYS, columns="contender")
+    priced = set(plans[[*KEYS, "contender"]].itertuples(index=False, name=None))
+    rows = []
+    for key, row in wide.iterrows():
+        speed, memory = row["tokens_per_s_per_gpu"], row["peak_gib"]
+        assert isinstance(key, tuple)
+        out: dict[str, Any] = dict(zip(KEYS, key, strict=True))
+        out["sequences_per_gpu"] = out["global_batch"] / out["num_gpus"]
+        for name in ("zeropp", *BASELINES):
+            out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
+            out[f"{name}_peak_gib"] = memory.get(name)
+            out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
+        for name in BASELINES:
+            out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
+        for name in JUDGED:
+            is_compared = {(*key, name), (*key, "zeropp")} <= priced
+            out[f"verdict_over_{name}"] = _word(out, name) if is_compared else "not compared"
+        out["regime"] = _regime(row)
+        rows.append(out)
+    return pd.DataFrame(rows)
+
+
+def plans_of(name: str) -> tuple[str, ...]:
+    """The rows whose plans are among those of a row, itself first."""
+    return (name, *_TAKES.get(name, ()))
+
+
+def with_shared_plans(plans: pd.DataFrame) -> pd.DataFrame:
+    """The plans, with those of rows that may take another row's replaced by the fastest of all that
+    they may take: the bound's by that of all public 3D programs."""
+    taken = plans
+    for name in _TAKES:
+        own = plans[plans.contender.isin(plans_of(name))]
+        own = own.sort_values("contender", key=lambda names: names != name, kind="stable")
+        own = own.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+        place = plans[plans.contender == name].reset_index()[["index", *KEYS]]
+        fastest = place.merge(own.drop_duplicates(KEYS), on=KEYS).set_index("index")
+        others = taken[taken.contender != name]
+        taken = pd.concat([others, fastest.assign(contender=name)])[plans.columns].sort_index()
+    return taken
+
+
+def reached(cells: pd.DataFrame, name: str) -> tuple[int, int]:
+    """In how many cells ZeroPP is at least 1.33 times as fast as a contender, and in how many of
+    those its peak is at most 1.1 times the contender's."""
+    fast = cells[cells[f"speedup_over_{name}"] >= CLAIM]
+    comparable = fast["zeropp_peak_gib"] <= COMPARABLE * fast[f"{name}_peak_gib"]
+    return len(fast), int(comparable.sum())
+
+
+def by_batch(cells: pd.DataFrame) -> dict[str, pd.Series]:
+    """Which cells have one sequence per GPU and step, and which have more, by the words for it."""
+    return {
+        "1 sequence per GPU": cells["sequences_per_gpu"] <= 1,
+        "4 or more": cells["sequences_per_gpu"] >= 4,
+    }
+
+
+def unfit(cells: pd.DataFrame, name: str) -> str:
+    """A sentence on the cells that have no ratio because only one of the two, ZeroPP or the other
+    contender, has a plan that fits; empty if there are none."""
+    zeropp, other = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
+    sentences = []
+    only_other, only_zeropp = int((other & ~zeropp).sum()), int((zeropp & ~other).sum())
+    for label, count in (("ZeroPP", only_other), (BASELINES[name], only_zeropp)):
+        if count:
+            sentences.append(f" In {count} more no plan of {label} fits.")
+    return "".join(sentences)
+
+
+def _word(row: Mapping[str, Any], name: str) -> str:
+    speedup = row[f"speedup_over_{name}"]
+    if math.isnan(speedup):
+        fits = pd.notna(row["zeropp_tokens_per_s_per_gpu"])
+        return "baseline does not fit" if fits else "ZeroPP does not fit"
+    if speedup >= CLAIM:
+        memory = row["zeropp_peak_gib"] / row[f"{name}_peak_gib"]
+        if memory <= COMPARABLE:
+            return "reproduced"
+        return f"faster, with {memory:.2f} times the memory"
+    if speedup > 1 + TIE:
+        return "faster, not reproduced"
+    return "tie" if speedup >= 1 - TIE else "slower, not reproduced"
+
+
+def _regime(row: pd.Series) -> str:
+    """What the cell is like: the batch per GPU, and the bubble's share of DeepSpeed's step."""
+    sequences = row.name[3] / row.name[2]  # type: ignore[index]
+    batch = (
+        "small batch" if sequences <= 1 else "large batch" if sequences >= 16 else "medium batch"
+    )
+    bubble = row["bubble"].get("deepspeed_3d")
+    if pd.isna(bubble):
+        return batch
+    return f"{batch}, idle {100 * bubble:.0f} % in 3D"
+
+
+_KINDS = [kind.name for kind in fields(TimeBreakdown) if kind.name != "limit"]
+_HEADS = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]
+
+
+@dataclass(frozen=True)
+class _Slower:
+    """A cell in which ZeroPP is behind the bound, with the rows of both. ``more`` is what ZeroPP
+    loses beyond the bound by cause, in per cent of the step at the compute limit."""
+
+    zeropp: pd.Series
+    bound: pd.Series
+    speedup: float
+
+    @property
+    def more(self) -> dict[str, float]:
+        zeropp, bound = self.zeropp, self.bound
+        limit = float(zeropp["limit_s"])
+        return {k: 100 * float(zeropp[f"{k}_s"] - bound[f"{k}_s"]) / limit for k in _KINDS}
+
+    @property
+    def ranked(self) -> list[str]:
+        """The causes, the one to which ZeroPP loses most beyond the bound first."""
+        more = self.more
+        return sorted(more, key=more.__getitem__, reverse=True)
+
+    def cells(self) -> list[str]:
+        """The cells of this row of the table."""
+        row, more, ranked = self.zeropp, self.more, self.ranked
+        place = [display.model_label(row["model"]), display.cluster_label(row["cluster"])]
+        place += [str(row["num_gpus"]), str(row["global_batch"]), display.ratio(self.speedup)]
+        sides = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
+        losses = [_name_losses(side, more) for side in sides]
+        return [*place, *losses, _plan(row), _plan(self.bound)]
+
+
+def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
+    """The cells in which ZeroPP is behind the bound by more than a tie: which losses differ, with
+    which plans, and what most of them have in common."""
+    rows = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
+    rows = rows.set_index([*CELL, "contender"], drop=False)
+    slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
+    keys = slower[CELL].itertuples(index=False, name=None)
+    cells = [
+        _Slower(rows.loc[(*key, "zeropp")], rows.loc[(*key, BOUND)], speedup)
+        for key, speedup in zip(keys, slower["speedup_over_best_3d"], strict=True)
+    ]
+    if not cells:
+        return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
+    heads = [*_HEADS, "ZeroPP's plan", "the bound's plan"]
+    return markdown_table(heads, [cell.cells() for cell in cells]) + "\n\n" + _in_common(cells)
+
+
+def bound_note(plans: pd.DataFrame) -> str:
+    """In how many cells the bound is another program's plan."""
+    best = plans[plans["mode"] == "best"].set_index([*KEYS, "contender"])
+    speeds = best.tokens_per_s_per_gpu.unstack()
+    raised = with_shared_plans(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
+    count = int((raised[BOUND].reindex(speeds.index) > speeds[BOUND]).sum())
+    return (
+        f"In {count} of {len(speeds)} cells the search for {BASELINES[BOUND]} ended, within its "
+        "tolerance, with a plan slower than that of another 3D program; there the bound is that "
+        "program's plan."
+    )
+
+
+def _in_common(cells: list[_Slower]) -> str:
+    """In how many cells each loss is the largest, and in how many ZeroPP has the smaller microbatch
+    or the longer pipeline."""
+    first = Counter(cell.ranked[0] for cell in cells)
+    losses = ", ".join(f"{kind.replace('_', ' ')} in {n}" for kind, n in first.most_common())
+    smaller = sum(_number(c.zeropp, "b") < _number(c.bound, "b") for c in cells)
+    longer = sum(_number(c.zeropp, "pp") > _number(c.bound, "pp") for c in cells)
+    return (
+        f"Of these {len(cells)} cells, ZeroPP's largest loss beyond the bound's is {losses}. Its "
+        f"microbatch is smaller than the bound's in {smaller}, and its pipeline is longer in "
+        f"{longer}."
+    )
+
+
+def _plan(row: pd.Series) -> str:
+    """A plan's degrees and microbatches, without its schedule's details, and its peak."""
+    degrees = re.split(r"(?<= m=)(\d+)", str(row["plan"]), maxsplit=1)
+    return "".join(degrees[:2]) + f", {row['peak_gib']:.0f} GiB"
+
+
+def _number(row: pd.Series, name: str) -> int:
+    """The number after ``name=`` in a plan; degrees of 1 are not written."""
+    match = re.search(rf"(?<!\S){name}=(\d+)", str(row["plan"]))
+    return int(match[1]) if match else 1
+
+
+def _name_losses(kinds: Iterable[str], more: Mapping[str, float]) -> str:
+    """The losses of some ``kinds`` with what ZeroPP loses ``more`` to each, in per cent."""
+    return ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in kinds)

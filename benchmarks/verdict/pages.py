@@ -1,0 +1,373 @@
+"""The tables and sentences of README and docs/verdict.md, from the judged cells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.report import display
+from benchmarks.report.evidence import published_errors
+from benchmarks.report.table import markdown_table
+from benchmarks.verdict.assumptions import ASSUMPTIONS
+from benchmarks.verdict.cells import CELL
+from benchmarks.verdict.changes import CHANGES, OPPONENTS
+from benchmarks.verdict.judge import (
+    BASELINES,
+    BOUND,
+    CLAIM,
+    COMPARABLE,
+    EQUAL,
+    JUDGED,
+    MODES,
+    behind,
+    bound_note,
+    by_batch,
+    reached,
+    unfit,
+)
+from benchmarks.verdict.uncertainty import (
+    FEWEST_RUNS,
+    SEED,
+    Interval,
+    Uncertainty,
+    judged,
+    program_errors,
+    published_pairs,
+    step_times,
+)
+
+Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
+
+_LABELS = {"zeropp": "ZeroPP", **BASELINES}
+
+# The rows of the headline: the claim's opponent and the same program as it runs fastest, each also
+# with its sums in fp32, and those with which a reader would compare.
+_HEADLINE = (
+    *("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best", "deepspeed_best_fp32"),
+    *("megatron_core", "torchtitan", "fsdp", BOUND),
+)
+_REPRODUCED = [
+    *("model", "cluster", "num_gpus", "global_batch"),
+    *(f"speedup_over_{name}" for name in JUDGED),
+    *("zeropp_peak_gib", "deepspeed_3d_peak_gib"),
+]
+
+
+def page_tables(
+    plans: pd.DataFrame,
+    repriced: pd.DataFrame,
+    changed: pd.DataFrame,
+    configured: Collection[Key],
+) -> dict[str, str]:
+    """Markdown by name: a number (``num_own``), sentences (``short``, ``kempnerforge``,
+    ``answer``, ``sums``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
+    (``headline``, ``assumptions``, ``cells``, ``best``, ``limit``, ``behind``, ``reproduced``,
+    ``memory``, ``network``, ``equal``, ``paper``, ``changes``). ``plans`` are the rows,
+    ``repriced`` those of ``assumptions.csv``, ``changed`` those of ``changes.csv``, and
+    ``configured`` the keys of all cells that the study's configuration asks for.
+    """
+    verdicts, uncertainty = judged(plans, repriced)
+    own = verdicts[verdicts.bandwidth == 1.0]
+    best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
+    ours = plans[(plans["contender"] == "zeropp") & (plans["mode"] == "best")]
+    ours = ours[(ours["bandwidth"] == 1.0) & ours["step_s"].notna()]
+    return {
+        "short": _short(best, uncertainty),
+        "kempnerforge": _kempnerforge(uncertainty),
+        "num_own": str(len(best)),
+        "errors": _errors(),
+        "headline": _headline(best, uncertainty),
+        "answer": _answer(best, uncertainty),
+        "sums": _sums(uncertainty),
+        "pipelines": _pipelines(ours),
+        "exposed": _exposed(ours),
+        "assumptions": _assumptions(uncertainty),
+        "changes": _changes(best, changed),
+        "bound": bound_note(plans),
+        "missing": _missing(plans, configured),
+        "cells": _cells(best),
+        "behind": behind(best, plans),
+        "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
+        "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "row"),
+        "reproduced": _reproduced(best),
+        "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
+        "network": _network(verdicts[verdicts["mode"] == "best"]),
+        "equal": _describe_setting(equal),
+        "paper": _describe_setting(paper),
+    }
+
+
+def _short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
+    """Two sentences: ZeroPP against Megatron-Core, and against DeepSpeed in both rows."""
+    (core_1, core_4), (three_1, three_4), (any_1, any_4) = (
+        [f"**{i.value:.2f}** {_ends(i)}" for i in uncertainty.medians[name].values()]
+        for name in ("megatron_core", "deepspeed_3d", "deepspeed_best")
+    )
+    three, any_engine = (reached(best, name)[0] for name in ("deepspeed_3d", "deepspeed_best"))
+    return (
+        f"In simulation, with every program at its best plan in each of {len(best)} cells, "
+        f"ZeroPP's speed over Megatron-Core's is {core_1} with one sequence per GPU and step and "
+        f"{core_4} with four or more: medians over cells, and in brackets where the simulator's "
+        f"known errors leave them in 90 % of draws. Over DeepSpeed's it is {three_1} and {three_4} "
+        f"where DeepSpeed has a pipeline, as the claim's opponent does, and {any_1} and {any_4} "
+        "where DeepSpeed runs its fastest layout in any of its engines, so that the claimed "
+        f"{CLAIM} times is reached in {three} and in {any_engine} of the cells."
+    )
+
+
+def _ends(interval: Interval) -> str:
+    return f"({interval.low:.2f} to {interval.high:.2f})"
+
+
+def _kempnerforge(uncertainty: Uncertainty) -> str:
+    """What the published runs that are nearest to ZeroPP's layout say of its price."""
+    errors = published_errors()
+    errors = errors[(errors["program"] == "kempnerforge") & (errors["quantity"] == "speed")]
+    slower = 1 + errors["error"]  # published over simulated seconds per step
+    devices = ", ".join(display.cluster_label(name) for name in errors["device"].unique())
+    medians = [interval.value for interval in uncertainty.medians["megatron_core"].values()]
+    there = " and ".join(f"{value / slower.median():.2f}" for value in medians)
+    return (
+        f"The published runs nearest to ZeroPP's layout, {len(errors)} of KempnerForge's PP × "
+        f"ZeRO-3 on {devices}, took {slower.min():.2f} to {slower.max():.2f} times as long as the "
+        f"simulator says: their steps are priced {1 - 1 / slower.min():.0%} to "
+        f"{1 - 1 / slower.max():.0%} too short. They gather per microbatch and have "
+        "tensor parallelism, too. No range here has them, since errors are drawn from programs "
+        f"with at least {FEWEST_RUNS} runs. Were ZeroPP's price as wrong as the median of theirs "
+        f"and no other price wrong, the medians over Megatron-Core would be {there}."
+    )
+
+
+def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
+    """Per row the median by sequences per GPU, with its error and the range over cells, and how
+    many cells reach the claim."""
+    groups = by_batch(best)
+    rows = []
+    for name in _HEADLINE:
+        line = [_LABELS[name]]
+        for words, cells in groups.items():
+            median, ratios = uncertainty.medians[name][words], best[f"speedup_over_{name}"][cells]
+            spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+            line += [f"**{median.value:.2f}**", f"{median.low:.2f} to {median.high:.2f}", spread]
+        count = uncertainty.reached(name)
+        line.append(f"{count.value:.0f} ({count.low:.0f} to {count.high:.0f})")
+        rows.append(line)
+    heads = [
+        head
+        for words in groups
+        for head in (f"{words}: median", "its error (90 %)", "single cells")
+    ]
+    return markdown_table(["ZeroPP over", *heads, f"cells at {CLAIM} or more (90 %)"], rows)
+
+
+def _errors() -> str:
+    """From how many programs and runs errors are drawn, and how large they are beside those of
+    published pairs."""
+    errors, rng = program_errors(), np.random.default_rng(SEED)
+    drawn = np.abs(np.expm1(errors.draw(rng, 1) - errors.draw(rng, 1)))
+    published = np.abs(np.expm1(published_pairs()))
+    sizes = (
+        f"{np.median(each):.1%} in the median and {np.quantile(each, 0.9):.1%} in the 90th "
+        "percentile"
+        for each in (drawn, published)
+    )
+    return (
+        f"Errors of programs are drawn from {sum(map(len, errors.rest))} published runs of "
+        f"{len(errors.rest)} programs. The ratio of two programs drawn so is off by "
+        f"{next(sizes)}; {len(published)} pairs of published runs of two programs with one model, "
+        f"batch and number of devices are off by {next(sizes)}."
+    )
+
+
+def _sums(uncertainty: Uncertainty) -> str:
+    """What DeepSpeed's sums in fp32 are worth to ZeroPP."""
+    texts = []
+    for name in ("deepspeed_3d", "deepspeed_best"):
+        free, fp32 = (uncertainty.medians[n].values() for n in (name, f"{name}_fp32"))
+        moves = [
+            f"from {a.value:.2f} to {b.value:.2f} with {words}"
+            for a, b, words in zip(free, fp32, uncertainty.medians[name], strict=True)
+        ]
+        texts.append(f"the median over {BASELINES[name]} goes " + " and ".join(moves))
+    return f"With sums in fp32 for all, {', and '.join(texts)}."
+
+
+def _pipelines(ours: pd.DataFrame) -> str:
+    """In how many cells ZeroPP's best plan has no pipeline."""
+    without = int((~ours["plan"].str.contains(r"(?<!\S)pp=")).sum())
+    return (
+        f"In {without} of {len(ours)} cells ZeroPP's best plan has one pipeline rank: there it is "
+        "FSDP with units."
+    )
+
+
+def _exposed(ours: pd.DataFrame) -> str:
+    """How much of ZeroPP's steps exposed gathers and reductions take."""
+    share = (ours["gathers_s"] + ours["reductions_s"]) / ours["step_s"]
+    batches = ours["global_batch"] // ours["num_gpus"]
+    medians = [
+        f"{value:.1%} at {batch}" for batch, value in share.groupby(batches).median().items()
+    ]
+    return (
+        f"Exposed gathers and reductions take {', '.join(medians)} sequences per GPU of the step "
+        f"of ZeroPP's best plans in the median, and {share.max():.1%} in the cell with the most."
+    )
+
+
+def _assumptions(uncertainty: Uncertainty) -> str:
+    """The median over three rows at both ends of the range of every assumption."""
+    moved = {name: uncertainty.moved_medians(name) for name in OPPONENTS}
+    groups = list(moved[OPPONENTS[0]])
+    rows = []
+    for number, assumption in enumerate(ASSUMPTIONS):
+        ends = [moved[name][group][number] for name in OPPONENTS for group in groups]
+        moves = f"× {assumption.low:g} to {assumption.high:g}"
+        words = [assumption.label, assumption.why, moves]
+        rows.append([*words, *(f"{low:.2f} to {high:.2f}" for low, high in ends)])
+    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
+    return markdown_table(["constant", "from", "range", *heads], rows)
+
+
+def _changes(best: pd.DataFrame, changed: pd.DataFrame) -> str:
+    """The median over the opponents, as compared and without each choice of programs."""
+    cells, groups = best.set_index(CELL).index, by_batch(best)
+    zeropp, *others = (step_times(changed, name, cells) for name in ("zeropp", *OPPONENTS))
+
+    def medians(column: str) -> list[str]:
+        ratios = [pd.Series((other[column] / zeropp[column]).to_numpy()) for other in others]
+        return [
+            f"{ratio[of.to_numpy()].median():.2f}" for ratio in ratios for of in groups.values()
+        ]
+
+    rows = [["every choice, as compared", *medians("step_s")]]
+    rows += [[change.label, *medians(change.name)] for change in CHANGES]
+    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
+    return markdown_table(["programs have", *heads], rows)
+
+
+def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
+    """What the cells say of the claim, with a few sentences per judged row."""
+    sentences = []
+    for name in JUDGED:
+        count = uncertainty.reached(name)
+        sentences.append(
+            f"Over {BASELINES[name]}, ZeroPP at its best plan {_reached(best, name)} With the "
+            f"simulator's errors it may be {count.low:.0f} to {count.high:.0f} cells."
+        )
+    return " ".join(sentences)
+
+
+def _reached(cells: pd.DataFrame, name: str) -> str:
+    """The rest of a sentence on how often ZeroPP reaches the claim over a contender, and with how
+    much memory."""
+    speedups = cells[f"speedup_over_{name}"].dropna()
+    fast, comparable = reached(cells, name)
+    memory = f", in {comparable} of them with at most {COMPARABLE} times the memory" if fast else ""
+    return (
+        f"reaches {CLAIM} times the speed in {fast} of {len(speedups)} cells{memory} (median "
+        f"{display.ratio(speedups.median())}, cells from {display.ratio(speedups.min())} to "
+        f"{display.ratio(speedups.max())})." + unfit(cells, name)
+    )
+
+
+def _describe_setting(cells: pd.DataFrame) -> str:
+    """Speed-ups in a given setting, and how often they come at comparable memory."""
+    spread = _spread(cells, list(EQUAL), "speedup_over_{}", "ZeroPP over")
+    if cells.empty:
+        return spread
+    sentences = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
+    peaks = (
+        f"Its peak is at most {COMPARABLE} times that of {BASELINES[name]} in "
+        f"{int((cells.zeropp_peak_gib <= COMPARABLE * cells[f'{name}_peak_gib']).sum())} of "
+        f"{len(cells)} cells."
+        for name in EQUAL
+    )
+    return "\n\n".join([spread, " ".join([*sentences, *peaks])])
+
+
+def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
+    """Which configured cells have no rows."""
+    missing = sorted(set(configured) - set(plans[CELL].itertuples(index=False, name=None)))
+    if not missing:
+        return "Every cell that the study's configuration asks for is among the rows."
+    texts = [
+        f"{display.model_label(model)} on {gpus} {display.cluster_label(cluster)}, "
+        f"{batch / gpus:g} per GPU" + ("" if factor == 1.0 else f", {factor:g}× the bandwidth")
+        for model, cluster, gpus, batch, factor in missing
+    ]
+    return "Configured, but not among the rows: " + "; ".join(texts) + "."
+
+
+def _cells(best: pd.DataFrame) -> str:
+    """Which batches were compared, per model, cluster and number of GPUs."""
+    rows = []
+    for (model, cluster, gpus), group in best.groupby(["model", "cluster", "num_gpus"]):
+        batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
+        names = [display.model_label(str(model)), display.cluster_label(str(cluster))]
+        rows.append([*names, str(gpus), batches])
+    return markdown_table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
+
+
+def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
+    """The median, lowest and highest value of a column per contender and sequences per GPU."""
+    if cells.empty:
+        return "No cell has been priced in this setting."
+    batches = dict(list(cells.groupby("sequences_per_gpu")))
+    rows = []
+    for name in names:
+        row = [_LABELS[name]]
+        for group in batches.values():
+            values = group[column.format(name)].dropna()
+            spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
+            row.append(spread if len(values) else "nothing fits")
+        rows.append(row)
+    return markdown_table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
+
+
+def _reproduced(cells: pd.DataFrame) -> str:
+    selected = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
+    rows = [
+        [
+            *(display.model_label(row[0]), display.cluster_label(row[1]), *map(str, row[2:4])),
+            *(display.ratio(value) for value in row[4:-2]),
+            *(f"{value:.0f}" for value in row[-2:]),
+        ]
+        for row in selected[_REPRODUCED].itertuples(index=False, name=None)
+    ]
+    heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
+    return markdown_table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
+
+
+def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
+    """ZeroPP's peak memory divided by that of each judged contender, per basis of comparison."""
+    rows = []
+    for label, cells in bases.items():
+        for name in JUDGED:
+            ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
+            if ratios.empty:  # not compared on this basis
+                continue
+            values = (ratios.min(), ratios.median(), ratios.max())
+            rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
+    return markdown_table(["plans", "peak over that of", "lowest", "median", "highest"], rows)
+
+
+def _network(best: pd.DataFrame) -> str:
+    """The speed-up per inter-node bandwidth, for the cells in which that was varied."""
+    keys = ["model", "cluster", "num_gpus"]
+    varied = best[best.groupby([*keys, "global_batch"])["bandwidth"].transform("nunique") > 1]
+    factors = sorted(varied.bandwidth.unique())
+    rows = [
+        [BASELINES[name], f"{sequences:g}", *_by_factor(group, name, factors)]
+        for name in JUDGED
+        for sequences, group in varied.groupby("sequences_per_gpu")
+    ]
+    return markdown_table(
+        ["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows
+    )
+
+
+def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
+    speedups = group.set_index("bandwidth")[f"speedup_over_{name}"]
+    return (f"{speedups[factor]:.2f}" for factor in factors)

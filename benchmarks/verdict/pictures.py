@@ -1,0 +1,206 @@
+"""The pictures of the verdict, from the judged cells: PNG, SVG and, for a paper, PDF."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from benchmarks.report import display, style
+from benchmarks.report.charts import Picture, save, time_breakdown
+from benchmarks.verdict.assumptions import ASSUMPTIONS
+from benchmarks.verdict.cells import BandwidthSpec, VerdictSpec
+from benchmarks.verdict.judge import BASELINES, CLAIM, JUDGED, with_shared_plans
+from benchmarks.verdict.uncertainty import Array, Uncertainty
+from zeropp.price.lost_time import TimeBreakdown
+
+_LABELS = {"zeropp": "ZeroPP", **BASELINES}
+_OPPONENTS = ("deepspeed_3d", "deepspeed_best", "megatron_core")  # of the picture of assumptions
+
+
+def draw(
+    plans: pd.DataFrame,
+    verdicts: pd.DataFrame,
+    uncertainty: Uncertainty,
+    spec: VerdictSpec,
+    out: Path,
+) -> list[Path]:
+    """Write all pictures into a folder."""
+    pictures = [
+        *_maps(verdicts, spec),
+        assumptions_picture(uncertainty),
+        _losses(plans, spec),
+    ]
+    paths = []
+    for picture in pictures:
+        paths.append(out / f"{picture.name}.pdf")
+        picture.figure.savefig(paths[-1], metadata={"CreationDate": None})
+        paths += save(picture, out).paths
+    return paths
+
+
+def _maps(verdicts: pd.DataFrame, spec: VerdictSpec) -> list[Picture]:
+    """The speed-ups over all rows, and both maps."""
+    best = verdicts[verdicts["mode"] == "best"]
+    grid, band = spec.map, spec.bandwidth
+    own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
+    own = own[own.num_gpus.isin(grid.num_gpus) & own.sequences_per_gpu.isin(grid.sequences_per_gpu)]
+    wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
+    wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
+    wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
+    where = f"{display.model_label(grid.model)} on {display.cluster_label(grid.cluster)}"
+    return [
+        _speedups(best[best.bandwidth == 1]),
+        _map(
+            own,
+            column="num_gpus",
+            label="GPUs",
+            title=f"{where}, best plans, simulated",
+            name="map_gpus_batch",
+        ),
+        _map(
+            wires,
+            column="bandwidth",
+            label="inter-node bandwidth, multiples of the cluster's own",
+            title=_place(band),
+            name="map_bandwidth_batch",
+        ),
+    ]
+
+
+def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
+    """What every row's best plan loses against the compute limit.
+
+    It is drawn for the model, cluster and GPU count of the bandwidth's map, with one panel per
+    batch and one bar per row.
+    """
+    band = spec.bandwidth
+    plans = with_shared_plans(plans)
+    own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
+    own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
+    panels = {
+        f"{sequences} sequences per GPU": _seconds(own, sequences * band.num_gpus)
+        for sequences in band.sequences_per_gpu
+    }
+    return time_breakdown(panels, "losses", _place(band))
+
+
+def _place(band: BandwidthSpec) -> str:
+    model, cluster = display.model_label(band.model), display.cluster_label(band.cluster)
+    return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
+
+
+def _seconds(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
+    """Per contender, the seconds of its step by cause, for the plans at one batch."""
+    kinds = [kind.name for kind in fields(TimeBreakdown)]
+    rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
+    return {
+        _LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
+        for _, row in rows.iterrows()
+    }
+
+
+def _speedups(cells: pd.DataFrame) -> Picture:
+    """Draw one dot per cell, with one line per contender other than ZeroPP and bars at medians."""
+    names = list(BASELINES)
+    batches = sorted(cells.sequences_per_gpu.unique())
+    figure, axis = plt.subplots(figsize=(9.0, 5.4), layout="constrained")
+    for place, name in enumerate(reversed(names)):
+        for shift, batch in enumerate(batches):
+            height = place + 0.25 * (1 - shift)
+            values = cells[cells.sequences_per_gpu == batch][f"speedup_over_{name}"].dropna()
+            plural = "" if batch == 1 else "s"
+            label = f"{batch:g} sequence{plural} per GPU and step" if place == 0 else None
+            axis.plot(values, [height] * len(values), "o", ms=4, alpha=0.5, color=f"C{shift}")
+            axis.plot([values.median()], [height], "|", ms=14, mew=2.5, color=f"C{shift}")
+            axis.plot([], [], "o", color=f"C{shift}", label=label)
+    axis.set_yticks(range(len(names)), [BASELINES[name] for name in reversed(names)])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
+    title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
+    axis.set_title(title, fontsize=10)
+    axis.legend(loc="lower right", fontsize=8)
+    return Picture(name="speedups", caption=title, figure=figure)
+
+
+def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
+    figure, axes = plt.subplots(1, len(JUDGED), figsize=(15.0, 3.2), layout="constrained")
+    for axis, over in zip(axes, JUDGED, strict=True):
+        table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
+        _panel(axis, table)
+        axis.set_title(f"ZeroPP over {BASELINES[over]}")
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("sequences per GPU and step")
+    figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
+    return Picture(name=name, caption=title, figure=figure)
+
+
+def _panel(axis: Axes, table: pd.DataFrame) -> None:
+    """Draw a heat map with its numbers: blue where ZeroPP is faster, grey where nothing fits."""
+    axis.grid(visible=False)
+    axis.set_facecolor("#cccccc")
+    norm = TwoSlopeNorm(1.0, vmin=0.67, vmax=1.33)
+    axis.imshow(table.to_numpy(), cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+    axis.set_xticks(range(table.shape[1]), [f"{value:g}" for value in table.columns])
+    axis.set_yticks(range(table.shape[0]), [f"{value:g}" for value in table.index])
+    for y, values in enumerate(table.to_numpy()):
+        for x, value in enumerate(values):
+            text = "no fit" if pd.isna(value) else f"{value:.2f}"
+            dark = not pd.isna(value) and abs(value - 1.0) > 0.22
+            axis.text(
+                x, y, text, ha="center", va="center", color="white" if dark else "black", fontsize=8
+            )
+
+
+def assumptions_picture(uncertainty: Uncertainty) -> Picture:
+    """How far each constant moves the median ratio: a bar from one end of its range to the other,
+    the longest on top (a tornado chart), with a panel per opponent and batch on one scale."""
+    moved = {name: uncertainty.moved_medians(name) for name in _OPPONENTS}
+    groups = list(moved[_OPPONENTS[0]])
+    changes = np.array(
+        [
+            [
+                np.subtract(moved[name][words], uncertainty.medians[name][words].value)
+                for words in groups
+            ]
+            for name in _OPPONENTS
+        ]
+    )  # opponent, batch, assumption, end
+    order = np.argsort(np.abs(changes).max(axis=(0, 1, 3)))
+    figure, axes = plt.subplots(
+        len(groups), len(_OPPONENTS), figsize=(10.0, 5.6), layout="constrained", sharey=True
+    )
+    for (line, column), axis in np.ndenumerate(axes):
+        name, words = _OPPONENTS[column], groups[line]
+        simulated = uncertainty.medians[name][words].value
+        _bars(axis, simulated, changes[column, line][order], reach=1.15 * np.abs(changes).max())
+        axis.set_title(BASELINES[name] if line == 0 else "", fontsize=9)
+        axis.set_ylabel(words if column == 0 else "")
+        axis.tick_params(labelsize=8)
+    axes[0, 0].set_yticks(range(len(order)), [ASSUMPTIONS[n].label for n in order])
+    figure.supxlabel(
+        "median speed of ZeroPP over that of the opponent (dotted: the same)", fontsize=9
+    )
+    title = (
+        "The median with one constant at the low end (orange) or the high end (blue) of its range: "
+        "simulated, best plans"
+    )
+    figure.suptitle(title, fontsize=10)
+    return Picture(name="assumptions", caption=title, figure=figure)
+
+
+def _bars(axis: Axes, simulated: float, changes: Array, *, reach: float) -> None:
+    """Draw the bars of one panel, which change the ``simulated`` median by ``changes``; the axis
+    ends at ``reach`` from it."""
+    for end, colour in enumerate((style.WARM, style.COOL)):
+        axis.barh(range(len(changes)), changes[:, end], left=simulated, color=colour, height=0.7)
+    axis.axvline(simulated, color="black", linewidth=0.8)
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlim(simulated - reach, simulated + reach)
+    axis.grid(axis="x")

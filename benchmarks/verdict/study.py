@@ -1,0 +1,241 @@
+"""Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the pictures.
+
+``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
+it, ``assumptions.csv`` what its best plans would take with other constants, and ``changes.csv``
+what programs would take without one of their choices. Every table, figure and sentence of the
+verdict is derived from these three and from the errors of published runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+from rich.console import Console
+
+from benchmarks import CHECKOUT
+from benchmarks.launch.points import Point, plan_point
+from benchmarks.launch.sweep import run_points, spec_of
+from benchmarks.records.environment import git_state
+from benchmarks.records.record import RunRecord, write_atomically
+from benchmarks.records.simulated import TABLE, commit_of, line_of
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.write import make_table, write_table_forms
+from benchmarks.specification import SpecError
+from benchmarks.specification.command import check_writable, workers
+from benchmarks.specification.contenders import COMPARED, CONTENDERS, Compared, whole
+from benchmarks.specification.progress import progress_line
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.verdict.assumptions import REPRICED, price_assumptions
+from benchmarks.verdict.cells import (
+    CELL,
+    Cell,
+    CellPart,
+    VerdictSpec,
+    cells_of,
+    jobs_of,
+    verdict_spec,
+    winner_of,
+)
+from benchmarks.verdict.changes import CHANGES_TABLE, price_changes
+from benchmarks.verdict.given_settings import GIVEN
+from benchmarks.verdict.pictures import draw
+from benchmarks.verdict.summary import summary
+from benchmarks.verdict.uncertainty import judged
+
+T = TypeVar("T")
+
+COMMITTED = CHECKOUT / "results" / "reference" / "claim_33" / TABLE
+_SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
+
+
+def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
+    """One point per cell and row that can be run, with the best plan that the simulator finds, and
+    one where two rows have the same; ``base`` gives data, optimizer and what is timed."""
+    specs: list[RunSpec] = []
+    for cell in cells:
+        for row in _runnable():
+            winner = winner_of(cell, tolerance, row)
+            if winner is None:
+                continue
+            spec = dataclasses.replace(
+                base,
+                model=cell.task.shape,
+                cluster=cell.task.cluster,
+                num_gpus=cell.task.num_gpus,
+                global_batch=cell.task.global_batch,
+                contender=winner.candidate.knobs,
+                microbatch_size=winner.candidate.microbatch_size,
+                precision=cell.task.precision,
+            )
+            if spec not in specs:
+                specs.append(spec)
+    return [plan_point(spec) for spec in specs]
+
+
+def _runnable() -> list[Compared]:
+    """The rows of contenders with a trainer, and those contenders that the comparison has not."""
+    rows = [row for row in COMPARED.values() if row.contender.trainer]
+    return rows + [whole(c) for name, c in CONTENDERS.items() if name not in COMPARED]
+
+
+def run(config: dict[str, Any]) -> int:
+    """Write plans.csv, assumptions.csv, changes.csv, verdict.csv, verdict.md and the pictures into
+    ``report_dir``. With a launcher other than ``simulate``, run the best plans on
+    ``verdict.clusters`` instead.
+
+    Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
+    a change of the cost model or of the schedules. Searches begin with the committed best plans, or
+    with nothing if ``search=fresh``.
+    """
+    spec = verdict_spec(config["verdict"])
+    cells = cells_of(spec, config["precision"])
+    if config["launcher"]["kind"] != "simulate":
+        return _measure(config, spec, cells)
+    if config["precision"] != "bf16":  # a line of the table does not say it
+        raise SpecError(
+            f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
+        )
+    if config["search"] not in _SEARCHES:
+        raise SpecError(f"search={config['search']}: must be one of {', '.join(_SEARCHES)}")
+    out = Path(config["report_dir"])
+    _check_folder(out)
+    known = _committed_settings() if config["search"] == "known" else {}
+    anew = config["rerun"] == "all"
+    simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
+    plans = pd.read_csv(out / TABLE)
+    price_assumptions(plans, cells, out / REPRICED, anew=anew)
+    price_changes(plans, cells, out / CHANGES_TABLE, tolerance=spec.tolerance, anew=anew)
+    write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
+    return 0
+
+
+def _check_folder(out: Path) -> None:
+    """Raise SpecError for a folder that cannot be written to, and for one whose files are not those
+    of this study, as some might be lost."""
+    check_writable("report_dir", out)
+    table = out / TABLE
+    text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
+    columns = text.partition("\n")[0].split(",")
+    if not {*CELL, "contender", "mode", "setting"} <= {*columns} and any(out.iterdir()):
+        raise SpecError(
+            f"report_dir={out}: has files, but no {TABLE} of this study (name another folder)"
+        )
+
+
+def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> int:
+    real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
+    points = points_of(real, spec_of(config), spec.tolerance)
+    return run_points(points, [config] * len(points))
+
+
+def write_verdict(
+    plans: pd.DataFrame, repriced: pd.DataFrame, spec: VerdictSpec, out: Path
+) -> None:
+    """Write everything that is derived from the rows."""
+    verdicts, uncertainty = judged(plans, repriced)
+    verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
+    text = summary(verdicts, uncertainty)
+    (out / "verdict.md").write_text(text, encoding="utf-8")
+    paths = draw(plans, verdicts, uncertainty, spec, out)
+    console = Console()
+    console.print(text, markup=False)
+    rows = latest_ok(load_frame([out / TABLE])[0])
+    paper = write_table_forms(make_table("paper", rows), out / "paper")
+    names = [
+        TABLE,
+        REPRICED,
+        CHANGES_TABLE,
+        "verdict.csv",
+        "verdict.md",
+        *(path.name for path in paths),
+    ]
+    names += [f"paper/{path}" for path in paper]
+    console.print(f"Written to {out}: " + ", ".join(names))
+
+
+def simulate_cells(
+    spec: VerdictSpec,
+    cells: list[Cell],
+    path: Path,
+    *,
+    known: Mapping[object, str],
+    anew: bool,
+) -> None:
+    """Simulate the parts of cells that are missing in the file ``path``, with one process per core,
+    and add their rows, sorted. A cell is written when all of its missing parts are done. Searches
+    begin with the ``known`` settings."""
+    rows: list[dict[str, Any]] = []
+    if path.exists() and not anew:
+        rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
+    todo = missing_jobs(rows, cells, spec.tolerance, known)
+    commit = commit_of(*git_state())
+    jobs = [job for missing in todo.values() for job in missing]
+    parts: dict[Cell, dict[str, list[RunRecord]]] = defaultdict(dict)
+    with workers(os.cpu_count() or 1) as pool:
+        running = {pool.submit(job.records, commit): job for job in jobs}
+        for job, done in _told(running):
+            of_cell = parts[job.cell]
+            of_cell[job.part] = done.result()
+            if len(of_cell) < len(todo[job.cell]):
+                continue
+            rows += [line_of(record) for records in of_cell.values() for record in records]
+            rows.sort(key=_order)
+            table = pd.DataFrame(rows)
+            write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+
+
+def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Future[T]]]:
+    """The parts of cells as they end, with a line of how many are left and for about how long."""
+    started, effort = time.monotonic(), sum(job.effort for job in running.values())
+    settled = 0.0
+    with progress_line() as bar:
+        line = bar.add_task("searches", total=len(running))
+        for done in as_completed(running):
+            job = running[done]
+            yield job, done
+            settled += job.effort
+            if settled > effort / 20:  # before, nobody knows
+                left_s = (time.monotonic() - started) * (effort / settled - 1)
+                bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
+            bar.advance(line)
+
+
+def _committed_settings() -> dict[object, str]:
+    """The settings of the committed best plans, by cell and contender. Searches begin with them,
+    because whatever has a bound above their time need not be tried."""
+    if not COMMITTED.exists():
+        return {}
+    plans = pd.read_csv(COMMITTED)
+    best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
+    keys = best[[*CELL, "contender"]].itertuples(index=False, name=None)
+    return dict(zip(keys, best["setting"], strict=True))
+
+
+def missing_jobs(
+    rows: list[dict[str, Any]], cells: list[Cell], tolerance: float, known: Mapping[object, str]
+) -> dict[Cell, list[CellPart]]:
+    """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
+    tried again."""
+    have = {
+        (*(row[name] for name in CELL), row["mode"] if row["mode"] in GIVEN else row["contender"])
+        for row in rows
+    }
+    jobs = {
+        cell: [job for job in jobs_of(cell, tolerance, known) if (*cell.key, job.part) not in have]
+        for cell in cells
+    }
+    return {cell: missing for cell, missing in jobs.items() if missing}
+
+
+def _order(row: dict[str, Any]) -> tuple[object, ...]:
+    """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
+    places = {name: place for place, name in enumerate(COMPARED)}
+    return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])

@@ -1,0 +1,220 @@
+"""How far the verdict's ratios may be from what GPUs would show, by the simulator's known errors.
+
+A simulated ratio of two programs is off by what the simulator misses of each program, and by the
+constants that it assumes. Both are drawn many times:
+
+* *Errors of programs*, from the committed predictions of published runs on the generations of
+  devices that the verdict has. The error of a run, ln(predicted speed / published speed), is taken
+  apart into the median error of its program, which all cells of that program have in common, and
+  the rest, which every cell has for itself. A draw gives each program of the comparison, ZeroPP
+  among them, the common error of some published program, and each of its cells the rest of some
+  run; every published program has the same weight, however many runs it published. What is wrong
+  with a device is wrong for both programs of a cell, so common errors are taken around their
+  median.
+* *Assumptions* (``assumptions``), each at a place in its range that is drawn once for all cells.
+
+What is published partly depends on the same constants, so some of the error is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from benchmarks.report.evidence import published_errors
+from benchmarks.specification.contenders import COMPARED
+from benchmarks.verdict.assumptions import ASSUMPTIONS
+from benchmarks.verdict.cells import CELL
+from benchmarks.verdict.judge import (
+    BASELINES,
+    CLAIM,
+    JUDGED,
+    by_batch,
+    judge,
+    plans_of,
+)
+
+Array = npt.NDArray[np.float64]
+DEVICES = ("a100", "a800", "h100", "h800", "h200")  # the generations of the verdict's clusters
+FEWEST_RUNS = 5  # of a program whose median error counts
+DRAWS = 4000
+LIMITS = (0.05, 0.95)  # an interval's ends, as shares of the draws
+SEED = 33
+
+
+@dataclass(frozen=True)
+class ProgramErrors:
+    """The errors of published runs, ln(predicted speed / published speed), in two parts."""
+
+    common: Array  # per program its median, around the median over programs
+    rest: tuple[Array, ...]  # per program, its runs around its median
+
+    def draw(self, rng: np.random.Generator, cells: int) -> Array:
+        """Errors of one program in ``cells`` cells, one line per draw."""
+        pool = np.concatenate(self.rest)
+        weights = np.concatenate([np.full(len(r), 1 / len(r)) for r in self.rest])
+        common = rng.choice(self.common, (DRAWS, 1))
+        own = rng.choice(pool, (DRAWS, cells), p=weights / weights.sum())
+        return np.asarray(common + own)
+
+
+def program_errors() -> ProgramErrors:
+    """The errors of all programs with enough published runs on ``DEVICES``."""
+    table = _published()
+    runs = [group["error"].to_numpy(dtype=float) for _, group in table.groupby("program")]
+    medians = np.array([np.median(run) for run in runs])
+    rest = tuple(run - median for run, median in zip(runs, medians, strict=True))
+    return ProgramErrors(medians - np.median(medians), rest)
+
+
+def _published(*more: str) -> pd.DataFrame:
+    """The published runs from which errors are drawn, ``error`` as a logarithm."""
+    table = published_errors(*more)
+    table = table[(table["quantity"] == "speed") & table["device"].isin(DEVICES)]
+    table = table[table.groupby("program")["error"].transform("size") >= FEWEST_RUNS]
+    return table.assign(error=np.log1p(table["error"]))
+
+
+def published_pairs() -> Array:
+    """The errors of ratios, ln(predicted / published), of all pairs of published runs of two
+    programs with one model, batch, device and number of devices."""
+    same = ["layers", "hidden", "heads", "ffn", "vocab", "seq", "num_gpus", "global_batch"]
+    table = _published(*same).reset_index()
+    pairs = table.merge(table, on=[*same, "device"], suffixes=("", "_other"))
+    pairs = pairs[(pairs["index"] < pairs["index_other"])]
+    pairs = pairs[pairs["program"] != pairs["program_other"]]
+    return np.asarray(pairs["error"] - pairs["error_other"], dtype=float)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A simulated value, and the ends between which 90 % of the draws are."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """``0.96 [0.84, 1.09]``."""
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+class Uncertainty:
+    """Drawn ratios of ZeroPP's speed to every other row's, in the cells of ``best``, which are
+    judged cells with best plans at the clusters' own bandwidth.
+
+    ``repriced`` has seconds per step under every assumption, by cell and row; without lines the
+    assumptions are left out.
+    """
+
+    def __init__(self, best: pd.DataFrame, repriced: pd.DataFrame, errors: ProgramErrors) -> None:
+        self._best = best.set_index(CELL)
+        self._repriced = repriced
+        rng = np.random.default_rng(SEED)
+        programs = dict.fromkeys(COMPARED[name].contender.name for name in COMPARED)
+        self._errors = {name: errors.draw(rng, len(best)) for name in programs}
+        self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
+
+    def median(self, name: str, cells: pd.Series | None = None) -> Interval:
+        """The median ratio over the cells for which ``cells`` is true (by default, all)."""
+        return self._interval(name, cells, lambda ratios: np.median(ratios, axis=-1))
+
+    @cached_property
+    def medians(self) -> Mapping[str, Mapping[str, Interval]]:
+        """The median ratios by row, and by the words for the sequences per GPU."""
+        groups = by_batch(self._best.reset_index())
+        return {
+            name: {words: self.median(name, cells) for words, cells in groups.items()}
+            for name in BASELINES
+        }
+
+    def reached(self, name: str) -> Interval:
+        """The number of cells in which ZeroPP is at least 1.33 times as fast."""
+        return self._interval(name, None, lambda ratios: (ratios >= CLAIM).sum(axis=-1))
+
+    def _interval(
+        self, name: str, cells: pd.Series | None, of: Callable[[Array], Array]
+    ) -> Interval:
+        chosen = np.isfinite(self.simulated(name))  # both have a plan that fits
+        if cells is not None:
+            chosen &= cells.to_numpy(dtype=bool)
+        if not chosen.any():
+            return Interval(np.nan, np.nan, np.nan)
+        value = float(of(self.simulated(name)[chosen]))
+        low, high = np.quantile(of(self.drawn[name][:, chosen]), LIMITS)
+        return Interval(value, float(low), float(high))
+
+    def simulated(self, name: str) -> Array:
+        """The simulated ratios over a row, by cell."""
+        return self._best[f"speedup_over_{name}"].to_numpy(dtype=float)
+
+    @cached_property
+    def drawn(self) -> Mapping[str, Array]:
+        """By row, a line of ratios per draw, with a column per cell."""
+        zeropp = self._errors["zeropp"]
+        return {
+            name: self.simulated(name)
+            * np.exp(self._errors[COMPARED[name].contender.name] - zeropp + self._assumed(name))
+            for name in BASELINES
+        }
+
+    def _assumed(self, name: str) -> Array:
+        """What the assumptions change of a row's ratios, as logarithms: straight lines between the
+        ends of every range."""
+        total = np.zeros((DRAWS, len(self._best)))
+        for number, (low, high) in enumerate(self.moved(name)):
+            place = self._places[:, [number]]
+            total += np.where(place > 0, place * np.log(high), -place * np.log(low))
+        return total
+
+    def moved_medians(self, name: str) -> dict[str, list[tuple[float, float]]]:
+        """By the words for the sequences per GPU, the median ratio over a row at both ends of the
+        range of each of ``ASSUMPTIONS``."""
+        ratios = [[self.simulated(name) * end for end in ends] for ends in self.moved(name)]
+        return {
+            words: [
+                (float(pd.Series(low)[cells].median()), float(pd.Series(high)[cells].median()))
+                for low, high in ratios
+            ]
+            for words, cells in by_batch(self._best.reset_index()).items()
+        }
+
+    def moved(self, name: str) -> list[tuple[Array, Array]]:
+        """Per assumption the factors of a row's ratios, by cell, at both ends of its range."""
+        if self._repriced.empty:
+            return []
+        zeropp, other = (
+            step_times(self._repriced, row, self._best.index) for row in ("zeropp", name)
+        )
+        ratios = other / zeropp
+        simulated = self.simulated(name)
+        return [
+            (ratios[low].to_numpy() / simulated, ratios[high].to_numpy() / simulated)
+            for low, high in (assumption.columns for assumption in ASSUMPTIONS)
+        ]
+
+
+def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataFrame:
+    """Seconds per step, by cell and column of a table, of the fastest plan that a row has."""
+    own = table[table["contender"].isin(plans_of(name))]
+    return own.drop(columns="contender").groupby(CELL).min().reindex(cells)
+
+
+def judged(plans: pd.DataFrame, repriced: pd.DataFrame) -> tuple[pd.DataFrame, Uncertainty]:
+    """The judged cells (``judge``), and the uncertainty of those with best plans at the clusters'
+    own bandwidth, whose ends are the columns ``low_over_NAME`` and ``high_over_NAME``."""
+    verdicts = judge(plans)
+    own = (verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)
+    uncertainty = Uncertainty(verdicts[own], repriced, program_errors())
+    for name in JUDGED:
+        ends = np.quantile(uncertainty.drawn[name], LIMITS, axis=0)
+        for word, values in zip(("low", "high"), ends, strict=True):
+            verdicts.loc[own, f"{word}_over_{name}"] = values
+    return verdicts, uncertainty

@@ -1,0 +1,301 @@
+"""What a person may set of ``zeropp.parallelize``: one dataclass, whose fields are its keywords.
+
+A plan is made from it, or given in it; what no plan decides (the optimizer, tied parameters, random
+numbers) the engine reads here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropp.schedule.plan import Plan
+from zeropp.types.knobs import StepKnobs
+from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.literals import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Auto,
+    Axis,
+    LossReduction,
+    Placement,
+    Precision,
+    Recompute,
+    check_fields,
+    if_auto,
+)
+from zeropp.types.training import OptimizerConfig
+
+if TYPE_CHECKING:
+    from zeropp.price.cluster import Cluster
+else:
+    Cluster = object  # its module is loaded, and looks at the value, where there is one
+
+ParameterName = tuple[int, str]  # layer, and the parameter's name in it
+# The optimizer group of a parameter, by its name.
+GroupOf = Callable[[ParameterName, nn.Parameter], str]
+# From tensors, by the name of their optimizer group, to an optimizer of them, or several.
+MakeOptimizer = Callable[
+    [Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
+AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
+_OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
+
+
+def one_group(name: ParameterName, parameter: nn.Parameter) -> str:
+    """The optimizer group of every parameter, if there is only one group."""
+    del name, parameter
+    return "all"
+
+
+def asked_for(keywords: Mapping[str, object]) -> frozenset[str]:
+    """The keywords whose value is to be chosen, because ``auto`` was given for them."""
+    return frozenset(name for name, value in keywords.items() if value == "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepKnobs):
+    """The keywords of ``parallelize``. Degrees and chunks are 1 by default; with ``auto`` they, and
+    ``unit``, ``recompute`` and ``microbatch_size``, are chosen from what the layers take on the
+    ``cluster``.
+
+    Raises InfeasibleError, in one line, for a value that a keyword cannot have.
+    """
+
+    sample: Tensor
+    """Some inputs [rows, ...], for their shape and type."""
+    global_batch: Annotated[int, AT_LEAST_1]
+    """Rows per step, over all ranks."""
+    microbatch_size: Annotated[int | Auto, AT_LEAST_0] = 0
+    """Rows per microbatch: larger ones keep a device busier and take more memory. 0: as many as the
+    sample has, since what fits is known only where a cluster is named (``auto``)."""
+    pp: Annotated[int | Auto, AT_LEAST_1] = 1
+    shard: Annotated[int | Auto, AT_LEAST_1] = 1
+    replicate: Annotated[int | Auto, AT_LEAST_1] = 1
+    chunks: Annotated[int | Auto, AT_LEAST_1] = 1
+    recompute: Recompute | Auto = "none"
+    plan: Plan | None = None
+    """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
+    ``mesh``, ``precision``, ``weights`` and ``cluster``."""
+    mesh: DeviceMesh | None = None
+    """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
+    optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
+    """A configuration, or a function that makes an optimizer, or a list of several, from fp32
+    tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
+    flat shards, but whole parameters in the groups where a trial shows that it needs them."""
+    clip_norm: Annotated[float, AT_LEAST_0] = 0.0
+    """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
+    down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""
+    group_of: GroupOf = one_group
+    """The optimizer group of a parameter, given its (layer, name) and itself."""
+    precision: Precision = "fp32"
+    """``bf16``: layers compute in bf16 (their floating-point inputs are cast to it, as FSDP2 casts
+    them); masters, gradient sums and the optimizer stay fp32."""
+    fp32_modules: tuple[type[nn.Module], ...] = ()
+    """Kinds of modules that compute in fp32 all the same (norms, for example), with their
+    parameters in fp32: their inputs are cast to it, and their outputs back to bf16."""
+    loss_reduction: LossReduction = "mean"
+    """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
+    mean over its rows; ``sum``: their sum; ``tokens``: the function gives a sum and a count (of the
+    labels that are not ignored, for example), and the loss of a batch is the sum over all of it
+    divided by the count of all of it. Scalars that layers give are added to what the function gives
+    for the same microbatch: to its mean or to its sum."""
+    sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
+    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each."""
+    weights: Sequence[float] | None = None
+    """The layers' relative costs; by default their durations on ``cluster``, or, without one,
+    their numbers of parameters."""
+    cluster: str | Cluster | None = None
+    """What the job runs on: a name among ``conf/cluster`` (``"a800"``, ``"h100"``) or a
+    ``zeropp.Cluster``. Layers are then cut by their durations there, and the order of a step is
+    the better of the one for equal durations and the one planned with them."""
+    tied: tuple[ParameterName, ParameterName] | None = None
+    """Two parameters that are one in the model, as (layer, name), one of the first layer and one
+    of the last, in either order. Both begin with the first layer's values."""
+    device: torch.device | str | None = None
+    """By default the mesh's, or this process's CUDA device where the process group has NCCL, else
+    the CPU. A CUDA device becomes the current one of this process (``torch.cuda.set_device``)."""
+    lr_schedule: Callable[[int], float] | None = None
+    """The factor on the learning rate, given the number of steps done."""
+    dropout_seed: int | None = 0
+    """What the model draws by torch's default generators is a function of this number, of the step,
+    the microbatch and the layer, so that every topology draws the same; draws of Python, of numpy
+    and of a generator of its own differ. None: its layers draw nothing (one that does is
+    refused), and the time of seeding is saved."""
+    timeout: timedelta | None = None
+    """How long this model's collectives and messages wait for their peers; by default as long as
+    those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
+
+    def __post_init__(self) -> None:
+        """Check every field alone, and what ``mesh`` says beside degrees."""
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise InfeasibleError(str(error)) from None
+        if not self.sample.dim() or not len(self.sample):
+            raise InfeasibleError(
+                "sample: must be a tensor of inputs, with at least one row in dimension 0"
+            )
+        for name, value in self.sample_keywords.items():
+            if not isinstance(value, Tensor):
+                raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
+        if self.tied is not None:
+            first, second = sorted(self.tied)
+            object.__setattr__(self, "tied", (first, second))
+        self._take_over_clipping()
+        if self.plan is not None:
+            self._take_over(self.plan)
+        _ = self.layout, self.hardware  # which raise where there is none
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The degrees that were asked for, of the mesh if there is one; 1 for those that are still
+        ``auto``."""
+        degrees: dict[str, Any] = {axis: if_auto(getattr(self, axis), 1) for axis in AXES}
+        degrees["placement"] = if_auto(self.placement, "dp_inner")
+        if self.mesh is not None:
+            degrees |= _degrees_of(self.mesh, degrees)
+        return Layout(
+            **degrees,
+            chunks=if_auto(self.chunks, 1),
+            replicate_zero=if_auto(self.replicate_zero, 0),
+        )
+
+    @property
+    def microbatch_rows(self) -> int:
+        """The rows of a microbatch; those of the sample while they are still ``auto``."""
+        return if_auto(self.microbatch_size, 0) or len(self.sample)
+
+    @property
+    def microbatch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Inputs and keyword inputs like those of the sample, with the rows of a microbatch."""
+        rows = self.microbatch_rows
+        named = {"": self.sample, **self.sample_keywords}
+        whole = {n: x if len(x) == rows else torch.cat([x] * rows)[:rows] for n, x in named.items()}
+        return whole.pop(""), whole
+
+    @cached_property
+    def hardware(self) -> Cluster | None:
+        """The cluster, if one was named or given."""
+        if self.cluster is None:
+            return None
+        from zeropp.price.cluster import cluster_of
+
+        return cluster_of(self.cluster)
+
+    def described(self) -> dict[str, str]:
+        """What must be equal on all ranks, by field. Functions are compared by what they give."""
+        return {
+            each.name: repr(_described(getattr(self, each.name)))
+            for each in fields(self)
+            if each.name not in _OF_THIS_RANK
+        }
+
+    def _take_over_clipping(self) -> None:
+        """Set the norm of a configured optimizer; raises InfeasibleError if another was given."""
+        config = self.optimizer
+        configured = config.clip_norm if isinstance(config, OptimizerConfig) else 0.0
+        if configured and self.clip_norm not in (0, configured):
+            raise InfeasibleError(
+                f"clip_norm={self.clip_norm}: the optimizer's configuration has {configured} "
+                "(leave one of the two out)"
+            )
+        object.__setattr__(self, "clip_norm", configured or self.clip_norm)
+
+    def _take_over(self, plan: Plan) -> None:
+        """Set what a plan decides; raises InfeasibleError where it is not for this batch."""
+        for name, value in _decided_by(plan).items():
+            object.__setattr__(self, name, value)
+        _check_plan(plan, self)
+
+
+def read_keywords(layers: object, keywords: Mapping[str, Any], loss_fn: object = None) -> Settings:
+    """The settings with these keywords; layers may know what is ``tied``, and the loss function its
+    ``loss_reduction`` (as those of Hugging Face's models do). Raises InfeasibleError as
+    ``Settings`` does, and for a keyword beside a plan that decides otherwise, be it ``auto`` or the
+    keyword's default."""
+    own = getattr(loss_fn, "loss_reduction", None)
+    settings = Settings(**({"loss_reduction": own} if own else {}) | dict(keywords))
+    if settings.tied is None and (tied := getattr(layers, "tied", None)):
+        settings = replace(settings, tied=tied)
+    if settings.plan is not None:
+        _check_beside(settings.plan, keywords)
+    return settings
+
+
+def _described(value: Any) -> object:
+    if isinstance(value, Plan):  # its text would be long
+        return crc32(repr(replace(value, memory=())).encode())
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return {name: _described(inner) for name, inner in value.items()}
+    return "a function" if callable(value) else value
+
+
+def _decided_by(plan: Plan) -> dict[str, Any]:
+    """What a plan decides, by the names of the fields of ``Settings``."""
+    places = (plan, plan.layout, plan.schedule)
+    knobs = {
+        name: next(getattr(place, name) for place in places if hasattr(place, name))
+        for name in ("precision", *(each.name for each in fields(StepKnobs)))
+    }
+    return dict.fromkeys(("mesh", "weights", "cluster")) | knobs
+
+
+def _check_plan(plan: Plan, settings: Settings) -> None:
+    """Raise InfeasibleError for a plan of another batch, or that cannot be run."""
+    rows = settings.microbatch_rows
+    if plan.layout != settings.layout:
+        raise InfeasibleError("plan: has tensor parallelism, which nothing here can run")
+    if (settings.global_batch, rows) != (plan.global_batch, plan.microbatch_size):
+        raise InfeasibleError(
+            f"plan: is for global_batch={plan.global_batch} in microbatches of "
+            f"{plan.microbatch_size} rows, but global_batch={settings.global_batch} and "
+            f"microbatch_size={rows}"
+        )
+
+
+def _check_beside(plan: Plan, keywords: Mapping[str, Any]) -> None:
+    """Raise InfeasibleError for a keyword beside a plan that decides otherwise."""
+    for name, value in _decided_by(plan).items():
+        if name in keywords and keywords[name] != value:
+            raise InfeasibleError(
+                f"{name}={keywords[name]!r}: the plan decides it (leave one of the two out)"
+            )
+
+
+def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
+    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
+
+    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
+    placement numbers ranks as the mesh does.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(AXES):
+        raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {AXES}")
+    sizes = {name: mesh.size(names.index(name)) for name in names}
+    for name in names:
+        if asked[name] not in (1, sizes[name]):
+            raise InfeasibleError(
+                f"{name}={asked[name]!r}: the mesh has it, too (leave one of them out)"
+            )
+    ranks = mesh.mesh.flatten().tolist()
+    for placement in get_args(Placement):
+        layout = Layout(**sizes, placement=placement)  # type: ignore[arg-type]
+        places = [layout.coordinates(rank) for rank in range(layout.world)]
+        numbered = sorted(range(layout.world), key=lambda r: [places[r][n] for n in names])  # type: ignore[index]
+        if ranks == numbered:
+            return {**sizes, "placement": placement}
+    raise InfeasibleError(
+        f"mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard) "
+        f"or (replicate, shard, pp); this mesh has {names} and ranks {ranks}"
+    )

@@ -1,0 +1,8 @@
+"""Models of Hugging Face's ``transformers`` (5 or later) as a list of layers for ``parallelize``.
+
+``model_layers`` reads, makes and writes them; ``cut`` finds where a model can be cut.
+"""
+
+from zeropp.huggingface.model_layers import HuggingFaceLayers, layers, token_loss
+
+__all__ = ["HuggingFaceLayers", "layers", "token_loss"]

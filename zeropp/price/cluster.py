@@ -1,0 +1,173 @@
+"""Devices, links and clusters as data; the numbers are in ``conf/cluster``.
+
+There are facts (peaks, sizes, link rates) and constants that were fitted to measurements (rates
+that kernels reach, latencies), one set per device; ``docs/simulator.md`` has their sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
+
+_STRICT = {"extra": "forbid"}
+
+
+NEWEST = 9999  # a year after that of all kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What the kernels of a later generation of software reach on a device."""
+
+    year: Annotated[int, AT_LEAST_1]  # the first year of software that has them
+    matmul_bf16_tflops: Annotated[float, MORE_THAN_0]
+    attention_efficiency: Annotated[float, MORE_THAN_0]
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator. If a peak is None it is unknown, and no MFU is reported."""
+
+    name: str
+    memory_gib: Annotated[float, MORE_THAN_0]
+    memory_bandwidth_gb_s: Annotated[float, MORE_THAN_0]
+    matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # reached by the largest matrix products
+    matmul_fp32_tflops: Annotated[float, MORE_THAN_0]
+    # Those of later software, where they were seen to differ; all else is of the earlier one.
+    newer: Kernels | None = None
+    # The rate of 8-bit products over that of 16-bit ones; None: the device has none.
+    eight_bit_gain: Annotated[float | None, MORE_THAN_0] = None
+    peak_bf16_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense
+    peak_fp32_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense, without TF32
+    # The share of memory_bandwidth_gb_s that element-wise kernels reach.
+    memory_efficiency: Annotated[float, MORE_THAN_0] = 0.8
+    # Fused attention's rate as a share of matmul_bf16_tflops.
+    attention_efficiency: Annotated[float, MORE_THAN_0] = 0.6
+    # Fixed time per kernel on the device: ramp-up, tail and the gap before the next kernel.
+    kernel_us: Annotated[float, AT_LEAST_0] = 5.0
+    launch_us: Annotated[float, AT_LEAST_0] = 8.0  # the host's time to start one kernel
+    # SM count (streaming multiprocessors): as many output tiles of a product run at a time.
+    units: Annotated[int, AT_LEAST_1] = 108
+    # The share of the time to write a matrix product's output that its arithmetic does not hide.
+    exposed_output: Annotated[float, AT_LEAST_0] = 0.0
+    # The share by which compute takes longer while a collective runs.
+    overlap_slowdown: Annotated[float, AT_LEAST_0] = 0.1
+    # Memory that tensors cannot have: CUDA context, libraries, communicators, fragmentation.
+    reserved_gib: Annotated[float, AT_LEAST_0] = 4.0
+
+    __pydantic_config__ = _STRICT
+
+    def __hash__(self) -> int:
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
+        return hash(self.name)
+
+    @lru_cache(maxsize=64)  # noqa: B019 (a device is a few numbers, and there are few)
+    def of_year(self, year: int) -> Device:
+        """The device with the kernels that software of a year has."""
+        if self.newer is None or year < self.newer.year:
+            return self
+        return replace(
+            self,
+            matmul_bf16_tflops=self.newer.matmul_bf16_tflops,
+            attention_efficiency=self.newer.attention_efficiency,
+            newer=None,
+        )
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that tensors may take: the device's memory without ``reserved_gib``."""
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes on CPUs that use gloo; otherwise they use GPUs and NCCL."""
+        return self.name == "cpu"
+
+    @property
+    def hides_collectives(self) -> bool:
+        """Whether collectives run beside compute; on CPUs they take the cores that compute."""
+        return self.overlap_slowdown < 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one GPU's link or of one NIC: its nominal rate and what is reached of it."""
+
+    bandwidth_gb_s: Annotated[float, MORE_THAN_0]
+    latency_us: Annotated[float, AT_LEAST_0]  # once per collective or message
+    hop_us: Annotated[float, AT_LEAST_0] = 4.0  # for every further step of a ring or tree
+    # The share of the rate that large messages reach.
+    efficiency: Annotated[float, MORE_THAN_0] = 0.8
+
+    __pydantic_config__ = _STRICT
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that large messages reach."""
+        return self.bandwidth_gb_s * 1e9 * self.efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal GPUs: ``intra`` is one GPU's link inside its node, ``inter`` is one
+    NIC's link to other nodes."""
+
+    name: str
+    device: Device
+    gpus_per_node: Annotated[int, AT_LEAST_1]
+    nics_per_node: Annotated[int, AT_LEAST_1]
+    intra: Link
+    inter: Link
+    # The share of the link rate that a group of 1, 2, 3 ... ranks inside a node reaches; empty: 1.
+    group_shares: tuple[Annotated[float, MORE_THAN_0], ...] = ()
+    # Megabytes per rank and step with which a ring over nodes reaches half of its rate.
+    ring_half_mb: Annotated[float, AT_LEAST_0] = 2.0
+    # The factor by which in-switch reduction makes an all-reduce inside a node faster.
+    reduction_gain: Annotated[float, MORE_THAN_0] = 1.0
+
+    __pydantic_config__ = _STRICT
+
+    def __hash__(self) -> int:
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
+        return hash(self.name)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "suite/conf/cluster", _PACKAGE.parent / "conf/cluster")  # wheel, checkout
+
+
+def cluster_of(name: str | Cluster) -> Cluster:
+    """The description of a cluster that may be given by its name; raises InfeasibleError, in one
+    line, where there is none."""
+    if isinstance(name, Cluster):
+        return name
+    files = {path.stem: path for folder in _FOLDERS for path in folder.glob("*.yaml")}
+    if not isinstance(name, str) or name not in files:
+        raise InfeasibleError(
+            f"cluster={name!r}: must be one of {', '.join(sorted(files))}, or a zeropp.Cluster"
+        )
+    import yaml
+
+    return _cluster(yaml.safe_load(files[name].read_text(encoding="utf-8")))
+
+
+def _cluster(entry: dict[str, Any]) -> Cluster:
+    device = dict(entry["device"])
+    if newer := device.get("newer"):
+        device["newer"] = Kernels(**newer)
+    parts = {
+        "device": Device(**device),
+        "intra": Link(**entry["intra"]),
+        "inter": Link(**entry["inter"]),
+        "group_shares": tuple(entry.get("group_shares", ())),
+    }
+    return Cluster(**{**entry, **parts})

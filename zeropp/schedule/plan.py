@@ -1,0 +1,194 @@
+"""Plans: what every rank does in one step.
+
+A ``SizedPlan`` becomes a ``Plan`` once its order of actions is chosen. The engine, the simulator,
+the validation and the viewer all work from the same Plan, so that what is priced is what runs.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from zeropp.schedule.legality import validate
+from zeropp.schedule.passes import with_step_end
+from zeropp.schedule.program import Schedule, ScheduleSizes, StepEnd
+from zeropp.types.layout import Layout
+from zeropp.types.literals import Precision, Recompute, ReduceEvery, WireType
+from zeropp.types.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBytes:
+    """Bytes of one rank by kind, predicted or traced, at the moment of their highest total."""
+
+    parameters: int = 0  # sharded parameters (and fp32 masters)
+    unsharded: int = 0  # gathered parameters
+    gradients: int = 0  # sharded and unsharded gradients
+    optimizer: int = 0
+    activations: int = 0  # kept for backward, with stage inputs and outputs
+    workspace: int = 0  # logits, temporaries, communication buffers
+
+    @property
+    def total(self) -> int:
+        """Sum over kinds: the peak."""
+        return (
+            self.parameters
+            + self.unsharded
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.workspace
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """Everything about one step of one configuration except for the order of actions, which the
+    cost model does not need.
+
+    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` has the
+    pieces from ``cuts[s]`` to before ``cuts[s+1]``. In every step ``num_microbatches`` microbatches
+    of ``microbatch_size`` sequences pass through every pipeline.
+    """
+
+    contender: str
+    shape: ModelShape
+    layout: Layout
+    microbatch_size: int
+    schedule: ScheduleSizes
+    cuts: tuple[int, ...]
+    program: str  # name of the training program in ``zeropp.price.programs``
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
+    recomputed: tuple[int, ...] = ()
+    reduce_every: ReduceEvery = "unit"
+    reduce_dtype: WireType = "fp32"
+    sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
+    prefetch: int = 1
+    split_backward: bool = True
+    activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
+    compile: bool = False
+    # The pieces that share a parameter, of a model whose shape does not say that embedding and head
+    # do.
+    tied_pieces: tuple[int, ...] = ()
+    # The optimizer groups whose parameters are updated whole, each by one of the ranks that have
+    # parts of it.
+    whole_groups: tuple[str, ...] = ()
+    # Predicted memory per pipeline rank; empty where nothing was predicted.
+    memory: tuple[MemoryBytes, ...] = ()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step and pipeline."""
+        return self.schedule.num_microbatches
+
+    @property
+    def num_units(self) -> int:
+        """Scheduling units per step, the last of which may be short."""
+        return -(-self.num_microbatches // self.schedule.unit)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per step over all ranks."""
+        return self.microbatch_size * self.num_microbatches * self.layout.dp
+
+    def pieces_of(self, stage: int) -> range:
+        """The indices of the pieces of a stage."""
+        return range(self.cuts[stage], self.cuts[stage + 1])
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """The number of transformer blocks per stage."""
+        return _blocks(self.cuts)
+
+    def blocks_of(self, stage: int) -> int:
+        """The number of transformer blocks in a stage."""
+        return self.blocks[stage]
+
+    @cached_property
+    def recomputed_per_stage(self) -> tuple[int, ...]:
+        """The number of blocks that are recomputed, per stage; they are its first ones."""
+        if self.recompute == "none":
+            return (0,) * len(self.blocks)
+        return tuple(map(min, self.blocks, self.recomputed)) if self.recomputed else self.blocks
+
+    def recomputed_blocks(self, stage: int) -> int:
+        """The number of blocks of a stage that are recomputed; they are its first ones."""
+        return self.recomputed_per_stage[stage]
+
+    def recomputes(self, stage: int, piece: int) -> bool:
+        """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
+        first = max(1, self.cuts[stage])
+        return first <= piece < first + self.recomputed_blocks(stage)
+
+    @property
+    def sharing_pieces(self) -> tuple[int, ...]:
+        """The two pieces that share a parameter, in their order; empty if none is shared."""
+        return (0, self.shape.num_pieces - 1) if self.shape.tied_embeddings else self.tied_pieces
+
+    @property
+    def tied_stages(self) -> tuple[int, ...]:
+        """The two stages that each have a copy of the parameter that two pieces share; empty if
+        none is shared, or if a single stage has it."""
+        stages = {bisect_right(self.cuts, piece) - 1 for piece in self.sharing_pieces}
+        # Under FSDP, where every piece is a stage, both pieces use one parameter.
+        is_one = len(stages) < 2 or self.schedule.name == "accumulation"
+        return () if is_one else tuple(sorted(stages))
+
+    @property
+    def step_end(self) -> StepEnd:
+        """What follows the passes of a step."""
+        replicas = self.layout.replicate > 1
+        sharded = replicas and self.layout.replicate_zero > 0
+        whole = bool(self.whole_groups) and (sharded or self.layout.shard > 1)
+        return StepEnd(replicas, self.tied_stages, sharded or whole, whole)
+
+    def ordered(self, schedule: Schedule) -> Plan:
+        """The same plan with the programs of a lowered ``schedule``, which must have the plan's
+        sizes, and with the end of the step."""
+        return self.with_programs(with_step_end(schedule, self.step_end))
+
+    def with_programs(self, schedule: Schedule) -> Plan:
+        """The same plan with these programs, which may be a part of a step."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Plan(**values | {"schedule": schedule})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(SizedPlan):
+    """A plan with its order of actions: all that a rank needs to know about one step."""
+
+    schedule: Schedule
+
+    def check(self) -> None:
+        """Raise ScheduleError for programs that are illegal, deadlock, exceed the plan's cap, or
+        end otherwise than it says."""
+        validate(self.schedule, activation_cap=self.activation_cap or None, end=self.step_end)
+
+
+TooLarge = Callable[[Schedule], bool]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An order of a plan's actions. ``complete`` gives the plan with its programs. Where that takes
+    long, because gathers, reductions and transfers must be added, ``compute`` has the compute
+    actions; of an order that is too large it may be the beginning alone."""
+
+    complete: Callable[[], Plan]
+    compute: Schedule | None = None
+
+
+@lru_cache(maxsize=4096)
+def _blocks(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks per stage: all pieces but the embedding and the head, which are the first and the
+    last."""
+    counts = [end - begin for begin, end in pairwise(cuts)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)

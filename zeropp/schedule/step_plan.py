@@ -1,0 +1,108 @@
+"""From the knobs of a ZeroPP step to its plan.
+
+``parallelize`` and the suite's contender both size their plans here, so that the same knobs give
+the same plan. Without prices a plan has one order; with them there are others to choose from.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
+from zeropp.schedule.program import Schedule, StageCost, loop_placement, unordered
+from zeropp.schedule.zeropp_order import StepSizes, cap_needs, smallest_cap, step_drafts, unit_size
+from zeropp.types.knobs import StepKnobs
+from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.literals import Precision, if_auto
+from zeropp.types.shape import ModelShape
+
+
+def size_step(
+    knobs: StepKnobs,
+    layout: Layout,
+    shape: ModelShape,
+    *,
+    global_batch: int,
+    microbatch_size: int,
+    precision: Precision,
+    hides_collectives: bool,
+    tied_pieces: tuple[int, ...] = (),
+    whole_groups: tuple[str, ...] = (),
+) -> SizedPlan:
+    """The plan of a step of PP x ZeRO-3 (x replicas) without cuts and without an order of actions;
+    ``tied_pieces`` and ``whole_groups`` as in ``SizedPlan``.
+
+    Simple rules for what is ``auto``: units of as many microbatches as there are pipeline ranks,
+    or of all where compute hides no collectives (on CPUs); a cap of a unit's activations; no
+    recomputation; a reduction per unit. Raises InfeasibleError, in one line, where the batch does
+    not divide or the cap is too small.
+    """
+    microbatches = microbatches_per_step(global_batch, layout, microbatch_size)
+    unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides_collectives)
+    cap = if_auto(knobs.activation_cap, unit * layout.chunks)
+    if cap < (least := smallest_cap(layout.chunks, microbatches, unit)):
+        needs = cap_needs(layout.chunks, unit, least)
+        raise InfeasibleError(f"{knobs.prefix}activation_cap={cap}: {needs} (or a smaller unit)")
+    placement = loop_placement(layout.pp, layout.chunks)
+    return SizedPlan(
+        contender="zeropp",
+        shape=shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered("zeropp", placement, microbatches, unit),
+        cuts=(),
+        program="zeropp",
+        precision=precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
+        reduce_dtype=knobs.reduce_dtype,
+        prefetch=knobs.prefetch,
+        split_backward=knobs.split_backward and layout.pp > 1,  # else there is no bubble to fill
+        activation_cap=cap,
+        compile=knobs.compile,
+        tied_pieces=tied_pieces,
+        whole_groups=whole_groups,
+    )
+
+
+def drafts(
+    plan: SizedPlan,
+    costs: Sequence[StageCost] | None = None,
+    too_large: TooLarge | None = None,
+) -> Iterator[Draft]:
+    """The orders of a ZeroPP plan to choose from, made one by one: that for equal durations and, if
+    ``costs`` are given, those planned with these durations of its stages. ``too_large`` says
+    whether compute actions, of a whole order or of its beginning, need more memory than there is;
+    such orders need not be planned to the end."""
+    sizes = StepSizes(
+        num_ranks=plan.layout.pp,
+        chunks=plan.layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        unit=plan.schedule.unit,
+        activation_cap=plan.activation_cap,
+        split_backward=plan.split_backward,
+        # The engine computes on gathered shards, or on bf16 copies of fp32 masters.
+        gather=plan.layout.shard > 1 or plan.precision == "bf16",
+        prefetch=plan.prefetch,
+        reduce_every=plan.reduce_every,
+    )
+    of_passes = tuple(map(_of_passes, costs)) if costs else None
+    for compute, complete in step_drafts(sizes, of_passes, too_large):
+        yield Draft(partial(_completed, plan, complete), compute)
+
+
+def _of_passes(cost: StageCost) -> StageCost:
+    """The durations of passes and messages. Orders depend on no others, and without these more
+    plans share cached orders."""
+    return StageCost(
+        forward=cost.forward,
+        backward_input=cost.backward_input,
+        backward_weight=cost.backward_weight,
+        transfer=cost.transfer,
+    )
+
+
+def _completed(plan: SizedPlan, complete: Callable[[], Schedule]) -> Plan:
+    return plan.ordered(complete())

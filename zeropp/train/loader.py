@@ -1,0 +1,69 @@
+"""The rows of a data set, step by step, for every rank of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from zeropp.engine import preflight
+from zeropp.engine.errors import together
+from zeropp.types.layout import InfeasibleError
+
+if TYPE_CHECKING:
+    from zeropp.train.parallel_model import ParallelModel
+
+
+class RowsOfSteps(Sampler[list[int]]):
+    """The indices of this rank's rows in a data set, for one step after another.
+
+    The rows of a step are a function of ``seed`` and of the step's number alone, so that every
+    topology has the same ones, and a model that was loaded from a checkpoint goes on with those
+    that it has not seen. Goes from the model's ``steps_done`` to the end of that epoch, or, unless
+    it is to ``resume``, over the first one; the rows that are left over then, fewer than a batch,
+    are others in every epoch that is shuffled.
+    """
+
+    def __init__(
+        self, model: ParallelModel, count: int, *, shuffle: bool, seed: int, resume: bool
+    ) -> None:
+        self._model, self._count, self._shuffle, self._seed = model, count, shuffle, seed
+        self._resume = resume
+
+    def __len__(self) -> int:
+        """The steps of a whole epoch."""
+        return self._count // self._model.plan.global_batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, done = divmod(self._model.steps_done if self._resume else 0, len(self))
+        order = torch.arange(self._count)
+        if self._shuffle:
+            draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            order = torch.randperm(self._count, generator=draw)
+        for batch in torch.split(order, self._model.plan.global_batch)[done : len(self)]:
+            yield batch[self._model.rows].tolist()
+
+
+def make_loader(
+    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
+) -> DataLoader[Any]:
+    """See ``ParallelModel.loader``."""
+
+    def described() -> dict[str, str]:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise InfeasibleError(
+                f"dataset: {type(dataset).__name__} has no length or no rows by number (give each "
+                "rank rows model.rows of every global batch, and keep the place of your stream)"
+            )
+        if (count := len(dataset)) < model.plan.global_batch:
+            raise InfeasibleError(
+                f"dataset: has {count} rows, fewer than global_batch={model.plan.global_batch}"
+            )
+        told = {"shuffle": shuffle, "seed": seed, "resume": resume}
+        return {"dataset": f"{count} rows", **{name: str(value) for name, value in told.items()}}
+
+    preflight.compare(described)
+    rows = RowsOfSteps(model, len(dataset), shuffle=shuffle, seed=seed, resume=resume)
+    return together(lambda: DataLoader(dataset, batch_sampler=rows, **options))

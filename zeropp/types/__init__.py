@@ -1,0 +1,4 @@
+"""What all parts of the library share: words, degrees, sizes, settings, operators and timelines.
+
+Plain values, without torch and without any other part of the library.
+"""

@@ -1,0 +1,57 @@
+"""The sizes of a decoder-only transformer. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from zeropp.types.literals import AT_LEAST_1, FROM_0_TO_1
+
+Family = Literal["gpt", "llama"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a GPT (learned positions, LayerNorm, biases) or Llama (RoPE, RMSNorm, no biases).
+
+    ``ffn`` is the width of the MLP's hidden layer. Fewer ``kv_heads`` than ``heads`` means
+    grouped-query attention. ``gated_mlp`` is true for an MLP with three matrices, such as SwiGLU,
+    and false for one with two, such as GELU or squared ReLU; None means true for Llama and false
+    for GPT.
+    """
+
+    name: str
+    family: Family
+    layers: Annotated[int, AT_LEAST_1]
+    hidden: Annotated[int, AT_LEAST_1]
+    heads: Annotated[int, AT_LEAST_1]
+    kv_heads: Annotated[int, AT_LEAST_1]
+    ffn: Annotated[int, AT_LEAST_1]
+    vocab: Annotated[int, AT_LEAST_1]
+    seq: Annotated[int, AT_LEAST_1]
+    tied_embeddings: bool = False
+    dropout: Annotated[float, FROM_0_TO_1] = 0.0
+    gated_mlp: bool | None = None
+
+    def __hash__(self) -> int:
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
+        return hash(self.name)
+
+    @property
+    def gates(self) -> int:
+        """How many matrix products the MLP applies to its input: 2 if it is gated, else 1."""
+        gated = self.family == "llama" if self.gated_mlp is None else self.gated_mlp
+        return 2 if gated else 1
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def num_pieces(self) -> int:
+        """Pipeline pieces: the embedding, ``layers`` blocks, the head (final norm, logits)."""
+        return self.layers + 2
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
