@@ -140,21 +140,29 @@ def _page(
     ranks: list[Times], constants: list[Constant], like: Cluster, machine: str, shape: ModelShape
 ) -> str:
     """The constants beside the preset's, what looks wrong, and every time that was measured."""
-    lines = [f"# Measured: {machine}", "", f"| constant | measured | spread | {like.name} |",
-             "| --- | ---: | ---: | ---: |"]  # fmt: skip
-    lines += [f"| {' | '.join(row)} |" for row in _rows(constants)]
-    lines += ["", "## What looks wrong", ""]
-    lines += [f"- {line}" for line in wrong(ranks, constants, like)] or ["Nothing."]
-    first = ranks[0]
-    lines += ["", f"## Products of {shape.name} (rank 0)", "", "| m x k x n | us | TFLOP/s |",
-              "| --- | ---: | ---: |"]  # fmt: skip
+    from benchmarks.report.table import markdown_table  # pandas, of which the other ranks need none
+
+    first, heads = ranks[0], ["constant", "measured", "spread", like.name]
+    kinds = ["kind", "group", "MiB", "us", "GB/s"]
+    products = []
     for m, k, n in product_shapes(shape):
         seconds = first.products[m, k, n].seconds
         rate = 2e-12 * m * k * n / seconds
-        lines.append(f"| {m} x {k} x {n} | {seconds * 1e6:.1f} | {rate:.4g} |")
-    lines += ["", "## Collectives (rank 0)", "", "| kind | group | MiB | us | GB/s |",
-              "| --- | --- | ---: | ---: | ---: |"]  # fmt: skip
-    for (kind, group, count), of in first.collectives.items():
-        us, rate = of.seconds * 1e6, count / of.seconds / 1e9
-        lines.append(f"| {kind} | {group} | {count / 2**20:.4g} | {us:.0f} | {rate:.4g} |")
-    return "\n".join(lines) + "\n"
+        products.append((f"{m} x {k} x {n}", f"{seconds * 1e6:.1f}", f"{rate:.4g}"))
+    sent = [
+        (*key[:2], f"{key[2] / 2**20:.4g}", f"{of.seconds * 1e6:.0f}",
+         f"{key[2] / of.seconds / 1e9:.4g}")
+        for key, of in first.collectives.items()
+    ]  # fmt: skip
+    doubts = "\n".join(f"- {line}" for line in wrong(ranks, constants, like)) or "Nothing."
+    parts = (
+        f"# Measured: {machine}",
+        markdown_table(heads, _rows(constants), [False, True, True, True]),
+        "## What looks wrong",
+        doubts,
+        f"## Products of {shape.name} (rank 0)",
+        markdown_table(["m x k x n", "us", "TFLOP/s"], products, [False, True, True]),
+        "## Collectives (rank 0)",
+        markdown_table(kinds, sent, [False, False, True, True, True]),
+    )
+    return "\n\n".join(parts) + "\n"

@@ -17,7 +17,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
-from benchmarks.tune.ratio_errors import priced_runs
+from benchmarks.validation.ratio_errors import priced_runs
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate

@@ -20,7 +20,7 @@ from benchmarks.measured.fit import Fitted, Priced, Run, fit, scaled_cluster
 from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
-from benchmarks.tune.ratio_errors import priced_runs
+from benchmarks.validation.ratio_errors import priced_runs
 from benchmarks.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task

@@ -1,11 +1,15 @@
-"""Prints an answer on one screen, or its plan as arguments of another program."""
+"""Prints an answer on one screen, or its plan as arguments of another program.
+
+The table of plans and the words about lost time are also those of ``zeropp tune``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -15,7 +19,7 @@ from rich.table import Table
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
 from benchmarks.specification import SpecError
-from benchmarks.tune import ratio_errors
+from benchmarks.validation import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate
@@ -66,9 +70,11 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     console.print(_speed(answer))
     indented(f"simulated; {measured_errors(question)}", console)
     console.print(_memory(answer))
-    console.print(_lost(result))
-    _print_changes(answer, console)
-    _print_best(answer, console)
+    console.print(
+        f"Time: the model's kernels alone {100 * result.limit_share:.1f} %; "
+        f"lost to {lost(result, 0.005)}."
+    )
+    _print_better(answer, console)
     console.print(_WORDS, style="dim")
 
 
@@ -112,60 +118,80 @@ def _memory(answer: Answer) -> Table:
     return table
 
 
-def _lost(result: SimResult) -> str:
-    """The shares of the step by cause, the largest first."""
+def lost(result: SimResult, least: float) -> str:
+    """The shares of a step that are lost against the compute limit, by cause and the largest first;
+    those below ``least`` of the step are left out."""
     kinds = result.breakdown.by_kind()
-    limit = kinds.pop("limit")
-    words = [
+    del kinds["limit"]
+    return ", ".join(
         f"{_LOST_TO.get(kind, kind.replace('_', ' '))} {100 * seconds / result.step_s:.1f} %"
         for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
-        if abs(seconds) >= 0.005 * result.step_s
-    ]
-    share = 100 * limit / result.step_s
-    return f"Time: the model's kernels alone {share:.1f} %; lost to {', '.join(words)}."
+        if abs(seconds) >= least * result.step_s
+    )
 
 
 def table_of(title: str) -> Table:
-    """A table as all of this command's."""
+    """An empty table in the look of all screens."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
 
 
-def _table_of_plans(title: str, first: str) -> Table:
+class PlanLine(NamedTuple):
+    """A line of a table of plans: ``plan`` is None where none fits, ``gain`` is its speed over
+    another plan's, and ``style`` is rich's."""
+
+    name: str
+    plan: Evaluated[Any] | None
+    gain: str = ""
+    style: str = ""
+
+
+_QUANTITIES: dict[str, Callable[[Evaluated[Any]], str]] = {
+    "plan": lambda plan: describe(plan.plan),
+    "step s": lambda plan: f"{plan.step_s:.3f}",
+    "tokens/s/GPU": lambda plan: f"{plan.result.tokens_per_s_per_gpu:,.0f}",
+    "of limit": lambda plan: f"{100 * plan.result.limit_share:.1f} %",
+    "peak GiB": lambda plan: f"{plan.peak_bytes / 2**30:.1f}",
+}
+
+
+def table_of_plans(title: str, heads: Sequence[str], lines: Iterable[PlanLine]) -> Table:
+    """Plans beside each other. The first column has their names, one with a head that is none of
+    ``_QUANTITIES`` their gains."""
     table = table_of(title)
-    for heading in (first, "plan", "step s", "times as fast", "peak GiB"):
-        table.add_column(heading, justify="left" if heading in (first, "plan") else "right")
+    for head in heads:
+        table.add_column(head, justify="left" if head in (heads[0], "plan") else "right")
+    for name, plan, gain, style in lines:
+        if plan is None:
+            cells = ["no plan fits" if head == "plan" else "-" for head in heads[1:]]
+        else:
+            cells = [_QUANTITIES[head](plan) if head in _QUANTITIES else gain for head in heads[1:]]
+        table.add_row(name, *cells, style=style)
     return table
 
 
-def _print_changes(answer: Answer, console: Console) -> None:
-    if not answer.changes:
+def _print_better(answer: Answer, console: Console) -> None:
+    """The best changes of one knob, and the best plans on the same GPUs."""
+
+    def gain(plan: Evaluated[Any], *, one_program: bool) -> str:
+        if not answer.fits:
+            return "-"
+        ratio = answer.asked.step_s / plan.step_s
+        return ratio_errors.ratio_text(ratio, one_program=one_program)
+
+    heads = ("plan", "step s", "times as fast", "peak GiB")
+    if answer.changes:
+        best = islice(answer.changes.items(), 3)
+        changes = [PlanLine(knob, plan, gain(plan, one_program=True)) for knob, plan in best]
+        title = "Changes of one knob that gain most"
+        console.print(table_of_plans(title, ("knob", *heads), changes))
+    else:
         console.print("No change of a single knob is faster and fits.")
-        return
-    table = _table_of_plans("Changes of one knob that gain most", "knob")
-    for knob, change in islice(answer.changes.items(), 3):
-        numbers = _numbers(change, answer, one_program=True)
-        table.add_row(knob, describe(change.plan), *numbers)
-    console.print(table)
-
-
-def _print_best(answer: Answer, console: Console) -> None:
-    table = _table_of_plans("Best plans on the same GPUs", "program")
+    plans = []
     for outcome in answer.best:
         label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
-        if (winner := outcome.winner) is None:
-            table.add_row(label, "no plan fits", "-", "-", "-")
-        else:
-            own = outcome.contender.name == answer.question.contender.name
-            numbers = _numbers(winner, answer, one_program=own)
-            table.add_row(label, describe(winner.plan), *numbers)
-    console.print(table)
+        own = outcome.contender.name == answer.question.contender.name
+        winner = outcome.winner
+        plans.append(PlanLine(label, winner, gain(winner, one_program=own) if winner else "-"))
+    console.print(table_of_plans("Best plans on the same GPUs", ("program", *heads), plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
-
-
-def _numbers(plan: Evaluated[Any], answer: Answer, *, one_program: bool) -> tuple[str, str, str]:
-    gain = "-"
-    if answer.fits:
-        ratio = answer.asked.step_s / plan.step_s
-        gain = ratio_errors.ratio_text(ratio, one_program=one_program)
-    return f"{plan.step_s:.3f}", gain, f"{plan.peak_bytes / 2**30:.1f}"

@@ -10,14 +10,10 @@ with.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import command
 from benchmarks.specification.compose import compose
-
-if TYPE_CHECKING:
-    from zeropp.choose.search import Outcome
 
 
 @command
@@ -35,22 +31,8 @@ def main() -> int:
             raise SpecError("no plan of any contender fits (try more GPUs)")
         best_plans.print_commands(spec, outcomes)
         if spec.arguments_as is not None:
-            _print_arguments(spec.arguments_as, outcomes)
+            best_plans.print_arguments(spec.arguments_as, outcomes)
     return 0
-
-
-def _print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:
-    """Print every winner as another program's arguments, or why it has none there."""
-    from benchmarks.explain.screen import written_as
-
-    for outcome in outcomes:
-        if (winner := outcome.winner) is None:
-            continue
-        print(f"\n# {outcome.contender.label} as {dialect}'s arguments")
-        try:
-            print(written_as(dialect, winner.plan, winner.candidate))
-        except SpecError as error:
-            print(f"# none: {error}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
-"""The best plan of every contender on a cluster: the search, its table, and the commands that run
-what it found (``zeropp tune``)."""
+"""The best plan of every contender on a cluster: the search, its table, and the commands and other
+programs' arguments that run what it found (``zeropp tune``)."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict, dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from benchmarks.explain.screen import PlanLine, lost, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
@@ -26,10 +22,9 @@ from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
-from benchmarks.tune.ratio_errors import NOTE, ratio_text
+from benchmarks.validation.ratio_errors import NOTE, ratio_text
 from zeropp.choose.contender import describe, overrides
-from zeropp.choose.search import SLOWER, Evaluated, Outcome, search
-from zeropp.choose.task import Candidate
+from zeropp.choose.search import SLOWER, Outcome, search
 from zeropp.price import compute_limit
 from zeropp.types.literals import FROM_0_TO_1
 
@@ -87,9 +82,40 @@ def _search(spec: TuneSpec, name: str) -> Outcome[Any]:
 
 
 def show(outcomes: list[Outcome[Any]]) -> None:
-    """Print winner and runner-up of every contender, what they lose, and how the search went."""
+    """Print winner and runner-up of every contender, what they lose, and how the search went. A
+    narrow terminal has the plans below the table."""
     task, console = outcomes[0].task, Console(width=None if sys.stdout.isatty() else 150)
-    console.print(_table(outcomes, narrow=console.width < 120))
+    narrow = console.width < 120
+    winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+    best = min(winners, key=lambda winner: winner.step_s, default=None)
+    base = next((o for o in outcomes if o.winner is not None), None) if len(outcomes) > 1 else None
+    lines = []
+    for outcome in outcomes:
+        label = outcome.contender.label
+        if outcome.winner is None:
+            lines.append(PlanLine(label, None, "-"))
+        for name, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
+            if plan is None:
+                continue
+            gain = ""
+            if base and base.winner:
+                ratio = base.winner.step_s / plan.step_s
+                gain = ratio_text(ratio, one_program=outcome is base)
+            mark, style = ("* ", "bold") if plan is best else ("", "")
+            lines.append(PlanLine(mark + name, plan, gain, style))
+    heads = ["contender", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU"]
+    heads += [*(["speed-up"] * bool(base)), "of limit", "peak GiB"]
+    title = (
+        f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
+        f"{task.global_batch}: best plans, simulated (* the fastest)"
+    )
+    table = table_of_plans(title, heads, lines)
+    table.caption = f"Speed-up over {base.contender.label}. {NOTE} " if base else ""
+    if narrow:
+        plans = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
+        table.caption += f"Plans: {'; '.join(plans)}."
+    table.caption_justify = "left"
+    console.print(table)
     limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
     tell = partial(console.print, highlight=False)
     tell(
@@ -97,77 +123,14 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         f"at {limit.microbatch_size} sequences per microbatch."
     )
     for outcome in outcomes:
-        tell(f"{outcome.contender.label}: {_lost(outcome)}.")
+        winner = outcome.winner
+        words = f"loses {lost(winner.result, 0.0005)}" if winner else "no plan fits"
+        tell(f"{outcome.contender.label}: {words}.")
     for outcome in outcomes:
         tell(f"{outcome.contender.label}: {_counted(outcome)}.")
     for outcome in outcomes:
         if outcome.contender.caveat:
             tell(outcome.contender.caveat)
-
-
-def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
-    """One line per plan, which a ``narrow`` terminal shows in the caption."""
-    task = outcomes[0].task
-    winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
-    best = min(winners, key=lambda winner: winner.step_s, default=None)
-    base = next((o for o in outcomes if o.winner is not None), None)
-    table = Table(
-        title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
-        f"{task.global_batch}: best plans, simulated (* the fastest)",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    heads = ["contender", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU"]
-    heads += ["speed-up"] if base and len(outcomes) > 1 else []
-    for head in (*heads, "of limit", "peak GiB"):
-        table.add_column(head, justify="left" if head in ("contender", "plan") else "right")
-    for outcome in outcomes:
-        label = outcome.contender.label
-        if outcome.winner is None:
-            table.add_row(label, *(["no plan fits"] * (not narrow)))
-        for name, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
-            if plan is None:
-                continue
-            name = f"* {name}" if plan is best else name
-            first = [name] if narrow else [name, describe(plan.plan)]
-            over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
-            numbers = _numbers(plan, over, one_program=outcome is base)
-            cells = [Text(text) for text in (*first, *numbers)]
-            table.add_row(*cells, style="bold" if plan is best else "")
-    words = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
-    note = f"Speed-up over {base.contender.label}. {NOTE} " if base and len(outcomes) > 1 else ""
-    table.caption = Text(note + (f"Plans: {'; '.join(words)}." if narrow else ""))
-    return table
-
-
-def _numbers(
-    plan: Evaluated[Any], base_step_s: float | None, *, one_program: bool
-) -> Iterator[str]:
-    result = plan.result
-    yield f"{result.step_s:.3f}"
-    yield f"{result.tokens_per_s_per_gpu:,.0f}"
-    if base_step_s is not None:
-        yield ratio_text(base_step_s / result.step_s, one_program=one_program)
-    yield f"{100 * result.limit_share:.1f} %"
-    yield f"{result.peak_bytes / 2**30:.1f}"
-
-
-def _lost(outcome: Outcome[Any]) -> str:
-    """The shares of the winner's step that it loses against the compute limit, by cause, the
-    largest first."""
-    if outcome.winner is None:
-        return "no plan fits"
-    result = outcome.winner.result
-    kinds = result.breakdown.by_kind()
-    del kinds["limit"]
-    words = [
-        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
-        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
-        if abs(seconds) >= 0.0005 * result.step_s
-    ]
-    return "loses " + ", ".join(words)
 
 
 def _counted(outcome: Outcome[Any]) -> str:
@@ -182,29 +145,36 @@ def _counted(outcome: Outcome[Any]) -> str:
 
 def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
     """Print the command of every winner that can be run, and write it into ``out`` as an
-    experiment."""
+    experiment, in which model and cluster are presets."""
     cell: dict[str, Any] = {"num_gpus": spec.num_gpus, "global_batch": spec.global_batch}
     cell["precision"] = spec.precision
-    words = [f"model={spec.model.name}", f"cluster={spec.cluster.name}"]
-    words += [f"{key}={value}" for key, value in cell.items()]
+    presets = {"model": spec.model.name, "cluster": spec.cluster.name}
+    words = [f"{key}={value}" for key, value in (presets | cell).items()]
     for outcome in outcomes:
         winner, name = outcome.winner, outcome.contender.name
         if winner is None or name not in CONTENDERS:  # others are priced only
             continue
-        command = " ".join(["zeropp run", *words, *overrides(winner.candidate)])
+        candidate = winner.candidate
+        command = " ".join(["zeropp run", *words, *overrides(candidate)])
         if spec.out is not None:
+            groups = presets | {"contender": candidate.knobs.name}
+            values = cell | {"microbatch_size": candidate.microbatch_size}
+            values["contender"] = asdict(candidate.knobs)
+            defaults = [{f"override /{group}": preset} for group, preset in groups.items()]
+            body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))
             path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
-            write_atomically(path, _experiment(spec, cell, winner.candidate))
+            write_atomically(path, f"# @package _global_\n{body}")
             command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
         print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
 
 
-def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any]) -> str:
-    """The YAML of a Hydra experiment that runs one candidate; model and cluster are presets."""
-    groups = {"model": spec.model.name, "cluster": spec.cluster.name}
-    groups["contender"] = candidate.knobs.name
-    values = cell | {"microbatch_size": candidate.microbatch_size}
-    values["contender"] = asdict(candidate.knobs)
-    defaults = [{f"override /{group}": name} for group, name in groups.items()]
-    body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))
-    return f"# @package _global_\n{body}"
+def print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:
+    """Print every winner as another program's arguments, or why it has none there."""
+    for outcome in outcomes:
+        if (winner := outcome.winner) is None:
+            continue
+        print(f"\n# {outcome.contender.label} as {dialect}'s arguments")
+        try:
+            print(written_as(dialect, winner.plan, winner.candidate))
+        except SpecError as error:
+            print(f"# none: {error}")
