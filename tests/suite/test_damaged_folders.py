@@ -1,8 +1,8 @@
 """Whatever is in a runs folder, status, report and submission go on, name it, and lose nothing.
 
-In a folder with every kind of file that the suite leaves, each file is cut off, emptied, replaced
-by garbage, taken away and made unreadable, in half of the cases with others. Slurm is a function
-here; the real one is in ``tests/slurm``.
+In a folder with every kind of file that the suite leaves, a file of each kind is cut off, emptied,
+replaced by garbage, taken away and made unreadable, in half of the cases with others. Slurm is a
+function here; the real one is in ``tests/slurm``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import tempfile
@@ -121,14 +122,26 @@ def look_at_everything(runs: Path, *, tables: bool, submit: bool) -> list[str]:
     return found.notes
 
 
-def test_every_file_damaged_in_every_way(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def kind_of(path: Path, runs: Path) -> str:
+    """What a file is, whichever point, attempt and rank it is of."""
+    parts = path.relative_to(runs).parts
+    points = {point.spec.spec_id for point in POINTS}
+    return re.sub(r"\d+", "", "/".join("point" if part in points else part for part in parts))
+
+
+def test_every_kind_of_file_damaged_in_every_way(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     original = Original(whole)
     files = sorted(original.files)
-    assert len(files) > 20
-    for number, (damage, first) in enumerate(product(DAMAGES, files)):
+    kinds: dict[str, list[Path]] = {}
+    for path in files:
+        kinds.setdefault(kind_of(path, whole), []).append(path)
+    assert len(kinds) > 10
+    for number, (damage, alike) in enumerate(product(DAMAGES, kinds.values())):
         chance = random.Random(number)
         original.restore()
-        victims = [first, *chance.sample(files, chance.choice([0, 0, 1, 5]))]
+        victims = [chance.choice(alike), *chance.sample(files, chance.choice([0, 0, 1, 5]))]
         for victim in dict.fromkeys(victims):
             damage(victim, chance)
         before, steps = contents(whole), steps_on_disk(whole)
