@@ -271,7 +271,7 @@ DEEPSPEED_3D = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    trainer="baselines.deepspeed_3d.trainer:build",
+    trainer="baselines.deepspeed_3d.build:build",
     late_imports=(  # by deepspeed.initialize: two seconds of work per rank
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.comm.mori",

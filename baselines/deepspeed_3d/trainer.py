@@ -1,11 +1,10 @@
 """DeepSpeed on one rank: DeepSpeed's own engine runs the step; this file builds the model for it,
-feeds it batches and reads its gradients, counters and times. ``pipeline`` and ``ordinary`` are its
-two engines."""
+feeds it batches and reads its gradients. ``pipeline`` and ``ordinary`` are its two engines, between
+which ``build`` chooses."""
 
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -18,25 +17,21 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from baselines.blocks import prepare_block
 from baselines.deepspeed_3d.private_names import (
     forbid_shared_memory_collectives,
     is_tied_copy,
     reduced_gradients,
-    run_on_emulated_device,
 )
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
 from baselines.model import Block, build_piece
-from zeropp.emulate.kernels import is_emulated
+from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.price.programs import program_named
-from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.layout import Layout
-from zeropp.types.timeline import Span
 from zeropp.types.training import OptimizerConfig, StepResult
 
 TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
@@ -44,31 +39,16 @@ TIED = "embedding"  # the name under which DeepSpeed finds the layers that share
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def build(
-    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
-) -> DeepSpeedTrainer:
-    """Build this rank's part of a plan. All ranks of the world must call it."""
-    if is_emulated():
-        run_on_emulated_device()
-    if plan.layout.pp > 1:
-        from baselines.deepspeed_3d.pipeline import PipelineTrainer
-
-        return PipelineTrainer(plan, optimizer, device, seed)
-    from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
-
-    return OrdinaryTrainer(plan, optimizer, device, seed)
-
-
-class DeepSpeedTrainer(ABC):
+class DeepSpeedTrainer(ActionRecorder, ABC):
     """A ``zeropp.types.training.Trainer`` that runs one of DeepSpeed's engines."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        self._plan, self._device = plan, device
+        super().__init__(plan.layout.coordinates(dist.get_rank())["pp"], device)
+        self._plan = plan
         self._topology = _join_topology(plan.layout)
         self._group = _own_group(self._topology.get_axis_comm_lists("model"))
-        self._stage = plan.layout.coordinates(dist.get_rank())["pp"]
         arguments = self._arguments(seed)
         module = arguments["model"]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -77,9 +57,6 @@ class DeepSpeedTrainer(ABC):
             **arguments,
         )
         self._grad_norm, self._clip_norm = torch.zeros(()), optimizer.clip_norm
-        self._counters: Counter[str] = Counter()
-        self._spans: list[Span] | None = None
-        self._begin = 0.0
         self._passes: Counter[Op] = Counter()
 
     @abstractmethod
@@ -95,7 +72,7 @@ class DeepSpeedTrainer(ABC):
         size = self._plan.microbatch_size
         batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
         self._passes.clear()
-        self._begin = time.perf_counter()
+        self._begin_step()
         return StepResult(self._train(batches), self._grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -108,47 +85,21 @@ class DeepSpeedTrainer(ABC):
             if not is_tied_copy(parameter):
                 yield name.replace(f"tied_modules.{TIED}", "0"), whole.float().cpu()
 
-    def counters(self) -> dict[str, int]:
-        """See ``Trainer.counters``."""
-        return dict(self._counters)
-
-    def record_spans(self, enabled: bool) -> None:
-        """See ``Trainer.record_spans``."""
-        self._spans = [] if enabled else None
-
-    def spans(self) -> list[Span]:
-        """See ``Trainer.spans``."""
-        return list(self._spans or [])
-
     def _piece(self, index: int, seed: int) -> nn.Module:
         """One piece of the model, this rank's part of it."""
         piece = build_piece(self._plan.shape, index, seed, self._device)
         cut_piece(piece, self._group)
         if isinstance(piece, Block):
-            prepare_block(piece, self._plan, recomputed=self._plan.recomputes(self._stage, index))
+            prepare_block(piece, self._plan, recomputed=self._plan.recomputes(self._rank, index))
         return piece
 
     @contextmanager
     def _action(self, op: Op) -> Iterator[None]:
-        """Mark an action for the profiler, count it, and record its span while spans are on."""
-        stage = self._stage
-        action = str(Action(stage, op, self._passes[op] if op.has_microbatch else None))
-        start = self._clock()
-        with record_function(action):
+        """Record an action of this rank's stage; microbatches of a kind of pass come in order."""
+        microbatch = self._passes[op] if op.has_microbatch else None
+        with self._running(op, str(Action(self._rank, op, microbatch))):
             yield
         self._passes[op] += 1
-        self._counters[op.name.lower()] += 1
-        if self._spans is not None:
-            self._spans.append(Span(stage, LANES[op], action, start, self._clock()))
-
-    def _clock(self) -> float:
-        """Seconds since the step began. While spans are recorded it first waits for the compute
-        stream, as the clock of every contender does."""
-        if self._spans is None:
-            return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - self._begin
 
     def _clip(self) -> None:
         """Take the global gradient norm and clip the gradients to ``clip_norm``. DeepSpeed's own

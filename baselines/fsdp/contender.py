@@ -144,7 +144,7 @@ FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    trainer="baselines.fsdp.trainer:build",
+    trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",
 )

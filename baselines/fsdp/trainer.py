@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,19 +20,14 @@ from baselines.fsdp2 import (
     world_mesh,
 )
 from baselines.model import build_piece, cross_entropy
+from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.types.timeline import Span
 from zeropp.types.training import OptimizerConfig, StepResult
 
 
-def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> FsdpTrainer:
-    """Build this rank's part of a plan. All ranks of the world must call it."""
-    return FsdpTrainer(plan, optimizer, device, seed)
-
-
-class FsdpTrainer:
+class FsdpTrainer(ActionRecorder):
     """A ``zeropp.types.training.Trainer`` on FSDP2's ``fully_shard``.
 
     Two releases are left out, because the same parameters would be the next to be gathered: the
@@ -45,12 +38,10 @@ class FsdpTrainer:
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        self._plan, self._device, self._clip_norm = plan, device, optimizer.clip_norm
-        self._counters: Counter[str] = Counter()
-        self._spans: list[Span] | None = None
+        super().__init__(0, device)
+        self._plan, self._clip_norm = plan, optimizer.clip_norm
         self._hooks: list[RemovableHandle] = []
         self._microbatch = 0
-        self._begin = 0.0
         self._model = self._build_model(seed)
         self._optimizer = build_optimizer(self._model.parameters(), optimizer)
 
@@ -63,7 +54,7 @@ class FsdpTrainer:
         batches = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
-        self._begin = time.perf_counter()
+        self._begin_step()
         for self._microbatch, (x, y) in enumerate(batches):
             is_last = self._microbatch == last
             model.set_requires_gradient_sync(is_last or plan.reduce_every == "unit")
@@ -88,23 +79,15 @@ class FsdpTrainer:
         for name, parameter in self._model.named_parameters():
             yield name, full(parameter.detach()).float().cpu()
 
-    def counters(self) -> dict[str, int]:
-        """See ``Trainer.counters``."""
-        return dict(self._counters)
-
     def record_spans(self, enabled: bool) -> None:
         """See ``Trainer.record_spans``."""
+        super().record_spans(enabled)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._spans = [] if enabled else None
         if enabled:
             for stage, piece in enumerate(self._model):
                 self._observe(stage, piece)
-
-    def spans(self) -> list[Span]:
-        """See ``Trainer.spans``."""
-        return list(self._spans or [])
 
     def _build_model(self, seed: int) -> nn.Sequential:
         """Build piece by piece and shard each before the next is made, which bounds the memory."""
@@ -119,14 +102,14 @@ class FsdpTrainer:
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 sharded = shard(piece, mesh, plan.precision, reshard_after_forward=index != head)
-                count_collectives(sharded, self._counters)
+                count_collectives(sharded, self._counts)
             pieces.append(piece)
         model = nn.Sequential(*pieces)
         if shape.tied_embeddings:
             model[-1].output.weight = model[0].tokens.weight  # type: ignore[union-attr]
         root = shard(model, mesh, plan.precision, reshard_after_forward=False)
         if shape.tied_embeddings:
-            count_collectives(root, self._counters)
+            count_collectives(root, self._counts)
         return model
 
     def _observe(self, stage: int, piece: nn.Module) -> None:
@@ -141,9 +124,7 @@ class FsdpTrainer:
             starts[op] = self._clock()
 
         def end(op: Op) -> None:
-            action = str(Action(stage, op, self._microbatch))
-            if self._spans is not None:
-                self._spans.append(Span(0, "compute", action, starts[op], self._clock()))
+            self._add_span(op, str(Action(stage, op, self._microbatch)), starts[op])
 
         def forward_begin(*_: Any) -> None:
             begin(Op.FORWARD)
@@ -166,9 +147,3 @@ class FsdpTrainer:
                 piece.register_full_backward_pre_hook(backward_begin),
                 piece.register_full_backward_hook(backward_end),
             ]
-
-    def _clock(self) -> float:
-        """Seconds since the step began, after waiting for the compute stream."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - self._begin

@@ -38,7 +38,7 @@ MEGATRON_CORE = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    trainer="baselines.megatron_core.trainer:build",
+    trainer="baselines.megatron_core.trainer:MegatronTrainer",
     extra=("megatron", "megatron"),
     # Its tensor-parallel collectives overlap products only in the order in which it starts both.
     environment=CUDA_SETTINGS | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},

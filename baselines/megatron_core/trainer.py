@@ -5,8 +5,6 @@ this file turns a plan into its configuration, gives it the suite's weights, and
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import record_function
 
 # isort: off
 from baselines.megatron_core import private_names  # first, because it imports Megatron-Core quickly
@@ -44,10 +41,10 @@ from baselines.megatron_core.parameters import Contents, contents_of
 from baselines.model import build_model, build_piece
 from baselines.public_3d import microbatch_group
 from zeropp.emulate.kernels import is_emulated
+from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.types.timeline import Span
 from zeropp.types.training import OptimizerConfig, StepResult
 
 
@@ -80,31 +77,21 @@ class Norm:
         return norm
 
 
-def build(
-    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
-) -> MegatronTrainer:
-    """Build this rank's part of a plan. All ranks of the world must call it. Raises RuntimeError if
-    the plan's program needs Transformer Engine and it is not installed."""
-    return MegatronTrainer(plan, optimizer, device, seed)
-
-
-class MegatronTrainer:
-    """A ``zeropp.types.training.Trainer`` that runs Megatron-Core's ``GPTModel``."""
+class MegatronTrainer(ActionRecorder):
+    """A ``zeropp.types.training.Trainer`` that runs Megatron-Core's ``GPTModel``. Raises
+    RuntimeError if the plan's program needs Transformer Engine and it is not installed."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        self._plan, self._device = plan, device
-        self._counters: Counter[str] = Counter()
-        self._spans: list[Span] | None = None
-        self._begin = 0.0
+        super().__init__(plan.layout.coordinates(dist.get_rank())["pp"], device)
+        self._plan = plan
         self._passes: dict[int, tuple[int, int]] = {}  # (stage, microbatch) by the output's id
         if device.type == "cpu":
             private_names.run_on_cpu()
         _join_groups(plan)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
-        self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self._config = _transformer_config(plan, device)
         if self._config.tp_comm_overlap:
             tokens = plan.microbatch_size * plan.shape.seq
@@ -122,7 +109,7 @@ class MegatronTrainer:
         batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
         iterators = [iter(batches) for _ in self._chunks]
         self._passes.clear()
-        self._begin = time.perf_counter()
+        self._begin_step()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -163,18 +150,6 @@ class MegatronTrainer:
                 for full_name, value in zip(full_names, whole, strict=True):
                     yield full_name, value.cpu()
 
-    def counters(self) -> dict[str, int]:
-        """See ``Trainer.counters``."""
-        return dict(self._counters)
-
-    def record_spans(self, enabled: bool) -> None:
-        """See ``Trainer.record_spans``."""
-        self._spans = [] if enabled else None
-
-    def spans(self) -> list[Span]:
-        """See ``Trainer.spans``."""
-        return list(self._spans or [])
-
     def _build_chunks(self, seed: int) -> list[Any]:
         """This rank's model chunks with the suite's initial weights, each under Megatron-Core's
         data parallelism."""
@@ -206,7 +181,7 @@ class MegatronTrainer:
 
     def _build_model(self, chunk: int, seed: int) -> Any:
         plan, shape, layout = self._plan, self._plan.shape, self._plan.layout
-        stage = chunk * layout.pp + self._pp_rank
+        stage = chunk * layout.pp + self._rank
         model = GPTModel(
             self._config,
             _layer_spec(plan, stage, self._config),
@@ -279,32 +254,17 @@ class MegatronTrainer:
         return whole
 
     def _observed(self, op: Op, run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Run a forward or backward of Megatron-Core's; mark it for the profiler, count it, and
-        record its span while spans are on."""
+        """Run and record a forward or backward of Megatron-Core's."""
         if op is Op.FORWARD:
-            stage = (keywords.get("vp_stage") or 0) * self._plan.layout.pp + self._pp_rank
+            stage = (keywords.get("vp_stage") or 0) * self._plan.layout.pp + self._rank
             place = stage, keywords["current_microbatch"]
         else:  # a backward is known by the output that it gets
             place = self._passes.pop(id(private_names.output_of_backward(arguments)))
-        action = str(Action(place[0], op, place[1]))
-        start = self._clock()
-        with record_function(action):
+        with self._running(op, str(Action(place[0], op, place[1]))):
             result = run(*arguments, **keywords)
         if op is Op.FORWARD:
             self._passes[id(private_names.output_of_forward(result))] = place
-        self._counters[op.name.lower()] += 1
-        if self._spans is not None:
-            self._spans.append(Span(self._pp_rank, "compute", action, start, self._clock()))
         return result
-
-    def _clock(self) -> float:
-        """Seconds since the step began. While spans are recorded it first waits for the compute
-        stream, as the clock of every contender does."""
-        if self._spans is None:
-            return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - self._begin
 
 
 def _join_groups(plan: Plan) -> None:

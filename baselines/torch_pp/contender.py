@@ -380,7 +380,7 @@ TORCH_PP = Contender(
     space=SPACE,
     check=check,
     search_effort=3,
-    trainer="baselines.torch_pp.trainer:build",
+    trainer="baselines.torch_pp.trainer:TorchPipelineTrainer",
     unrecorded="gathers and transfers",
 )
 # torchtitan combines the same schedules, FSDP2 and DTensor. It is priced, but does not run here.

@@ -3,8 +3,6 @@ stages for it, feeds it batches and reads its gradients, counters and times."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -50,12 +48,11 @@ from baselines.torch_pp.private_names import (
     Runtime,
     load_programs,
 )
+from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op, Schedule
-from zeropp.types.timeline import Span
 from zeropp.types.training import OptimizerConfig, StepResult
 
 
@@ -158,13 +155,6 @@ def _has(piece: nn.Module, name: str) -> bool:
     return child is not None and (not rest or _has(child, rest))
 
 
-def build(
-    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
-) -> TorchPipelineTrainer:
-    """Build this rank's part of a plan. All ranks of the world must call it."""
-    return TorchPipelineTrainer(plan, optimizer, device, seed)
-
-
 CLASSES: dict[str, Callable[..., Runtime]] = {
     "1f1b": OneForwardOneBackward,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -188,21 +178,17 @@ class _StageModule(nn.Module):
         return x
 
 
-class TorchPipelineTrainer:
+class TorchPipelineTrainer(ActionRecorder):
     """A ``zeropp.types.training.Trainer`` that runs torch's pipeline runtime."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        self._plan, self._device, self._clip_norm = plan, device, optimizer.clip_norm
-        self._counters: Counter[str] = Counter()
-        self._spans: list[Span] | None = None
-        self._begin = 0.0
         self._mesh = world_mesh(plan.layout, device)
-        self._pp_rank = self._mesh.get_local_rank("pp")
+        super().__init__(self._mesh.get_local_rank("pp"), device)
+        self._plan, self._clip_norm = plan, optimizer.clip_norm
         self._chunks = {
-            stage: self._build_chunk(stage, seed)
-            for stage in plan.schedule.stages_of(self._pp_rank)
+            stage: self._build_chunk(stage, seed) for stage in plan.schedule.stages_of(self._rank)
         }
         self._schedule = CLASSES.get(plan.schedule.name, Runtime)(
             [self._build_stage(stage, chunk) for stage, chunk in self._chunks.items()],
@@ -223,7 +209,7 @@ class TorchPipelineTrainer:
         losses: list[Tensor] = []
         first = (inputs.contiguous(),) if 0 in self._chunks else ()  # torch 2.11 compares strides
         last = plan.schedule.num_stages - 1 in self._chunks
-        self._begin = time.perf_counter()
+        self._begin_step()
         with self._loss_context():
             self._schedule.step(
                 *first, target=targets if last else None, losses=losses, return_outputs=False
@@ -252,18 +238,6 @@ class TorchPipelineTrainer:
                 if parameter is not self._copy:
                     yield name, whole.float().cpu()
 
-    def counters(self) -> dict[str, int]:
-        """See ``Trainer.counters``."""
-        return dict(self._counters)
-
-    def record_spans(self, enabled: bool) -> None:
-        """See ``Trainer.record_spans``."""
-        self._spans = [] if enabled else None
-
-    def spans(self) -> list[Span]:
-        """See ``Trainer.spans``."""
-        return list(self._spans or [])
-
     @property
     def _copy(self) -> nn.Parameter | None:
         """The head's copy of tied embeddings, if this rank holds it."""
@@ -290,7 +264,7 @@ class TorchPipelineTrainer:
                 prepare_block(piece, plan, recomputed=plan.recomputes(stage, index))
             sharded = shard(piece, mesh, plan.precision, reshard_after_forward=False)
             if not pieces:  # a chunk is gathered as a whole, so its first piece alone is counted
-                count_collectives(sharded, self._counters)
+                count_collectives(sharded, self._counts)
             pieces[index] = piece
         chunk = _StageModule(pieces)
         shard(chunk, mesh, plan.precision, reshard_after_forward=False)
@@ -329,17 +303,5 @@ class TorchPipelineTrainer:
 
     def _observe(self, op: Op, stage: int, microbatch: int | None, start: float) -> None:
         if op.is_compute:
-            self._counters[op.name.lower()] += 1
-        if self._spans is not None:
-            action = str(Action(stage, op, microbatch))
-            self._spans.append(Span(self._pp_rank, LANES[op], action, start, self._clock()))
-
-    def _clock(self) -> float:
-        """Seconds since the step began, after waiting for the compute stream; 0.0 while no spans
-        are recorded. It must not wait for the whole device, because receives are posted early and
-        end late."""
-        if self._spans is None:
-            return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return time.perf_counter() - self._begin
+            self._counts[op.name.lower()] += 1
+        self._add_span(op, str(Action(stage, op, microbatch)), start)

@@ -58,12 +58,12 @@ class ZeroppTrainer:
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
-        return self._model.engine.counters()
+        return self._model.engine.interpreter.counters()
 
     def record_spans(self, enabled: bool) -> None:
         """See ``Trainer.record_spans``."""
-        self._model.engine.record_spans(enabled)
+        self._model.engine.interpreter.record_spans(enabled)
 
     def spans(self) -> list[Span]:
         """See ``Trainer.spans``."""
-        return self._model.engine.spans()
+        return self._model.engine.interpreter.spans()

@@ -102,7 +102,7 @@ def actions_in_other_groups(spec: RunSpec, group: int) -> list[str]:
     """The actions of a step whose interleaving sends so many microbatches through a chunk before
     the next one, instead of the planner's number."""
     batches, plan = open_batches(spec), spec.plan()
-    trainer = megatron.build(plan, spec.optimizer, CPU, spec.seed)
+    trainer = megatron.MegatronTrainer(plan, spec.optimizer, CPU, spec.seed)
     trainer._config.microbatch_group_size_per_vp_stage = group
     trainer.record_spans(True)
     trainer.step(*local_batch(batches, plan.layout, 0, CPU))

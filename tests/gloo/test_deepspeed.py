@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from baselines.deepspeed_3d.trainer import DeepSpeedTrainer, build
+from baselines.deepspeed_3d.build import build
+from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, check, request
 from tests.gloo.world import World
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import OptimizerConfig
 
-BUILDER = "baselines.deepspeed_3d.trainer:build"
+BUILDER = "baselines.deepspeed_3d.build:build"
 LLAMA = {"family": "llama", "kv_heads": 2}
 TIED = {"tied_embeddings": True}
 

@@ -57,7 +57,7 @@ def measure(case: Case) -> Peaks:
     engine.step(local_microbatches(case, 0))
     assert not gathered() + gradients()
     assert not engine.lanes.shard_reductions
-    peaks.unshards = engine.counters()["unshard"]
+    peaks.unshards = engine.interpreter.counters()["unshard"]
     return peaks
 
 

@@ -19,7 +19,7 @@ from tests.gloo.world import World
 from zeropp.schedule.program import Op
 from zeropp.types.training import OptimizerConfig
 
-BUILDER = "baselines.fsdp.trainer:build"
+BUILDER = "baselines.fsdp.trainer:FsdpTrainer"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.gloo.world import World
 from zeropp.schedule.program import Op
 from zeropp.types.training import OptimizerConfig
 
-BUILDER = "baselines.torch_pp.trainer:build"
+BUILDER = "baselines.torch_pp.trainer:TorchPipelineTrainer"
 FEW = 4  # microbatches, because DTensors of tensor parallelism take long for each
 
 

@@ -198,7 +198,7 @@ def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> lis
 
 def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
     del batch, folder
-    model.engine.record_spans(True)
+    model.engine.interpreter.record_spans(True)
     return []
 
 

@@ -203,8 +203,8 @@ def waits_while_spans_are_recorded(case: Case) -> tuple[str, set[str], int, int]
     batch = batches[0][model.rows]
     interpreter = model.engine.interpreter
     model.train_step(batch[:, :-1], batch[:, 1:])
-    actions = sum(interpreter.counters.values())
-    model.engine.record_spans(True)
+    actions = sum(interpreter.counters().values())
+    model.engine.interpreter.record_spans(True)
     with mock.patch.object(interpreter, "_on_cuda", True):
         report = watch(lambda: model.train_step(batch[:, :-1], batch[:, 1:]))
     model.close()

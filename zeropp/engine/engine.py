@@ -37,7 +37,6 @@ from zeropp.engine.walk import LayerSizes
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.timeline import Span
 from zeropp.types.training import StepResult
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
@@ -267,18 +266,6 @@ class Engine:
         """Let compute wait until the parameters are those of the last update."""
         for flat in self.flats:
             flat.settle()
-
-    def counters(self) -> dict[str, int]:
-        """Actions run since construction, by name in lower case."""
-        return dict(self.interpreter.counters)
-
-    def record_spans(self, enabled: bool) -> None:
-        """Record one span per action from here on, or stop."""
-        self.interpreter.spans = [] if enabled else None
-
-    def spans(self) -> list[Span]:
-        """Spans recorded since recording was switched on."""
-        return list(self.interpreter.spans or [])
 
     def close(self) -> None:
         """End the engine's threads and process groups; it cannot be used afterwards. Layers have

@@ -4,8 +4,6 @@ schedules: the program alone says what comes next, up to the update and what fol
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +14,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import record_function
 
+from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.chunk import Chunk, persistent_buffers
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
@@ -25,11 +23,9 @@ from zeropp.engine.given_rows import RowsError
 from zeropp.engine.optimizer import ParameterUpdate
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners
-from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.literals import LossReduction
-from zeropp.types.timeline import Span
 from zeropp.types.training import StepResult
 
 # From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
@@ -190,7 +186,7 @@ class _Step:
     result: StepResult | None = field(default=None, init=False)
 
 
-class Interpreter:
+class Interpreter(ActionRecorder):
     """Runs one rank's program over its chunks, which are by stage.
 
     ``update`` is that of all of them. The loss of every microbatch is divided by ``divisor``, so
@@ -211,16 +207,13 @@ class Interpreter:
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
-        self._rank = next(schedule.stage_rank[stage] for stage in chunks)
+        super().__init__(next(schedule.stage_rank[stage] for stage in chunks), channels.device)
         self._program = schedule.programs[self._rank]
-        self._on_cuda = channels.device.type == "cuda"
         self._last = schedule.num_stages - 1
         self._channels = channels
         self._loss = loss
         self._divisor = divisor
         self._parameters = update
-        self.counters: Counter[str] = Counter()
-        self.spans: list[Span] | None = None
         self.on_action: Callable[[Action], None] | None = None  # called before every action
         self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: self._forward,
@@ -242,7 +235,7 @@ class Interpreter:
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
         }
-        self._actions = [(a, str(a), a.op.name.lower()) for a in self._program]
+        self._actions = [(action, str(action)) for action in self._program]
 
     def run(
         self, batch: Microbatches, drawing: AbstractContextManager[None] | None = None
@@ -253,17 +246,12 @@ class Interpreter:
         with step.passes:
             step.passes.enter_context(shown(self._chunks.values()))
             step.passes.enter_context(drawing or nullcontext())
-            begin = time.perf_counter()
-            for action, name, kind in self._actions:
+            self._begin_step()
+            for action, name in self._actions:
                 if self.on_action is not None:
                     self.on_action(action)
-                start = self._clock(begin)
-                with record_function(name):
+                with self._running(action.op, name):
                     self._handlers[action.op](action, step)
-                self.counters[kind] += 1
-                if self.spans is not None:
-                    place = self._rank, LANES[action.op], name
-                    self.spans.append(Span(*place, start, self._clock(begin)))
         assert step.result is not None
         return step.result
 
@@ -285,18 +273,6 @@ class Interpreter:
             named.append(self._loss.keywords)
         read = {name for name, stage in ends.items() if stage in self._chunks}
         return read.union(*(chosen(keywords, names) for names in named))
-
-    def _clock(self, begin: float) -> float:
-        """Seconds since the step began; while spans are recorded, it waits for the compute stream.
-
-        It does not wait for the whole device, which could be for ever: a receive that was posted
-        early may depend on messages that this rank has yet to send.
-        """
-        if self.spans is None:
-            return 0.0
-        if self._on_cuda:
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - begin
 
     def _forward(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
