@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.gloo.world import World
 from tests.streams.cases import CASES
@@ -204,8 +205,8 @@ def waits_while_spans_are_recorded(case: Case) -> tuple[str, set[str], int, int]
     interpreter = model.engine.interpreter
     model.train_step(batch[:, :-1], batch[:, 1:])
     actions = sum(interpreter.counters().values())
-    model.engine.interpreter.record_spans(True)
-    with mock.patch.object(interpreter, "_on_cuda", True):
+    interpreter.record_spans(True)
+    with mock.patch.object(interpreter, "_device", torch.device("cuda")):
         report = watch(lambda: model.train_step(batch[:, :-1], batch[:, 1:]))
     model.close()
     waits = [what for what in report.host_waits[0] if "Stream" in what or "synchronize" in what]
