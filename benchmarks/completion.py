@@ -11,13 +11,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 
-from omegaconf import OmegaConf
-
-from benchmarks.explain.question import KEYS
 from benchmarks.show import Request
 from benchmarks.specification import CONF
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.compose import groups_of, options_of
 from benchmarks.specification.contenders import PRICED
 from zeropp.__main__ import offered
 from zeropp.schedule.build import GENERATORS
@@ -73,6 +69,11 @@ def main() -> int:
 
 def _cases() -> Iterator[tuple[str, str]]:
     """(a command and the beginning of its last word, what may follow)."""
+    from omegaconf import OmegaConf
+
+    from benchmarks.explain.question import KEYS
+    from benchmarks.specification.compose import groups_of, options_of
+
     for name, config in (("run", "config"), ("tune", "tune")):
         keys = {str(key) for key in OmegaConf.load(CONF / f"{config}.yaml")} - {"defaults"}
         groups = groups_of(config)

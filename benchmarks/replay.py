@@ -4,16 +4,12 @@ training script on a cluster, without a GPU."""
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.launch.running import say
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, check_writable, command
-from benchmarks.specification.reading import preset
-from zeropp.price.cluster import NEWEST, Cluster
 
 _WORDS = {
     "gather": "gathers of parameters",
@@ -50,11 +46,14 @@ def main() -> int:
         check_writable("--timeline", options.timeline.parent)
         if options.timeline.is_dir():
             raise SpecError(f"--timeline={options.timeline}: is a folder (name a file)")
-    cluster = preset("cluster", options.cluster, Cluster)
+    from benchmarks.launch.running import say
+    from benchmarks.specification.reading import preset
     from zeropp.emulate.clock import StuckError, kernel_s, replay
     from zeropp.emulate.script import ScriptError
     from zeropp.emulate.trace import trace_script
+    from zeropp.price.cluster import NEWEST, Cluster
 
+    cluster = preset("cluster", options.cluster, Cluster)
     script, device = str(options.script), cluster.device.of_year(NEWEST)
     try:
         traces = trace_script(
@@ -70,15 +69,12 @@ def main() -> int:
         )
     except (ScriptError, StuckError) as error:
         raise SpecError(str(error)) from None
-    waits: dict[str, list[float]] = defaultdict(list)
-    for waited in replayed.waits_s.values():
-        for cause in _WORDS:
-            waits[cause].append(waited.get(cause, 0.0))
     peak = max(trace.memory.total for trace in traces) / 2**30
     print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
     print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
     for cause, words in _WORDS.items():
-        print(f"  waits for {words}, mean of the ranks: {fmean(waits[cause]):.4g} s")
+        waited = fmean(waits.get(cause, 0.0) for waits in replayed.waits_s.values())
+        print(f"  waits for {words}, mean of the ranks: {waited:.4g} s")
     memory = f"{peak:.2f} of the device's {cluster.device.memory_gib:g} GiB"
     print(f"  tensors at the peak of the fullest rank: {memory}")
     if options.timeline:

@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import run_command
-from benchmarks.specification.compose import compose
 
 
 def main() -> int:
@@ -21,6 +20,8 @@ def main() -> int:
 
 
 def _run() -> int:
+    from benchmarks.specification.compose import compose
+
     configs = compose("config")
     if not configs:  # Hydra has answered --help or --cfg
         return 0

@@ -19,10 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, TextIO
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, command
@@ -35,6 +32,9 @@ from zeropp.schedule.program import Op, Schedule, StageCost, StepEnd, parse_acti
 from zeropp.schedule.torch_runtime import lower_for_torch
 from zeropp.types.layout import most_microbatches
 from zeropp.types.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _STYLES = {
     "F": "black on #56B4E9",
@@ -224,6 +224,8 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
     A dot means idle. If the actions' names do not fit into a line, their kinds alone are printed,
     in blocks below each other where these do not fit either.
     """
+    from rich.text import Text
+
     slot = min(cost.forward, cost.backward_input, cost.backward_weight)
     compute = [span for span in result.spans() if span.lane == "compute"]
     ranks = range(len(result.programs))
@@ -239,7 +241,7 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
             last = min(first + fitting, most)
             console.print(f"columns {first + 1} to {last} of {most}", style="dim", highlight=False)
         for rank, cells in enumerate(rows):
-            shown = Text(gap).join(cells[first : first + fitting])
+            shown = Text(gap).join(Text(*cell) for cell in cells[first : first + fitting])
             line = Text(f"rank {rank:<3}").append(shown)
             console.print(line, no_wrap=True, overflow="ignore", crop=False)
     kinds = {_letter(span) for span in compute}
@@ -251,18 +253,18 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
         console.print("       2F0: forward of stage 2 for microbatch 0", highlight=False)
 
 
-def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
-    """One rank's cells of ``wide`` characters each: an action's name, or its kind if ``wide`` is
-    1."""
-    cells: list[Text] = []
+def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[tuple[str, str]]:
+    """One rank's cells of ``wide`` characters each, with their styles: an action's name, or its
+    kind if ``wide`` is 1."""
+    cells: list[tuple[str, str]] = []
     for span in spans:
         idle = max(0, round(span.start_s / slot) - len(cells))
-        cells += [Text("·".center(wide), style="dim")] * idle
+        cells += [("·".center(wide), "dim")] * idle
         kind = _letter(span)
         name = _name(span) if wide > 1 else kind
         length = max(1, round((span.end_s - span.start_s) / slot))
-        cells.append(Text(name.ljust(wide), style=_STYLES[kind]))
-        cells += [Text(" " * wide, style=_STYLES[kind])] * (length - 1)
+        cells.append((name.ljust(wide), _STYLES[kind]))
+        cells += [(" " * wide, _STYLES[kind])] * (length - 1)
     return cells
 
 
@@ -299,6 +301,8 @@ def main() -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
+    from rich.console import Console
+
     try:
         if not words or words[0] != "schedule":
             raise ValueError("what to show? zeropp show schedule [key=value ...] (see --help)")

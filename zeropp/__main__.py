@@ -1,15 +1,15 @@
 """The command ``zeropp``: ``zeropp explain`` is ``python -m benchmarks.explain``, and so on.
 
-A wheel has the suite's code in ``zeropp/suite``, and of its commands those that need no checkout.
+Of these commands a wheel has those that need no checkout.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
-SUITE = Path(__file__).parent / "suite"
+from zeropp.types.data import IN_WHEEL
+
 # The commands with what they do, and whether a wheel has them.
 COMMANDS = {
     "run": ("run, submit or price one point, or a sweep of them", False),
@@ -23,7 +23,7 @@ COMMANDS = {
     "completion": ("words to complete in bash or zsh: source <(zeropp completion bash)", True),
 }
 # Those that are folders, not modules, in ``benchmarks``.
-_FOLDERS = {
+FOLDERS = {
     "explain": "explain.__main__",
     "report": "report.__main__",
     "tune": "tune.__main__",
@@ -33,8 +33,7 @@ _FOLDERS = {
 
 def offered() -> dict[str, str]:
     """The commands that work here, with what they do: in a checkout all of them."""
-    in_wheel = SUITE.is_dir()
-    return {name: words for name, (words, ships) in COMMANDS.items() if ships or not in_wheel}
+    return {name: words for name, (words, ships) in COMMANDS.items() if ships or not IN_WHEEL}
 
 
 def main() -> int:
@@ -52,25 +51,9 @@ def main() -> int:
         why = "needs a checkout" if words[0] in COMMANDS else f"must be among {', '.join(known)}"
         print(f"error: {words[0]}: {why} (see zeropp --help)", file=sys.stderr)
         return 2
-    return _started(words[0], words[1:])
-
-
-def _started(name: str, words: list[str]) -> int:
-    """What a command of the suite returns; 2 where a package that it needs is not installed."""
-    sys.path.insert(0, str(SUITE if SUITE.is_dir() else SUITE.parents[1]))
-    sys.argv = [f"zeropp {name}", *words]
-    module = _FOLDERS.get(name, name)
-    try:
-        importlib.import_module("benchmarks").end_at_once_on_ctrl_c()
-        return int(importlib.import_module(f"benchmarks.{module}").main())
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("zeropp", "baselines", "benchmarks"):
-            raise
-        remedy = "pip install 'zeropp[explain]'" if SUITE.is_dir() else "pip install -e '.[suite]'"
-        print(
-            f"error: {error.name} is not installed for {sys.executable}: {remedy}", file=sys.stderr
-        )
-        return 2
+    sys.argv = [f"zeropp {words[0]}", *words[1:]]
+    module = importlib.import_module(f"benchmarks.{FOLDERS.get(words[0], words[0])}")
+    return int(module.main())
 
 
 def _help(known: dict[str, str]) -> str:

@@ -18,17 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from torch.multiprocessing.spawn import spawn
-
 from benchmarks import CHECKOUT
-from benchmarks.calibrate.constants import MEASURED
-from benchmarks.calibrate.nccl_tests import read_tests
-from benchmarks.calibrate.ranks import Asked, be_rank
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
-from benchmarks.specification.reading import preset
-from zeropp.price.cluster import Cluster
 
 
 def main() -> int:
@@ -50,6 +42,15 @@ def _calibrate() -> int:
         help="outputs of all_gather_perf and others on one node, used instead of own times",
     )  # fmt: skip
     given = parser.parse_args()
+    import torch
+    from torch.multiprocessing.spawn import spawn
+
+    from benchmarks.calibrate.constants import MEASURED
+    from benchmarks.calibrate.nccl_tests import read_tests
+    from benchmarks.calibrate.ranks import Asked, be_rank
+    from benchmarks.specification.reading import preset
+    from zeropp.price.cluster import Cluster
+
     on_gpu = torch.cuda.is_available()
     if not re.fullmatch(r"\w+", given.name):
         raise SpecError(f"--name {given.name}: must consist of letters, digits and _")

@@ -6,9 +6,9 @@ a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``comp
 ``command`` and ``progress`` (how commands end, and how they show progress).
 """
 
-from benchmarks import CHECKOUT
+from zeropp.types.data import DATA
 
-CONF = CHECKOUT / "conf"
+CONF = DATA / "conf"
 
 # ``measure.gate_tolerance`` by default; runs with another one are marked wherever they are shown.
 GATE_TOLERANCE = 1e-4

@@ -1,4 +1,8 @@
-"""How every command ends: with one line after bad input or Ctrl-C, silently on a closed pipe."""
+"""How every command ends: with one line after bad input, after Ctrl-C and where a package is
+missing, silently on a closed pipe.
+
+For this a command imports in its ``main`` what is not Python's own, or takes long.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from benchmarks import raise_on_ctrl_c
+from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError as SpecError
+from zeropp.types.data import IN_WHEEL
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -35,12 +40,14 @@ class CommandParser(argparse.ArgumentParser):
 def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command's ``main`` and return its exit status.
 
-    After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
-    ``interrupted`` and returns 130. If the output is closed, at once or by its reader (``| head``),
-    it prints nothing; where a disk has no room for it, one line. SIGTERM ends its worker processes
-    with it. What the terminal's character set lacks is printed as a question mark.
+    After bad input (SpecError) it prints one line and returns 2, as where this Python is too old or
+    lacks a package; after Ctrl-C it prints the line ``interrupted`` and returns 130. If the output
+    is closed, at once or by its reader (``| head``), it prints nothing; where a disk has no room
+    for it, one line. SIGTERM ends its worker processes with it. What the terminal's character set
+    lacks is printed as a question mark.
     """
-    raise_on_ctrl_c()
+    if set(os.environ.get("COLUMNS", "")) == {"0"}:  # no terminal is known; nothing fits into 0
+        del os.environ["COLUMNS"]
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller, as `>&-` does
             setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -49,11 +56,20 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_with_workers)
     try:
+        if sys.version_info < (3, 11):  # noqa: UP036  (older ones get a message, not a traceback)
+            found = sys.version.split()[0]
+            raise SpecError(f"this Python is {found}, and 3.11 or newer is needed: {_remedy()}")
         status = main()
         sys.stdout.flush()
         return status
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("zeropp", "baselines", "benchmarks"):
+            raise  # a mistake of ours
+        missing = f"{error.name} is not installed for {sys.executable}"
+        print(f"error: {missing}: {_remedy()}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
@@ -70,6 +86,16 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter takes a moment to end
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+def _remedy() -> str:
+    """What gives the user a Python with the suite's packages."""
+    if IN_WHEEL:
+        return "pip install 'zeropp[explain]'"
+    installed = CHECKOUT / ".venv"
+    if (activate := installed / "bin" / "activate").exists() and Path(sys.prefix) != installed:
+        return f"source {activate}"
+    return "pip install -e '.[suite]'"
 
 
 def _is_ctrl_c(error: BaseException | None) -> bool:

@@ -13,12 +13,13 @@ import sys
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import command
-from benchmarks.specification.compose import compose
 
 
 @command
 def main() -> int:
     """Run the command line, whose keys are those of ``conf/tune.yaml``; returns its exit status."""
+    from benchmarks.specification.compose import compose
+
     if not (configs := compose("tune")):  # Hydra has answered --help
         return 0
     from benchmarks.tune import best_plans  # these imports take longer than --help

@@ -14,13 +14,13 @@ from itertools import combinations
 from math import exp, log
 from statistics import quantiles
 
-from benchmarks import CHECKOUT
+from zeropp.types.data import DATA
 
 NOTE = (
     "In brackets: where nine in ten measured ratios are, by the simulator's errors on pairs of "
     "published runs of one program, or of two."
 )
-_VALIDATION = CHECKOUT / "results" / "reference" / "validation"
+_VALIDATION = DATA / "results" / "reference" / "validation"
 _SAME = (
     "layers", "hidden", "heads", "ffn", "vocab", "seq", "device", "num_gpus", "global_batch",
     "metric", "unit",

@@ -25,6 +25,7 @@ from benchmarks.specification.command import run_command
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
+from zeropp.__main__ import FOLDERS
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
 
@@ -200,7 +201,7 @@ def test_other_commands_refuse_it_too(
     name, *arguments = line.format(demo=DEMO, tmp=tmp_path).split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = f"benchmarks.{name}" + ".__main__" * (name in ("explain", "report"))
+    module = f"benchmarks.{FOLDERS.get(name, name)}"
     assert importlib.import_module(module).main() == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
@@ -229,7 +230,7 @@ def test_ctrl_c_while_a_command_still_imports_is_one_line(tmp_path: Path) -> Non
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 130
-    assert done.stderr == "interrupted\n"
+    assert done.stderr == "interrupted; the same command goes on from here\n"
 
 
 @pytest.mark.usefixtures("_handler_of_ctrl_c")
@@ -384,7 +385,7 @@ def test_a_dry_run_writes_nothing(
 def test_an_environment_without_the_suite_is_one_line() -> None:
     """As after ./scripts/demo.sh, where nobody has activated its environment."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "benchmarks.status"],  # without site-packages
+        [sys.executable, "-S", "-m", "benchmarks.status", "."],  # without site-packages
         capture_output=True,
         text=True,
         timeout=300,

@@ -46,7 +46,7 @@ def test_every_command_is_named_and_starts(
 def test_a_wheel_offers_what_needs_no_checkout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "SUITE", CHECKOUT)  # a folder that exists, as in a wheel
+    monkeypatch.setattr(command, "IN_WHEEL", True)
     assert list(command.offered()) == ["tune", "explain", "show", "completion"]
     assert call("zeropp run", monkeypatch, capsys) == (
         2,
@@ -115,10 +115,11 @@ def test_bash_completes(
 
 
 def test_the_wheel_has_what_its_commands_read() -> None:
-    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    for path, place in shipped.items():
-        assert (CHECKOUT / path).exists()
-        assert place == f"zeropp/suite/{path}"
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert all((CHECKOUT / path).exists() for path in wheel["only-include"])
+    packages = {"zeropp", "baselines", "benchmarks"}
+    roots = {path.partition("/")[0] for path in wheel["only-include"]}
+    assert wheel["sources"] == {root: f"zeropp/data/{root}" for root in roots - packages}
 
 
 @pytest.mark.parametrize("text", ["name: [1,", "name: \x01x"])

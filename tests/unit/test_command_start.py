@@ -1,4 +1,4 @@
-"""A command that answers at once imports nothing that only ranks and reports need."""
+"""What commands and the library import, and what importing does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import CHECKOUT
+from zeropp.__main__ import COMMANDS, FOLDERS
 
 SLOW = "pandas", "matplotlib", "torch", "scipy", "deepspeed"  # seconds of imports
 UNUSED = "hydra", "omegaconf", "numpy"  # by what only prices: half a second
@@ -92,3 +93,39 @@ def test_help_reads_well_and_imports_nothing_slow(tmp_path: Path) -> None:
         errors = [] if command.startswith("explain /") else answer.errors.splitlines()  # progress
         assert (command, answer.status, errors, answer.slow) == (command, 0, [], [])
         assert (command, [word for word in words if word not in answer.printed]) == (command, [])
+
+
+def python(*words: str) -> str:
+    """What a Python prints that starts with these words in the checkout."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        cwd=CHECKOUT,
+        env=os.environ | {"COLUMNS": "0"},
+    )
+    return done.stdout
+
+
+def test_importing_the_suite_changes_nothing_in_the_process() -> None:
+    code = """
+import os, signal, sys
+from zeropp.engine import cuda_settings  # the library sets variables of the driver, and says so
+sys.argv = ["-m"]  # while Python imports the package of a command
+def state():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return handlers, dict(os.environ), list(sys.path)
+before = state()
+from benchmarks import api
+print(state() == before)
+"""
+    assert python("-c", code) == "True\n"
+
+
+def test_commands_import_what_may_be_missing_only_when_they_run() -> None:
+    """So that one place says which package is missing, or that Ctrl-C came while it was read."""
+    names = [f"benchmarks.{FOLDERS.get(name, name)}" for name in COMMANDS]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    python("-S", "-c", code, "benchmarks.calibrate.__main__", *names)  # without site-packages

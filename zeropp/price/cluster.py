@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any
 
+from zeropp.types.data import DATA
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
@@ -141,16 +141,12 @@ class Cluster:
         return hash(self.name)
 
 
-_PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "suite/conf/cluster", _PACKAGE.parent / "conf/cluster")  # wheel, checkout
-
-
 def cluster_of(name: str | Cluster) -> Cluster:
     """The description of a cluster that may be given by its name; raises InfeasibleError, in one
     line, where there is none."""
     if isinstance(name, Cluster):
         return name
-    files = {path.stem: path for folder in _FOLDERS for path in folder.glob("*.yaml")}
+    files = {path.stem: path for path in (DATA / "conf/cluster").glob("*.yaml")}
     if not isinstance(name, str) or name not in files:
         raise InfeasibleError(
             f"cluster={name!r}: must be one of {', '.join(sorted(files))}, or a zeropp.Cluster"

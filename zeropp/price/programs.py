@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from zeropp.schedule.plan import SizedPlan
+from zeropp.types.data import DATA
 from zeropp.types.literals import Precision
 
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
@@ -210,14 +210,13 @@ class ProgramEntry:
         )
 
 
-_PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "suite/conf/program", _PACKAGE.parent / "conf/program")
+_FOLDER = DATA / "conf/program"
 
 
 @cache
 def program_names() -> tuple[str, ...]:
     """The names of all programs."""
-    return tuple(sorted(path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 @cache
@@ -235,8 +234,7 @@ def entry_named(name: str) -> ProgramEntry:
         raise ValueError(f"program={name!r}: not registered (known: {', '.join(program_names())})")
     import yaml
 
-    path = next(path for folder in _FOLDERS if (path := folder / f"{name}.yaml").exists())
-    return entry_of(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return entry_of(name, yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
