@@ -152,7 +152,8 @@ def test_a_bad_value_ends_with_2_and_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = OmegaConf.merge(composed, OmegaConf.from_dotlist([argument]))
-    monkeypatch.setattr(tune, "compose", lambda name: [OmegaConf.to_container(config)])
+    composing = "benchmarks.specification.compose.compose"
+    monkeypatch.setattr(composing, lambda name: [OmegaConf.to_container(config)])
     check_refused(word, capsys)
 
 
