@@ -279,4 +279,5 @@ DEEPSPEED_3D = Contender(
         "distutils.ccompiler",
     ),
     filler="baselines.deepspeed_3d.pipeline:fill",
+    emulation="baselines.deepspeed_3d.emulated:stand_ins",
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator import real_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -21,15 +21,16 @@ from torch import Tensor
 from zeropp.schedule.program import Op
 
 __all__ = [
+    "ACCELERATOR",
     "DTYPE_CODES",
     "OPS",
+    "PARTS_AS_NUMBERS",
     "CutPipeline",
     "forbid_shared_memory_collectives",
     "is_tied_copy",
     "observe_instructions",
     "partition_uniform",
     "reduced_gradients",
-    "run_on_emulated_device",
 ]
 
 DTYPE_CODES: dict[torch.dtype, int] = PipelineEngine.DTYPE_TO_ID  # as stages name types in messages
@@ -45,6 +46,9 @@ OPS: dict[type, Op] = {
     instructions.ReduceGrads: Op.REDUCE_GRAD,
     instructions.OptimizerStep: Op.UPDATE,
 }
+
+ACCELERATOR = (real_accelerator, "ds_accelerator")  # the device that DeepSpeed sees
+PARTS_AS_NUMBERS = (PartitionedTensor, "to_meta")  # by which stages describe a tensor's parts
 
 Handler = Callable[..., None]
 
@@ -71,40 +75,6 @@ def forbid_shared_memory_collectives() -> None:
     later run waits. On CPUs all contenders use gloo.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def run_on_emulated_device() -> None:
-    """Let DeepSpeed see a device with streams, and keep the numbers by which its stages describe
-    the parts of a tensor, of which the old ``torch.LongTensor`` leaves fake tensors none."""
-    set_accelerator(_Emulated())
-    PartitionedTensor.to_meta = lambda part: torch.tensor(
-        [len(part.orig_size), *part.orig_size, part.num_parts, part.rank, *part.partition]
-    )
-
-
-class _Emulated(type(get_accelerator())):  # type: ignore[misc]
-    """The CPU with what stands in for streams of ``torch.cuda``."""
-
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def use_host_timers(self) -> bool:
-        return True
-
-    def synchronize(self, device_index: object = None) -> None:
-        torch.cuda.synchronize()
-
-    Stream = property(lambda _: torch.cuda.Stream)
-    Event = property(lambda _: torch.cuda.Event)
-
-    def stream(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream)
-
-    def current_stream(self, device_index: object = None) -> Any:
-        return torch.cuda.current_stream()
-
-    def default_stream(self, device_index: object = None) -> Any:
-        return torch.cuda.current_stream()
 
 
 def observe_instructions(engine: Any, observed: Callable[[type, Handler], Handler]) -> None:

@@ -26,20 +26,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.emulate.kernels import as_one_kernel, is_emulated
 from zeropp.schedule.program import Op
+
+# Functions of Megatron-Core that a GPU runs as one compiled kernel each, where there is none.
+NOT_COMPILED: list[Callable[..., Any]] = []
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    NOT_COMPILED.append(function)
+    return function
 
 
 @contextmanager
 def _quick_import() -> Iterator[None]:
     """Inside, what is imported does not say that Transformer Engine and Apex are missing, and where
-    there is no GPU does not import torch's compiler, with which Megatron-Core decorates what a GPU
-    runs as one kernel."""
+    there is no GPU does not import torch's compiler, with which Megatron-Core decorates functions.
+    """
     compiler = torch.compile
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not torch.cuda.is_available():
-            torch.compile = as_one_kernel  # type: ignore[assignment]
+            torch.compile = _as_it_is  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -54,6 +61,7 @@ with _quick_import():
     from megatron.core.tensor_parallel import random
 
 _CPU = torch.device("cpu")
+L2_NORM = (clip_grads, "l2_norm_impl")  # of gradients, on a GPU by a kernel of Apex or this one
 _PASSES = {Op.FORWARD: schedules.forward_step, Op.FULL_BACKWARD: schedules.backward_step}
 
 
@@ -112,6 +120,13 @@ def has_transformer_engine() -> bool:
     return is_installed and bool(parallel_layers._grad_accum_fusion_available)
 
 
+def has_fused_functions(device: torch.device, gates: int) -> bool:
+    """Whether functions run that Megatron-Core has fused by hand. On GPUs they are compiled. On
+    CPUs torch has GELU as one kernel, and SwiGLU runs operator by operator, if there is no GPU;
+    otherwise it would be compiled there, too."""
+    return device.type == "cuda" or (gates == 2 and not torch.cuda.is_available())
+
+
 def overlap_tensor_parallel(tokens: int, hidden: int, tp: int) -> None:
     """Make the buffers through which Transformer Engine's layers overlap tensor-parallel traffic
     with products, for hidden states [tokens, hidden] of a microbatch."""
@@ -137,16 +152,15 @@ class _Proxy(ModuleType):
 def run_on_cpu() -> None:
     """Give every imported module of Megatron-Core a ``torch`` whose CUDA device is the CPU. It may
     be called again."""
-    streams: dict[str, Any] = {}
-    get_state: Callable[[], Tensor] = torch.get_rng_state
-    set_state: Callable[[Tensor], None] = torch.set_rng_state
-    if is_emulated():  # torch.cuda has streams there, and a generator's state has no values
-        state = torch.tensor([0])
-        get_state, set_state = lambda: state, _nothing
-        clip_grads.l2_norm_impl = _l2_norm
-    else:
-        nowhere = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
-        streams = {"synchronize": _nothing, "current_stream": lambda *_: nowhere}
+    nowhere = SimpleNamespace(wait_stream=nothing, wait_event=nothing)
+    streams = {"synchronize": nothing, "current_stream": lambda *_: nowhere}
+    give_torch(torch.get_rng_state, torch.set_rng_state, **streams)
+
+
+def give_torch(
+    get_state: Callable[[], Tensor], set_state: Callable[[Tensor], None], **streams: Any
+) -> None:
+    """The same with these states of random numbers and streams."""
     cuda = _Proxy(
         torch.cuda,
         current_device=lambda: _CPU,
@@ -165,15 +179,7 @@ def run_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)
 
 
-def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """``local_multi_tensor_l2_norm``, which makes a tensor of tensors and so reads each on the
-    host; fake ones can only be read one by one."""
-    del size, flag
-    norms = [float(torch.norm(tensor)) for tensor in lists[0]]
-    return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
-
-
-def _nothing(*_: Any) -> None:
+def nothing(*_: Any) -> None:
     """All that was given to the only stream of a CPU has ended."""
 
 

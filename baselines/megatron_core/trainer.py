@@ -40,7 +40,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from baselines.megatron_core.parameters import Contents, contents_of
 from baselines.model import build_model, build_piece
 from baselines.public_3d import microbatch_group
-from zeropp.emulate.kernels import is_emulated
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.schedule.plan import Plan
@@ -323,10 +322,7 @@ def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
 def _transformer_config(plan: Plan, device: torch.device) -> Any:
     """Megatron-Core's configuration, with every fusion that the device and the program have."""
     shape, layout, cuda = plan.shape, plan.layout, device.type == "cuda"
-    # Fused functions are compiled on GPUs, and are one kernel each on an emulated one. On CPUs
-    # torch has GELU as one kernel, and SwiGLU runs operator by operator, if there is no GPU;
-    # otherwise it would be compiled there, too.
-    fused = cuda or is_emulated() or (shape.gates == 2 and not torch.cuda.is_available())
+    fused = private_names.has_fused_functions(device, shape.gates)
     engine, several = plan.program == "megatron_core", layout.chunks > 1
     if engine and not private_names.has_transformer_engine():
         raise RuntimeError(

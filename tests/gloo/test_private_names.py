@@ -189,7 +189,7 @@ CONTRACTS = [
     Contract("deepspeed.runtime.utils:partition_uniform", f"{_DS}, traced: messages under TP"),
     Contract("deepspeed.runtime.utils:PartitionedTensor.to_meta", f"{_DS}, traced: messages"),
     Contract("deepspeed.runtime.utils:PartitionedTensor#orig_size", f"{_DS}, traced: messages"),
-    Contract("deepspeed.accelerator:set_accelerator", f"{_DS}, traced: streams"),
+    Contract("deepspeed.accelerator.real_accelerator:ds_accelerator", f"{_DS}, traced: streams"),
     Contract(f"{_PIPE}.module:PipelineModule._partition_layers", f"{_DS}: cuts", ("method",)),
     Contract(
         f"{_PIPE}.module:PipelineModule._set_bounds", f"{_DS}: where stages are cut", ("start",)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +20,9 @@ import torch.distributed as dist
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import CPU, SEED, batch, request
 from tests.gloo.world import World
+from zeropp.emulate import trace
 from zeropp.emulate.device import tensors_in
 from zeropp.emulate.memory import Allocations, observed
-from zeropp.emulate.trace import trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.schedule.plan import Plan
@@ -71,6 +74,13 @@ def measured(name: str, plan: Plan) -> int:
         return allocations.peak().total
 
 
+def traced(name: str, plan: Plan, rank: int) -> trace.Trace:
+    """In a process of its own: a rank that allocates what a CPU does, and not what a GPU does."""
+    program = replace(CONTENDERS[name], emulation="")
+    with replaced((trace, "as_on_cuda", lambda _: nullcontext())):
+        return trace._trace_rank(plan, rank, optimizer=SGD, program=program, steps=1)
+
+
 @pytest.mark.parametrize(
     "contender",
     [
@@ -84,7 +94,6 @@ def test_a_trace_has_the_peak_of_real_ranks(world: World, contender: dict[str, A
     precision = "bf16" if name == "deepspeed_3d" else "fp32"
     plan = request(2, contender, global_batch=8, model=SIZES, precision=precision).plan()
     real = world.run(measured, name, plan, size=2)
-    ranks = plan.layout.pipeline(0)
-    traces = trace_ranks(plan, ranks, optimizer=SGD, program=CONTENDERS[name], here=True)
-    for trace in traces:  # the difference is that of tokens and flags; a message is 1 % of all
-        assert trace.memory.total == pytest.approx(real[trace.rank], rel=0.002)
+    traces = trace._in_processes(partial(traced, name, plan), plan.layout.pipeline(0))
+    for each in traces:  # the difference is that of tokens and flags; a message is 1 % of all
+        assert each.memory.total == pytest.approx(real[each.rank], rel=0.002)

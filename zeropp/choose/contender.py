@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -58,8 +58,8 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender(Generic[K]):
-    """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
-    first use, so that nothing here imports torch.
+    """One way to train. ``trainer``, ``filler`` and ``emulation`` are given as ``module:function``
+    and imported on first use, so that nothing here imports torch.
 
     ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
@@ -93,6 +93,7 @@ class Contender(Generic[K]):
     # the same (zeropp/engine/chunk.py).
     reproduces_dropout: bool = False
     filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
+    emulation: str = ""  # what runs otherwise on an emulated device; empty: nothing
 
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
         """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises
@@ -155,6 +156,10 @@ class Contender(Generic[K]):
             _load(self.filler)(plan, message)
         else:
             message.fill_(1)
+
+    def stand_ins(self, device: object) -> Iterable[tuple[Any, str, Any]]:
+        """What runs otherwise on a device of ``zeropp.emulate``: owners, names and stand-ins."""
+        return _load(self.emulation)(device) if self.emulation else ()
 
 
 def _load(path: str) -> Callable[..., Any]:

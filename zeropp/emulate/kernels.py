@@ -2,18 +2,15 @@
 
 Where a GPU has another operator than a CPU (RMSNorm, products that add in fp32, what is compiled
 into one kernel), that one is noted, and allocates what it would there.
-
-Where kernels are to be timed on the CPU that is here, what they are called with is noted instead.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +23,6 @@ from zeropp.emulate.private_names import MANY_IN_ONE_KERNEL, without_modes
 from zeropp.emulate.world import replaced
 from zeropp.engine import deferred
 from zeropp.types.operators import Attention, Product
-
-_device: VirtualDevice | None = None  # that of ``as_on_cuda``
 
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation"}
 _CONVOLUTIONS = {"convolution", "convolution_backward"}  # as autograd calls all of them
@@ -114,33 +109,31 @@ def _attention(name: str, reads: Tensors, *, is_causal: bool) -> Kernel:
 
 def as_on_cuda(device: VirtualDevice) -> AbstractContextManager[None]:
     """Inside this context, what differs on a GPU runs as there."""
+
+    def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
+        device.kernel("aten::addmm_", [left, right], [total])
+
     return replaced(
-        (sys.modules[__name__], "_device", device),
-        (functional, "rms_norm", _rms_norm),
+        (functional, "rms_norm", partial(_rms_norm, device)),
         (functional, "dropout", _dropout),
         (functional, "scaled_dot_product_attention", _drops_inside),
-        (deferred, "add_wide_product", _add_wide_product),
+        (deferred, "add_wide_product", add_wide_product),
         (*MANY_IN_ONE_KERNEL, _in_one_kernel),
     )
 
 
-def is_emulated() -> bool:
-    """Whether what runs is inside ``as_on_cuda``: the CPU stands for a GPU with streams."""
-    return _device is not None
-
-
 @contextmanager
-def _as_one(name: str, reads: Tensors, writes: list[Tensor]) -> Iterator[None]:
+def _as_one(
+    device: VirtualDevice, name: str, reads: Tensors, writes: list[Tensor]
+) -> Iterator[None]:
     """Inside this context no kernel is noted, but one at its end."""
-    if _device is None:
+    with device.unseen():
         yield
-        return
-    with _device.unseen():
-        yield
-    _device.kernel(name, reads, writes)
+    device.kernel(name, reads, writes)
 
 
-def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_one_kernel(device: VirtualDevice, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a GPU runs as one compiled kernel, and that is not compiled here: a trace
     counts the tensors that it takes and returns, and not the temporaries on the way to them."""
 
@@ -149,7 +142,7 @@ def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         with without_modes():
             result = function(*arguments, **keywords)
         writes = tensors_in(result)
-        with _as_one(function.__name__, tensors_in([*arguments, *keywords.values()]), writes):
+        with _as_one(device, function.__name__, tensors_in([arguments, keywords]), writes):
             for tensor in writes:
                 tensor.detach()  # the operator by which a trace sees the tensor's storage
         return result
@@ -162,29 +155,34 @@ class _FusedRmsNorm(torch.autograd.Function):
     keeps each in fp32. The values are zeros, so that an optimizer finds no overflow."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, device: VirtualDevice, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.device = device
         ctx.save_for_backward(x, weight)
         writes: list[Tensor] = []
-        with _as_one("aten::_fused_rms_norm", [x, weight], writes):
+        with _as_one(device, "aten::_fused_rms_norm", [x, weight], writes):
             writes.append(torch.zeros_like(x))
         return writes[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         writes: list[Tensor] = []
-        with _as_one("aten::_fused_rms_norm_backward", [grad, x, weight], writes):
+        with _as_one(ctx.device, "aten::_fused_rms_norm_backward", [grad, x, weight], writes):
             writes += [torch.zeros_like(x), torch.zeros_like(weight)]
-        return writes[0], writes[1]
+        return None, writes[0], writes[1]
 
 
 def _rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    device: VirtualDevice,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     del eps
     if weight is None:
         weight = input.detach().new_empty(normalized_shape)
-    return _FusedRmsNorm.apply(input, weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _FusedRmsNorm.apply(device, input, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -209,42 +207,7 @@ def _drops_inside(
     return _cpu_attention(query, key, value, attn_mask, 0.0, *arguments, **keywords)
 
 
-def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
-    assert _device is not None
-    _device.kernel("aten::addmm_", [left, right], [total])
-
-
 def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
     """Whether a GPU takes the norms of all of these in one kernel, as it does of plain tensors."""
     del device
     return not any(isinstance(tensor, DTensor) for tensor in tensors)
-
-
-class Strided(NamedTuple):
-    """What a tensor is without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        """From the first to the last in memory."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-
-
-def called(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str, Any]) -> Kernel:
-    """What the kernel of an operator is called with; for ``VirtualDevice.describe``."""
-    del reads, writes
-    return Kernel(name, call=tuple((key, _without_values(v)) for key, v in arguments.items()))
-
-
-def _without_values(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return Strided(tuple(value.shape), tuple(value.stride()), value.dtype)
-    if isinstance(value, torch.Generator):
-        return None  # that of its process, which no other has
-    return tuple(map(_without_values, value)) if isinstance(value, list | tuple) else value

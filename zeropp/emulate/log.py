@@ -53,7 +53,6 @@ class Kernel(NamedTuple):
     product: Product | Attention | None = None
     element: int = 4
     is_backward: bool = False  # of attention
-    call: tuple[tuple[str, Any], ...] = ()  # its arguments, where it is to be timed here
 
 
 class Issued(NamedTuple):

@@ -13,13 +13,13 @@ import multiprocessing
 import os
 import runpy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp.emulate.device import Describe, VirtualDevice
 from zeropp.emulate.emulation import emulated
-from zeropp.emulate.kernels import as_on_cuda, called, describe
+from zeropp.emulate.kernels import as_on_cuda, describe
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import unmatched
 from zeropp.emulate.script import ScriptError, as_launched, why_not
-from zeropp.emulate.world import Fill, fake_world, without_values
+from zeropp.emulate.world import Fill, fake_world, replaced, without_values
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.types.training import OptimizerConfig, Trainer
@@ -51,6 +51,9 @@ class Program(Protocol):
 
     def fill_integers(self, plan: Plan, message: Tensor) -> None:
         """Fill a received message of integers as a peer would have."""
+
+    def stand_ins(self, device: VirtualDevice) -> Iterable[tuple[Any, str, Any]]:
+        """What runs otherwise on an emulated device, each as (owner, name, stand-in)."""
 
 
 class _EnoughError(BaseException):
@@ -81,16 +84,12 @@ def trace_ranks(
     optimizer: OptimizerConfig,
     program: Program,
     steps: int = 1,
-    here: bool = False,
 ) -> Iterator[Trace]:
     """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
     Memory is that of the first step. With more than one of ``steps`` they have logs, in which
     places say where a step begins.
-
-    With ``here`` kernels are those of the CPU that is here, with what they are called with, and not
-    those of a GPU with what they compute.
     """
-    trace = partial(_trace_rank, plan, optimizer=optimizer, program=program, steps=steps, here=here)
+    trace = partial(_trace_rank, plan, optimizer=optimizer, program=program, steps=steps)
     return _in_processes(trace, ranks)
 
 
@@ -140,7 +139,6 @@ def _alone(
     kernel: Describe | None,
     fill: Fill | None = None,
     *,
-    here: bool = False,
     is_script: bool = False,
 ) -> Iterator[tuple[VirtualDevice, Allocations]]:
     """Inside this context the process is one rank of a job, with fake tensors on a device. A script
@@ -154,7 +152,7 @@ def _alone(
         observed(memory),
         emulated(device),
         without_values(),
-        nullcontext() if here else as_on_cuda(device),
+        as_on_cuda(device),
     ):
         yield device, memory
 
@@ -166,12 +164,14 @@ def _trace_rank(
     optimizer: OptimizerConfig,
     program: Program,
     steps: int,
-    here: bool,
 ) -> Trace:
     begin = time.perf_counter()
-    kernel = (called if here else describe) if steps > 1 else None
+    kernel = describe if steps > 1 else None
     fill = partial(program.fill_integers, plan)
-    with _alone(rank, plan.layout.world, kernel, fill, here=here) as (device, allocations):
+    with (
+        _alone(rank, plan.layout.world, kernel, fill) as (device, allocations),
+        replaced(*program.stand_ins(device)),
+    ):
         log = device.log
         allocations.kind = "parameters"
         trainer = program.build(plan, optimizer, torch.device("cpu"), 0)
