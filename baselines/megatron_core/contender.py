@@ -39,6 +39,7 @@ MEGATRON_CORE = Contender(
     orders=one_order(programs),
     space=SPACE,
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
+    emulation="baselines.megatron_core.emulated:stand_ins",
     extra=("megatron", "megatron"),
     # Its tensor-parallel collectives overlap products only in the order in which it starts both.
     environment=CUDA_SETTINGS | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
