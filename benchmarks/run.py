@@ -13,6 +13,9 @@ from typing import Any
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import run_command
 
+# What an experiment may name as ``study``: a package whose ``run`` makes and judges its own points.
+_STUDIES = {"verdict": "benchmarks.verdict"}
+
 
 def main() -> int:
     """Run the command line; returns its exit status. ``--help`` lists groups and keys."""
@@ -27,8 +30,10 @@ def _run() -> int:
         return 0
     for config in configs:
         _check_run_keys(config)
-    if "verdict" in configs[0]:  # experiment=claim_33 searches for its points itself
-        return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
+    if study := configs[0].get("study"):
+        if study not in _STUDIES:
+            raise SpecError(f"study={study!r}: must be one of {', '.join(_STUDIES)}")
+        return int(importlib.import_module(_STUDIES[study]).run(configs[0]))
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import run_points, spec_of
     from benchmarks.specification.progress import track

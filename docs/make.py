@@ -9,7 +9,6 @@ drawn are the suite's own programs, priced by its event loop; no clock is involv
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
-from benchmarks.studies.product_times import fits
-from benchmarks.studies.simulators.compare import tables as simulator_tables
 from rich.console import Console
 
 from benchmarks.explain.answer import answer
@@ -39,9 +36,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.cells import cells_of, verdict_spec
-from benchmarks.verdict.changes import CHANGES_TABLE
 from benchmarks.verdict.pages import page_tables
-from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -100,12 +95,10 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced, changed = (
-        pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED, CHANGES_TABLE)
-    )
+    plans, repriced = (pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED))
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, repriced, changed, [cell.key for cell in cells])
+    return page_tables(plans, repriced, [cell.key for cell in cells])
 
 
 def _accuracy(which: str) -> str:
@@ -164,18 +157,6 @@ def _errors(kind: str) -> str:
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
 
 
-def _products(device: str) -> str:
-    """The cost model's matrix products against measured ones: the preset, then the best fits."""
-    lines = []
-    for number, fit in enumerate(fits(device)):
-        found = fit.device
-        share = f"{found.exposed_output:g}{'' if number else ' (preset)'}"
-        rates = [f"{found.matmul_bf16_tflops:g}", f"{found.kernel_us:g}"]
-        lines.append([share, *rates, f"{fit.median:.1%}", f"{fit.p90:.1%}"])
-    heads = ["exposed output", "TFLOP/s", "fixed time per kernel, µs", "median", "p90"]
-    return markdown_table(heads, lines)
-
-
 def _fits(column: str) -> str:
     """How often the simulator is right on whether a run fits into memory, by a column."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", low_memory=False)
@@ -189,54 +170,6 @@ def _fits(column: str) -> str:
         counts = (out.sum(), (out & large).sum(), (~out).sum(), (~out & large).sum())
         lines.append([str(name), *(f"{count:,}" for count in counts)])
     heads = [column, "ran out of memory", "of these predicted to", "ran", "predicted not to fit"]
-    return markdown_table(heads, lines)
-
-
-def _plan_ranks(column: str) -> str:
-    """How often the simulator's first choice is the measured best, by a column of the groups."""
-    frame = pd.read_csv(_REFERENCE / "plan_ranks.csv")
-    lines = []
-    for name, rows in {**dict([*frame.groupby(column)]), "all": frame}.items():
-        first, close = (rows["rank"] == 1).sum(), (rows["behind_percent"] <= 3).sum()
-        behind = [
-            f"{rows['behind_percent'].median():.1f} %",
-            f"{rows['behind_percent'].max():.1f} %",
-        ]
-        lines.append([str(name), str(len(rows)), str(rows["plans"].sum()), str(first), str(close)])
-        lines[-1] += behind
-    heads = ["groups of", "groups", "runs", "measured best is first", "first is within 3 % of it"]
-    return markdown_table([*heads, "behind, median", "worst"], lines)
-
-
-def _fitted(name: str) -> str:
-    """What three measured runs say of the others of their cluster."""
-    lines = [
-        [
-            row["cluster"],
-            row["runs"],
-            f"{row['before_median']} %, {row['before_p90']} %",
-            f"{row['median']} %, {row['p90']} %",
-            f"{float(row['held']):.0%}",
-        ]
-        for row in pd.read_csv(_REFERENCE / f"{name}.csv", dtype=str).to_dict("records")
-    ]
-    heads = ["cluster of", "runs", "with the preset", "fitted to three runs"]
-    heads.append("measured within the 90 % interval")
-    return markdown_table(heads, lines)
-
-
-def _causes(name: str) -> str:
-    """How often the cause of a gap is named rightly."""
-    lines = [
-        [
-            row["cause"],
-            str(row["pairs"]),
-            f"{row['right']:.0%}",
-            f"{row['sure_right']:.0%} of {row['sure']}" if row["sure"] else "none",
-        ]
-        for row in pd.read_csv(_REFERENCE / f"{name}.csv").to_dict("records")
-    ]
-    heads = ["the pairs differ in", "pairs", "named first", "right where it has more than 50 %"]
     return markdown_table(heads, lines)
 
 
@@ -264,24 +197,6 @@ def _traced(column: str) -> str:
         shares = [f"{rows['error'].median():.1%}", f"{rows['error'].max():.1%}"]
         lines.append([str(name), str(plans), str(len(rows)), *shares])
     return markdown_table([column, "plans", "ranks", "median", "largest"], lines)
-
-
-def _quartiles(of: dict[str, float]) -> str:
-    return f"{of['median']:.2f} [{of['q1']:.2f}, {of['q3']:.2f}]"
-
-
-def _overhead(name: str) -> str:
-    """What the engine costs beside a plain loop and beside FSDP2."""
-    record = json.loads((_REFERENCE / f"{name}.json").read_text())
-    lines = []
-    for row in [*record["one_rank"], *record["two_ranks"]]:
-        words = f"{row['way']} over {row['base']}"
-        base_ms, count = f"{row['base_cpu_s'] * 1e3:.0f}", str(row["samples"])
-        ratios = f"{row['best_cpu_ratio']:.2f}", _quartiles(row["cpu_ratio"])
-        pages = (f"{row[key] / 256:.0f}" for key in ("base_pages", "pages"))  # of 4 KiB
-        lines.append([words, row["size"], count, base_ms, *ratios, *pages])
-    heads = ["", "model", "pairs", "CPU ms of the latter", "best", "median"]
-    return markdown_table([*heads, "new MiB, latter", "new MiB"], lines)
 
 
 def _configurations(folder: str) -> str:
@@ -381,75 +296,6 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
     return " and ".join(words)
 
 
-def _closed_circle(name: str) -> str:
-    """Steps on two ranks: measured, and replayed from the measured times of their parts."""
-    table = pd.read_csv(_REFERENCE / f"{name}.csv")
-    plans = table.groupby(["contender", "plan"])
-    rows = plans.median(numeric_only=True).sort_values("measured_step_s").reset_index()
-    lines = []
-    for row in rows.to_dict("records"):
-        ratios = plans.get_group((row["contender"], row["plan"]))["ratio"]
-        times = ("measured_step_s", "replayed_step_s", "kernels_s", "pages_s")
-        measured, replayed, *parts = (f"{row[key] * 1e3:.0f}" for key in times)
-        ratio = f"{row['ratio']:.3f} ({ratios.min():.3f} to {ratios.max():.3f})"
-        label = contender_label(row["contender"])
-        lines.append(
-            [label, row["plan"], measured, replayed, ratio, *parts, f"{row['between_us']:.0f}"]
-        )
-    error = f"{(rows['ratio'] - 1).abs().median():.1%}"
-    lines.append(["median error", "", "", "", error, "", "", ""])
-    heads = ["plan", "measured ms", "replayed ms", "ratio"]
-    heads += ["kernels ms", "new pages ms", "Python µs per kernel"]
-    return markdown_table(["", *heads], lines)
-
-
-def _scripts_replayed(name: str) -> str:
-    """Published runs beside a replay of their program's own script."""
-    lines = []
-    for row in pd.read_csv(_REFERENCE / f"{name}.csv").to_dict("records"):
-        ratio = row["replayed_step_s"] / row["measured_step_s"]
-        steps = ("measured_step_s", "replayed_step_s", "gathered_once_step_s")
-        seconds = [f"{row[key]:.2f}" for key in steps]
-        seconds.insert(2, f"{ratio - 1:+.1%}")
-        peaks = [f"{row[key]:.1f}" for key in ("measured_peak_gib", "replayed_peak_gib")]
-        lines.append([row["model"], *seconds, *peaks])
-    heads = ["measured s", "replayed s", "error", "replayed s if gathered once per step"]
-    heads += ["measured GiB", "replayed GiB"]
-    return markdown_table(["", *heads], lines)
-
-
-def _tuned(name: str) -> str:
-    """Plans on two CPU cores: measured, priced, and in which places."""
-    rows = pd.read_csv(_REFERENCE / f"{name}.csv")
-    lines = []
-    for place, row in enumerate(rows.to_dict("records")):
-        model = "" if place and rows["model"][place - 1] == row["model"] else row["model"]
-        low, high, priced = (
-            f"{1e3 * row[key]:.0f}" for key in ("lowest_s", "highest_s", "priced_s")
-        )
-        measured = f"{1e3 * row['measured_s']:.0f} ({low} to {high})"
-        behind = f"{row['behind']:.1f}%"
-        lines.append([model, row["plan"], measured, behind, priced, str(row["place_by_price"])])
-    heads = ["", "plan", "measured ms", "behind the fastest", "priced ms", "place by price"]
-    return markdown_table(heads, lines)
-
-
-def _host_time(name: str) -> str:
-    """CPU time of a block, by how it is split and which program runs it, or microseconds per launch
-    of a ``plain`` one."""
-    rows = pd.read_csv(_REFERENCE / "host_time.csv")
-    if name == "plain":
-        launches = KERNELS["llama"] * (1 + BACKWARD_LAUNCHES)
-        return f"{1e3 * rows['block_ms'][0] / launches:.1f}"
-    lines = []
-    for row in rows[rows["block_ms"].notna()].to_dict("records"):
-        block = f"{row['block_ms']:.2f} ({row['block_low_ms']:.2f} to {row['block_high_ms']:.2f})"
-        rest = "" if pd.isna(row["rest_of_step_ms"]) else f"{row['rest_of_step_ms']:.1f}"
-        lines.append([row["way"], block, f"{row['over_plain']:.2f}", rest])
-    heads = ["", "ms per block and microbatch", "over plain modules", "ms of a step besides"]
-    return markdown_table(heads, lines)
-
-
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "across": _across,
@@ -457,23 +303,13 @@ TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": _accuracy,
     "errors": _errors,
     "errors_by_source": _errors_by_source,
-    "products": _products,
     "fits": _fits,
     "priced": _priced,
     "whole_blocks": _whole_blocks,
     "traced": _traced,
-    "plan_ranks": _plan_ranks,
-    "fitted": _fitted,
-    "causes": _causes,
     "configurations": _configurations,
-    "overhead": _overhead,
     "replays": _replays,
-    "simulators": lambda name: simulator_tables()[name](),
     "orders": _orders,
-    "closed_circle": _closed_circle,
-    "scripts": _scripts_replayed,
-    "tuned": _tuned,
-    "host_time": _host_time,
 }
 
 

@@ -29,7 +29,7 @@ from zeropp.schedule.plan import Plan
 Array = npt.NDArray[np.float64]
 
 # The standard deviation of ln(measured / priced) that remains once a cluster's constants are known:
-# ``benchmarks.studies.measured_fits`` says how often the intervals that follow from it hold.
+# results/reference/measured_fits.csv says how often the intervals that follow from it hold.
 RUN_ERROR = 0.06
 STEPS = 4  # of Gauss and Newton
 NINETY = 1.645  # standard deviations on both sides of the mean that hold 90 % of a normal variable

@@ -9,11 +9,11 @@ everybody, which this leaves out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
@@ -155,60 +155,30 @@ def price_assumptions(
     plans: pd.DataFrame, cells: Iterable[Cell], path: Path, *, anew: bool
 ) -> None:
     """Price the best ``plans`` at the clusters' own bandwidth under every assumption, and write the
-    table ``path``, of which lines of the same plans are kept unless ``anew``."""
-    write_step_times(
-        plans,
-        cells,
-        path,
-        job=RepricedPlan,
-        columns=_COLUMNS,
-        words="plans under other constants",
-        anew=anew,
-    )
-
-
-class StepTimes(Protocol):
-    """What a process finds for one plan."""
-
-    def step_s(self) -> dict[str, float]:
-        """Seconds per step by column of a table."""
-        ...
-
-
-def write_step_times(
-    plans: pd.DataFrame,
-    cells: Iterable[Cell],
-    path: Path,
-    *,
-    job: Callable[[Cell, str], StepTimes],
-    columns: Sequence[str],
-    words: str,
-    anew: bool,
-) -> None:
-    """Write a table of seconds per step: a line for each of the best ``plans`` at the clusters' own
-    bandwidth, with what its ``job``, made from its cell and setting, finds for every column. Lines
-    of the same plans are kept unless ``anew``."""
+    table ``path``, one line per plan. Lines of the same plans are kept unless ``anew``."""
     by_key = {cell.key: cell for cell in cells if cell.bandwidth == 1.0}
     best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
     keys = best[_KEYS].itertuples(index=False, name=None)
-    jobs = {
-        key: job(by_key[key[: len(CELL)]], setting)
+    repriced = {
+        key: RepricedPlan(by_key[key[: len(CELL)]], setting)
         for key, setting in zip(keys, best["setting"], strict=True)
         if key[: len(CELL)] in by_key
     }
-    lines = {} if anew else _lines(path, columns)
+    lines = {} if anew else _lines(path)
     with workers(os.cpu_count() or 1) as pool:
-        running = {pool.submit(job.step_s): key for key, job in jobs.items() if key not in lines}
-        for done in track(as_completed(running), len(running), words):
+        running = {
+            pool.submit(plan.step_s): key for key, plan in repriced.items() if key not in lines
+        }
+        for done in track(as_completed(running), len(running), "plans under other constants"):
             key = running[done]
             lines[key] = dict(zip(_KEYS, key, strict=True)) | done.result()
-    table = pd.DataFrame([lines[key] for key in jobs])
+    table = pd.DataFrame([lines[key] for key in repriced])
     write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
 
 
-def _lines(path: Path, columns: Sequence[str]) -> dict[tuple[Any, ...], dict[Any, Any]]:
+def _lines(path: Path) -> dict[tuple[Any, ...], dict[Any, Any]]:
     """The lines of a table by cell, row and step; none of a table with other columns."""
-    if not path.exists() or list(pd.read_csv(path, nrows=0)) != [*_KEYS, *columns]:
+    if not path.exists() or list(pd.read_csv(path, nrows=0)) != [*_KEYS, *_COLUMNS]:
         return {}
     lines = pd.read_csv(path).to_dict("records")
     return {tuple(line[key] for key in _KEYS): line for line in lines}

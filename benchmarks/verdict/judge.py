@@ -30,6 +30,7 @@ COMPARABLE = 1.1  # the largest ratio of peaks that counts as comparable memory
 # own opponent, the same program as it runs fastest, what most people would use, and the bound.
 BASELINES = {row.name: row.label for row in COMPARED.values() if row.name != "zeropp"}
 JUDGED = ("deepspeed_3d", "deepspeed_best", "megatron_core", "best_3d")
+OPPONENTS = JUDGED[:3]  # programs that somebody trains with: all but the bound
 EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
 BOUND = "best_3d"
 # A search ends within its tolerance of the best plan, so one row may end with a plan slower than
@@ -42,8 +43,7 @@ _TAKES = {
     "deepspeed_best": ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32"),
     BOUND: ("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best_fp32", *PUBLIC_3D),
 }
-# The bases of comparison, in words.
-MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
+MODES = ("best", "equal", "paper")  # plans, equal degrees, the paper's own setting
 KEYS = [*CELL, "mode"]
 
 

@@ -12,7 +12,6 @@ from benchmarks.report.evidence import published_errors
 from benchmarks.report.table import markdown_table
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import CELL
-from benchmarks.verdict.changes import CHANGES, OPPONENTS
 from benchmarks.verdict.judge import (
     BASELINES,
     BOUND,
@@ -21,6 +20,7 @@ from benchmarks.verdict.judge import (
     EQUAL,
     JUDGED,
     MODES,
+    OPPONENTS,
     behind,
     bound_note,
     by_batch,
@@ -35,7 +35,6 @@ from benchmarks.verdict.uncertainty import (
     judged,
     program_errors,
     published_pairs,
-    step_times,
 )
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
@@ -58,15 +57,14 @@ _REPRODUCED = [
 def page_tables(
     plans: pd.DataFrame,
     repriced: pd.DataFrame,
-    changed: pd.DataFrame,
     configured: Collection[Key],
 ) -> dict[str, str]:
     """Markdown by name: a number (``num_own``), sentences (``short``, ``kempnerforge``,
     ``answer``, ``sums``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
     (``headline``, ``assumptions``, ``cells``, ``best``, ``limit``, ``behind``, ``reproduced``,
-    ``memory``, ``network``, ``equal``, ``paper``, ``changes``). ``plans`` are the rows,
-    ``repriced`` those of ``assumptions.csv``, ``changed`` those of ``changes.csv``, and
-    ``configured`` the keys of all cells that the study's configuration asks for.
+    ``memory``, ``network``, ``equal``, ``paper``). ``plans`` are the rows, ``repriced`` those of
+    ``assumptions.csv``, and ``configured`` the keys of all cells that the study's configuration
+    has.
     """
     verdicts, uncertainty = judged(plans, repriced)
     own = verdicts[verdicts.bandwidth == 1.0]
@@ -74,7 +72,7 @@ def page_tables(
     ours = plans[(plans["contender"] == "zeropp") & (plans["mode"] == "best")]
     ours = ours[(ours["bandwidth"] == 1.0) & ours["step_s"].notna()]
     return {
-        "short": _short(best, uncertainty),
+        "short": short(best, uncertainty),
         "kempnerforge": _kempnerforge(uncertainty),
         "num_own": str(len(best)),
         "errors": _errors(),
@@ -84,7 +82,6 @@ def page_tables(
         "pipelines": _pipelines(ours),
         "exposed": _exposed(ours),
         "assumptions": _assumptions(uncertainty),
-        "changes": _changes(best, changed),
         "bound": bound_note(plans),
         "missing": _missing(plans, configured),
         "cells": _cells(best),
@@ -99,7 +96,7 @@ def page_tables(
     }
 
 
-def _short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
+def short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     """Two sentences: ZeroPP against Megatron-Core, and against DeepSpeed in both rows."""
     (core_1, core_4), (three_1, three_4), (any_1, any_4) = (
         [f"**{i.value:.2f}** {_ends(i)}" for i in uncertainty.medians[name].values()]
@@ -228,23 +225,6 @@ def _assumptions(uncertainty: Uncertainty) -> str:
         rows.append([*words, *(f"{low:.2f} to {high:.2f}" for low, high in ends)])
     heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
     return markdown_table(["constant", "from", "range", *heads], rows)
-
-
-def _changes(best: pd.DataFrame, changed: pd.DataFrame) -> str:
-    """The median over the opponents, as compared and without each choice of programs."""
-    cells, groups = best.set_index(CELL).index, by_batch(best)
-    zeropp, *others = (step_times(changed, name, cells) for name in ("zeropp", *OPPONENTS))
-
-    def medians(column: str) -> list[str]:
-        ratios = [pd.Series((other[column] / zeropp[column]).to_numpy()) for other in others]
-        return [
-            f"{ratio[of.to_numpy()].median():.2f}" for ratio in ratios for of in groups.values()
-        ]
-
-    rows = [["every choice, as compared", *medians("step_s")]]
-    rows += [[change.label, *medians(change.name)] for change in CHANGES]
-    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
-    return markdown_table(["programs have", *heads], rows)
 
 
 def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,12 +16,11 @@ from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import BandwidthSpec, VerdictSpec
-from benchmarks.verdict.judge import BASELINES, CLAIM, JUDGED, with_shared_plans
+from benchmarks.verdict.judge import BASELINES, CLAIM, JUDGED, OPPONENTS, with_shared_plans
 from benchmarks.verdict.uncertainty import Array, Uncertainty
 from zeropp.price.lost_time import TimeBreakdown
 
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
-_OPPONENTS = ("deepspeed_3d", "deepspeed_best", "megatron_core")  # of the picture of assumptions
 
 
 def draw(
@@ -44,8 +44,8 @@ def draw(
     return paths
 
 
-def _maps(verdicts: pd.DataFrame, spec: VerdictSpec) -> list[Picture]:
-    """The speed-ups over all rows, and both maps."""
+def _maps(verdicts: pd.DataFrame, spec: VerdictSpec) -> Iterator[Picture]:
+    """The speed-ups over all rows, and the maps that have more than one column."""
     best = verdicts[verdicts["mode"] == "best"]
     grid, band = spec.map, spec.bandwidth
     own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
@@ -54,23 +54,23 @@ def _maps(verdicts: pd.DataFrame, spec: VerdictSpec) -> list[Picture]:
     wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
     wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
     where = f"{display.model_label(grid.model)} on {display.cluster_label(grid.cluster)}"
-    return [
-        _speedups(best[best.bandwidth == 1]),
-        _map(
+    yield _speedups(best[best.bandwidth == 1])
+    if own.num_gpus.nunique() > 1:
+        yield _map(
             own,
             column="num_gpus",
             label="GPUs",
             title=f"{where}, best plans, simulated",
             name="map_gpus_batch",
-        ),
-        _map(
+        )
+    if wires.bandwidth.nunique() > 1:
+        yield _map(
             wires,
             column="bandwidth",
             label="inter-node bandwidth, multiples of the cluster's own",
             title=_place(band),
             name="map_bandwidth_batch",
-        ),
-    ]
+        )
 
 
 def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
@@ -161,23 +161,23 @@ def _panel(axis: Axes, table: pd.DataFrame) -> None:
 def assumptions_picture(uncertainty: Uncertainty) -> Picture:
     """How far each constant moves the median ratio: a bar from one end of its range to the other,
     the longest on top (a tornado chart), with a panel per opponent and batch on one scale."""
-    moved = {name: uncertainty.moved_medians(name) for name in _OPPONENTS}
-    groups = list(moved[_OPPONENTS[0]])
+    moved = {name: uncertainty.moved_medians(name) for name in OPPONENTS}
+    groups = list(moved[OPPONENTS[0]])
     changes = np.array(
         [
             [
                 np.subtract(moved[name][words], uncertainty.medians[name][words].value)
                 for words in groups
             ]
-            for name in _OPPONENTS
+            for name in OPPONENTS
         ]
     )  # opponent, batch, assumption, end
     order = np.argsort(np.abs(changes).max(axis=(0, 1, 3)))
     figure, axes = plt.subplots(
-        len(groups), len(_OPPONENTS), figsize=(10.0, 5.6), layout="constrained", sharey=True
+        len(groups), len(OPPONENTS), figsize=(10.0, 5.6), layout="constrained", sharey=True
     )
     for (line, column), axis in np.ndenumerate(axes):
-        name, words = _OPPONENTS[column], groups[line]
+        name, words = OPPONENTS[column], groups[line]
         simulated = uncertainty.medians[name][words].value
         _bars(axis, simulated, changes[column, line][order], reach=1.15 * np.abs(changes).max())
         axis.set_title(BASELINES[name] if line == 0 else "", fontsize=9)

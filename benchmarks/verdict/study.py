@@ -1,9 +1,8 @@
 """Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the pictures.
 
 ``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
-it, ``assumptions.csv`` what its best plans would take with other constants, and ``changes.csv``
-what programs would take without one of their choices. Every table, figure and sentence of the
-verdict is derived from these three and from the errors of published runs.
+it, and ``assumptions.csv`` what its best plans would take with other constants. Every table, figure
+and sentence of the verdict is derived from these two and from the errors of published runs.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ from benchmarks.verdict.cells import (
     verdict_spec,
     winner_of,
 )
-from benchmarks.verdict.changes import CHANGES_TABLE, price_changes
 from benchmarks.verdict.given_settings import GIVEN
+from benchmarks.verdict.pages import short
 from benchmarks.verdict.pictures import draw
-from benchmarks.verdict.summary import summary
 from benchmarks.verdict.uncertainty import judged
 
 T = TypeVar("T")
@@ -87,9 +85,8 @@ def _runnable() -> list[Compared]:
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, assumptions.csv, changes.csv, verdict.csv, verdict.md and the pictures into
-    ``report_dir``. With a launcher other than ``simulate``, run the best plans on
-    ``verdict.clusters`` instead.
+    """Write plans.csv, assumptions.csv, verdict.csv and the pictures into ``report_dir``. With a
+    launcher other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
 
     Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
     a change of the cost model or of the schedules. Searches begin with the committed best plans, or
@@ -112,7 +109,6 @@ def run(config: dict[str, Any]) -> int:
     simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
     plans = pd.read_csv(out / TABLE)
     price_assumptions(plans, cells, out / REPRICED, anew=anew)
-    price_changes(plans, cells, out / CHANGES_TABLE, tolerance=spec.tolerance, anew=anew)
     write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
 
@@ -142,23 +138,15 @@ def write_verdict(
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    text = summary(verdicts, uncertainty)
-    (out / "verdict.md").write_text(text, encoding="utf-8")
     paths = draw(plans, verdicts, uncertainty, spec, out)
-    console = Console()
-    console.print(text, markup=False)
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
-    names = [
-        TABLE,
-        REPRICED,
-        CHANGES_TABLE,
-        "verdict.csv",
-        "verdict.md",
-        *(path.name for path in paths),
-    ]
+    names = [TABLE, REPRICED, "verdict.csv", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
-    console.print(f"Written to {out}: " + ", ".join(names))
+    best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
+    console = Console()
+    console.print(short(best, uncertainty).replace("**", ""), markup=False)
+    console.print(f"Written to {out}: {', '.join(names)}", markup=False)
 
 
 def simulate_cells(

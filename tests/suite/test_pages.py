@@ -28,6 +28,21 @@ def test_a_changed_number_is_found() -> None:
     assert filled(page.replace(line, line.replace("GPT mini", "GPT mimi"))) == page
 
 
+def test_every_committed_record_says_what_made_it() -> None:
+    """Each has a line, whose second column names a command, or the commit that made it last."""
+    place = Path("results/reference")
+    lines = (place / "README.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    tables = "".join(table for table, *_ in cells)
+    folders = [place / name for name in ("claim_33", "memory", "validation")]
+    paths = [path for folder in (place, *folders) for path in folder.iterdir()]
+    unnamed = {path.name for path in paths if path not in folders and path.name not in tables}
+    assert unnamed == {"README.md"}
+    commands = ("`zeropp ", "`./scripts/", "`python -m benchmarks.evidence.")
+    for table, made_by, _, _ in cells:
+        assert made_by.startswith(commands) or re.match(r"[0-9a-f]{8}\b", made_by), table
+
+
 # Numbers that look like results: shares, factors, counts of a total, two decimals.
 _RESULT = re.compile(r"\d[\d,]*(?:\.\d+)?\s?(?:%|×|times\b)|\b\d+ of (?:the )?\d+|\b\d+\.\d{2,}\b")
 # Those that are none: what the paper claims, limits that somebody chose, versions and papers.
