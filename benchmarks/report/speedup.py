@@ -1,23 +1,27 @@
-"""Speed-ups: of two contenders in one cell, as numbers, a table, maps and sentences."""
+"""Speed-ups in one cell: of two contenders, as numbers, a table, maps and sentences, and of two
+configurations of one contender (ablations), as a table and figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from benchmarks.records.samples import Summary, ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed, default_knobs
 from benchmarks.report.repeats import ranges, ratio_of_repeats
-from benchmarks.report.table import Column, Table, key_columns, table
+from benchmarks.report.table import MISSING, Column, Table, key_columns, table
+from benchmarks.specification import SpecError
 
 SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
@@ -60,18 +64,26 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
     return fields
 
 
-def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """The rows with the fields of ``speedup_of`` over the base's fastest configuration in the same
-    cell, and with ``base_record`` and ``base_status``; missing where the base did not run."""
-    fastest = best_or_failed(rows[rows["contender"] == base]).to_dict("records")
-    bases = {tuple(row[key] for key in CELL): row for row in fastest}
-    lines: list[dict[Any, Any]] = []
-    for row in rows.to_dict("records"):
+def over_bases(
+    rows: Sequence[dict[Any, Any]], bases: Sequence[Mapping[Any, Any]], keys: Sequence[str]
+) -> list[dict[Any, Any]]:
+    """The rows with the fields of ``speedup_of`` over the base that has the same ``keys``, and with
+    ``base_record`` and ``base_status``; missing where no base has them."""
+    by_key = {tuple(base[key] for key in keys): base for base in bases}
+    lines = []
+    for row in rows:
         lines.append(row | {"speedup": math.nan, "speedup_unsettled": ""})
         lines[-1] |= {"base_record": None, "base_status": None}
-        if base_row := bases.get(tuple(row[key] for key in CELL)):
-            status = {"base_record": base_row["record_id"], "base_status": base_row["status"]}
-            lines[-1] |= speedup_of(row, base_row) | status
+        if base := by_key.get(tuple(row[key] for key in keys)):
+            status = {"base_record": base["record_id"], "base_status": base["status"]}
+            lines[-1] |= speedup_of(row, base) | status
+    return lines
+
+
+def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """``over_bases`` of the fastest configuration of the contender ``base`` in the same cell."""
+    fastest = best_or_failed(rows[rows["contender"] == base]).to_dict("records")
+    lines = over_bases(rows.to_dict("records"), fastest, CELL)
     return pd.DataFrame(lines, columns=None if lines else [*rows.columns, *_PAIR])
 
 
@@ -276,3 +288,171 @@ def _memory(pairs: pd.DataFrame) -> str:
         return ""
     low, high = display.ratio(ratios.min()), display.ratio(ratios.max())
     return f", at {low if low == high else f'{low} to {high}'} times its peak memory"
+
+
+# Ablations: where a contender ran in several configurations of one cell, every knob that differs
+# between them is a factor, and one of them is the base of the others' speed-ups.
+MAX_GROUPS = 6  # panels of a figure; the table has all
+_GROUP = [*CELL, "contender"]
+
+
+def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
+    """One row per configuration, slow ones too, for every contender and cell with several of them,
+    the base first.
+
+    Columns are those of ``rows`` and of ``over_bases``, ``change`` (in words), ``is_base`` and
+    ``knobs_text``. ``against`` gives knobs of the base, such as ``{"unit": "8"}``; if it is empty
+    the base is the configuration that differs least from the contender's defaults. Raises SpecError
+    if no configuration has those knobs.
+    """
+    groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
+    lines: list[dict[Any, Any]] = []
+    for group in groups:
+        members: list[dict[Any, Any]] = group.to_dict("records")
+        base = _base(members, against)
+        if base is None or not any(member["knobs"] for member in members):
+            continue
+        changed = [
+            line
+            | {
+                "change": _change(line["knobs"], base["knobs"]) or "base",
+                "is_base": line["record_id"] == base["record_id"],
+                "knobs_text": " ".join(f"{k}={v}" for k, v in line["knobs"].items()),
+            }
+            for line in over_bases(members, [base], _GROUP)
+        ]
+        lines += sorted(changed, key=lambda line: (not line["is_base"], line["change"].count("→")))
+    if against and not lines:
+        asked = " ".join(f"{k}={v}" for k, v in against.items())
+        values: dict[str, dict[str, None]] = {}
+        for knobs in (knobs for group in groups for knobs in group["knobs"]):
+            for name, value in knobs.items():
+                values.setdefault(name, {})[str(value)] = None
+        varied = [f"{name} {'|'.join(texts)}" for name, texts in values.items() if len(texts) > 1]
+        there = f"there are {', '.join(varied)}" if varied else "nothing was varied"
+        raise SpecError(f"--against {asked}: no configuration has these knobs; {there}")
+    return pd.DataFrame(lines, columns=None if lines else [*rows.columns, *_PAIR, "change"])
+
+
+def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any, Any] | None:
+    """The member that the others are compared with, among those with the knobs of ``against``: a
+    success rather than a failure, then the one that differs least from the contender's defaults.
+    None if no member has the knobs."""
+    fine = [
+        member
+        for member in members  # a unit that the planner cut counts as what was asked
+        if all(
+            str(member["knobs"].get(name)).split(" (")[0].lower() == value.lower()
+            for name, value in against.items()
+        )
+    ]
+    plain = default_knobs(members[0]["contender"])
+
+    def distance(member: dict[Any, Any]) -> tuple[bool, int]:
+        knobs = member["knobs"]
+        apart = sum(knobs[name] not in ("auto", plain.get(name, knobs[name])) for name in knobs)
+        return member["status"] != "ok", apart
+
+    return min(fine, key=distance, default=None)
+
+
+def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """The knobs that differ from the base's, as ``unit 8 → 16``."""
+    names = dict.fromkeys([*base, *knobs])
+    return ", ".join(
+        f"{name} {base.get(name)} → {knobs.get(name)}"
+        for name in names
+        if knobs.get(name) != base.get(name)
+    )
+
+
+def ablation_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The table of ablations: throughput, speed-up and memory of every configuration and its
+    base."""
+    configurations = ablations(rows, options.against)
+    worker, memory = display.worker_word(rows), display.memory_unit(configurations["peak_gib"])
+    columns = (
+        *(column for column in key_columns(rows) if column.name != "basis"),
+        Column("change", "change"),
+        Column("layout", "configuration"),
+        Column("step_s", "step [s]", form=display.seconds, interval=True, instead="status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, interval=True),
+        replace(SPEEDUP, head="over the base"),
+        Column("peak_gib", f"peak [{memory.name}]", form=memory.form),
+        Column("memory_ratio", "peak over the base's", form=display.ratio),
+        Column("reason", "note"),
+        Column("is_base", "is the base", hidden=True),
+        Column("knobs_text", "knobs", hidden=True),
+        Column("status", "status", hidden=True),
+    )
+    caption = "Every configuration that was run, against the one called base in the same cell."
+    return table("ablation", "Ablations", columns, configurations, caption=caption)
+
+
+def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """Throughput and peak memory of every configuration, divided by the base's: one row of panels
+    per contender and cell."""
+    clusters = ablations(rows, options.against).groupby(["evidence", "cluster"], sort=True)
+    for (evidence, cluster), cluster_rows in clusters:
+        groups = [group for _, group in cluster_rows.groupby(_GROUP, sort=False)][:MAX_GROUPS]
+        more = cluster_rows.groupby(_GROUP).ngroups - len(groups)
+        yield Picture(
+            name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
+            caption="Throughput and peak memory of every configuration over those of its base, "
+            f"{evidence} on {display.cluster_label(str(cluster))}."
+            + (f" The table has {more} more groups." if more else ""),
+            figure=_panels(groups),
+            shown=style.shown(cluster_rows),
+        )
+
+
+def _panels(groups: list[pd.DataFrame]) -> Figure:
+    heights = [len(group) + 1.5 for group in groups]
+    memory = display.memory_unit(peak for group in groups for peak in group["peak_gib"])
+    mean = 0.3 * sum(heights) / len(heights) + 0.4
+    figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
+    for number, group in enumerate(groups):
+        left, right = axes[2 * number : 2 * number + 2]
+        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
+        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=memory.form)
+        first = group.iloc[0]
+        contender = display.contender_label(first["contender"])
+        left.set_title(
+            f"{contender}, {display.model_label(first['model'])}, "
+            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}",
+            loc="left",
+        )
+        right.set_yticklabels([])
+    axes[-2].set_xlabel("throughput over the base's (tokens/s each)")
+    axes[-1].set_xlabel(f"peak memory over the base's ({memory.name})")
+    return figure
+
+
+def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: display.Form) -> None:
+    places = range(len(group))
+    ratios = group[ratio].to_numpy(dtype=float)
+    colours = [
+        style.NEUTRAL if base else style.colour(group["contender"].iloc[0])
+        for base in group["is_base"]
+    ]
+    axis.barh(list(places), np.nan_to_num(ratios), 0.7, color=colours)
+    for place, row in zip(places, group.to_dict("records"), strict=True):
+        number = row[ratio]
+        failed = row["status"] != "ok"
+        text = display.status_label(row["status"]) if failed else MISSING
+        if not display.is_missing(number) and not failed:
+            text = f"{display.ratio(number)}  ({form(row[value])})"
+        axis.text(
+            0 if failed or display.is_missing(number) else number,
+            place,
+            f" {text}",
+            va="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},  # over the line of 1
+        )
+    axis.set_yticks(list(places), list(group["change"]), fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="#333333", linewidth=0.8)
+    axis.margins(x=0.35)
+    axis.set_xlim(left=0)
+    axis.grid(visible=False)

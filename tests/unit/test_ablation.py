@@ -11,8 +11,8 @@ from rich.console import Console
 from benchmarks.launch.attempt import plan_summary
 from benchmarks.launch.points import plan_point
 from benchmarks.report import Options
-from benchmarks.report.ablation import ablation_figure, ablation_table, ablations
 from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.speedup import ablation_figure, ablation_table, ablations
 from benchmarks.report.write import write_one_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
