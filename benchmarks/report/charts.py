@@ -223,7 +223,10 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
 
 
 _SERIES = ["parameters", "model", "seq", "precision"]
-_KINDS = {"strong": "global_batch", "weak": "batch_per_gpu"}
+_KINDS = {  # the column that stays the same, and its words
+    "strong": ("global_batch", "batch"),
+    "weak": ("batch_per_gpu", "sequences per {worker}:"),
+}
 
 
 def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
@@ -235,46 +238,40 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
     best = best_configuration(rows)
     best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
     for suffix, evidence, group in by_evidence(best):
-        for kind, key in _KINDS.items():
-            groups = [
-                (_title(panel, key), panel)
-                for _, panel in group.groupby([*_SERIES, key], sort=True, dropna=False)
-                if panel["num_gpus"].nunique() > 1
+        worker = display.worker_word(group)
+        for kind, (key, word) in _KINDS.items():
+            series = group.groupby([*_SERIES, key], sort=True, dropna=False)
+            panels = [panel for _, panel in series if panel["num_gpus"].nunique() > 1]
+            if not panels:
+                continue
+            kept = panels[: style.COLUMNS]
+            titles = [
+                f"{display.model_label(panel['model'].iloc[0])}, {word.format(worker=worker)} "
+                f"{panel[key].iloc[0]:g}"
+                for panel in kept
             ]
-            if groups:
-                worker, kept = display.worker_word(group), groups[: style.COLUMNS]
-                more = f" {len(groups) - len(kept)} more series are left out."
-                lines = _lines_of([panel for _, panel in kept])
-                flops = " and model PFLOP/s" * ("model PFLOP/s" in lines)
-                yield Picture(
-                    name=f"scaling_{kind}_{suffix}",
-                    caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
-                    f"of the whole job, and throughput per {worker} over that at the contender's "
-                    f"smallest {worker} count." + more * (len(groups) > len(kept)),
-                    figure=_curves(kept, lines),
-                    shown=style.shown(pd.concat([panel for _, panel in kept])),
-                )
+            drawn = pd.concat(kept)
+            # One quantity below the other: PFLOP/s if known, and not on CPUs.
+            has_flops = drawn["model_tflops_per_gpu"].notna().any() and not drawn["on_cpu"].all()
+            lines = ["tokens/s", *["model PFLOP/s"] * bool(has_flops), "efficiency [%]"]
+            flops = " and model PFLOP/s" * bool(has_flops)
+            more = f" {len(panels) - len(kept)} more series are left out."
+            yield Picture(
+                name=f"scaling_{kind}_{suffix}",
+                caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
+                f"of the whole job, and throughput per {worker} over that at the contender's "
+                f"smallest {worker} count." + more * (len(panels) > len(kept)),
+                figure=_curves(dict(zip(titles, kept, strict=True)), lines),
+                shown=style.shown(drawn),
+            )
 
 
-def _title(panel: pd.DataFrame, key: str) -> str:
-    worker = display.worker_word(panel)
-    unit = "batch" if key == "global_batch" else f"sequences per {worker}:"
-    return f"{display.model_label(panel['model'].iloc[0])}, {unit} {panel[key].iloc[0]:g}"
-
-
-def _lines_of(panels: Sequence[pd.DataFrame]) -> list[str]:
-    """The quantities that are drawn, one below the other: PFLOP/s if known, and not on CPUs."""
-    rows = pd.concat(panels)
-    flops = rows["model_tflops_per_gpu"].notna().any() and not rows["on_cpu"].all()
-    return ["tokens/s", *["model PFLOP/s"] * bool(flops), "efficiency [%]"]
-
-
-def _curves(groups: list[tuple[str, pd.DataFrame]], lines: Sequence[str]) -> Figure:
+def _curves(groups: Mapping[str, pd.DataFrame], lines: Sequence[str]) -> Figure:
     """One column of panels per series."""
     figure, flat = style.panels(
         len(lines) * len(groups), columns=len(groups), width=4.6, height=2.8
     )
-    for column, (title, panel) in enumerate(groups):
+    for column, (title, panel) in enumerate(groups.items()):
         axes = [flat[line * len(groups) + column] for line in range(len(lines))]
         axes[0].set_title(title)
         for axis, label in zip(axes, lines, strict=True):
@@ -467,16 +464,23 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
+    planned = [sum(kinds.values()) / 2**30 for kinds in best["memory_by_kind"]]
+    measured = best["peak_gib"].astype(float).where(best["memory_kind"] != "predicted")
+    best = best.assign(planned_gib=planned, measured_gib=measured)
+    best = best.assign(highest_gib=np.fmax(best["planned_gib"], measured))
     for suffix, evidence, group in by_evidence(best):
         kind = "Traced" if group["evidence"].iloc[0] == "traced" else "Predicted"
-        totals = [top for panel in _drawn(group) for top in _highest_gib(panel)]
-        unit = display.memory_unit(totals)
+        unit = display.memory_unit(pd.concat(_drawn(group))["highest_gib"])
         label = f"tensors of the fullest {display.worker_word(group)} [{unit.name}]"
+        kinds = " or ".join(sorted(set(group["memory_kind"]) - {"predicted", ""}))
+        diamond = f" The diamond is the measured peak ({kinds})." * bool(kinds)
+        if "resident" in kinds:
+            diamond += " Resident memory is pages of the whole process, so more than its tensors."
         limit = "; the dashed line is what the device has" * any(map(_shows_limit, _drawn(group)))
         yield Picture(
             name=f"memory_by_kind_{suffix}",
             caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {evidence}{limit}.{_diamond(group)}",
+            f"configurations {evidence}{limit}.{diamond}",
             figure=_panels(
                 group, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
             ),
@@ -484,34 +488,10 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         )
 
 
-def _diamond(rows: pd.DataFrame) -> str:
-    """The words that explain the marks of measured peaks; empty if there are none."""
-    kinds = " or ".join(sorted(set(rows["memory_kind"]) - {"predicted", ""}))
-    pages = " Resident memory is pages of the whole process, so more than its tensors."
-    sentence = f" The diamond is the measured peak ({kinds})."
-    return (sentence + pages * ("resident" in kinds)) if kinds else ""
-
-
-def _predicted_gib(panel: pd.DataFrame) -> np.ndarray:
-    return np.array([sum(kinds.values()) / 2**30 for kinds in panel["memory_by_kind"]])
-
-
-def _measured_gib(panel: pd.DataFrame) -> np.ndarray:
-    """The measured peaks, NaN where there is only a prediction."""
-    measured = panel["memory_kind"] != "predicted"
-    return np.where(measured, panel["peak_gib"].astype(float), np.nan)
-
-
-def _highest_gib(panel: pd.DataFrame) -> np.ndarray:
-    """The larger one of prediction and measured peak."""
-    highest: np.ndarray = np.fmax(_predicted_gib(panel), _measured_gib(panel))
-    return highest
-
-
 def _shows_limit(panel: pd.DataFrame) -> bool:
     """Whether the device's memory is known, and not so far above all bars that its line would
     flatten them."""
-    return float(panel["memory_limit_gib"].iloc[0]) < 3 * float(_highest_gib(panel).max())
+    return float(panel["memory_limit_gib"].iloc[0]) < 3 * float(panel["highest_gib"].max())
 
 
 def _stacks(axis: Axes, panel: pd.DataFrame, *, unit: display.Unit) -> None:
@@ -528,7 +508,7 @@ def _stacks(axis: Axes, panel: pd.DataFrame, *, unit: display.Unit) -> None:
         look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         axis.bar(places, heights, 0.8, bottom, label=word, **look)
         bottom += heights
-    predicted, measured = _predicted_gib(panel), _measured_gib(panel)
+    predicted, measured = panel["planned_gib"].to_numpy(), panel["measured_gib"].to_numpy()
     if np.isfinite(measured).any():
         axis.plot(places, unit.scale * measured, "D", color="black", ms=4, label="measured peak")
     texts = [
@@ -538,7 +518,7 @@ def _stacks(axis: Axes, panel: pd.DataFrame, *, unit: display.Unit) -> None:
         for top, peak in zip(predicted, measured, strict=True)
     ]
     turned = len(panel) > 6
-    _totals(axis, places, unit.scale * _highest_gib(panel), texts, turned=turned)
+    _totals(axis, places, unit.scale * panel["highest_gib"].to_numpy(), texts, turned=turned)
     _limit(axis, panel, unit)
     names = [
         f"{display.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()
