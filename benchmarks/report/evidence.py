@@ -32,8 +32,6 @@ _TRUST = [  # from the most trusted kind; the first that a configuration has is 
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
 _SAME = [key for key in CELL if key != "evidence"]
-_NAMES = [*_SAME, "contender", "layout", "quantity", "value", "kind", "reference"]
-_NAMES += ["reference_kind", "error", "records"]
 MAX_LINES = 40
 VALIDATION = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
 _ROLES = {"held out": style.COOL, "adjusted": style.WARM, "fitted": style.NEUTRAL}
@@ -62,35 +60,30 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
     is more than tensors.
     """
     fine = rows[rows["status"] == "ok"]
+    kind, memory = fine["evidence"], fine["memory_kind"]
+    peak = kind.where(memory == "predicted", kind + " (" + memory + ")")
+    fine = fine.assign(kind_of_step_s=kind, kind_of_peak_gib=peak)
     same = [*_SAME, "contender", "layout"]
     fine = fine[fine.groupby(same)["evidence"].transform("nunique") > 1]
     lines = []
     for keys, group in fine.groupby(same, sort=True):
         group = group.sort_values("evidence", key=lambda kinds: kinds.map(_TRUST.index))
-        named = dict(zip(same, keys, strict=True))
         for quantity, label in _QUANTITIES.items():
-            known = group[group[quantity].notna()]
-            lines += [
-                named | {"quantity": label} | _distance(known.iloc[0], other, quantity)
-                for _, other in known.iloc[1:].iterrows()
-            ]
-    return pd.DataFrame(lines, columns=_NAMES)
-
-
-def _distance(reference: pd.Series, other: pd.Series, quantity: str) -> dict[str, object]:
-    return {
-        "value": other[quantity],
-        "kind": _kind(other, quantity),
-        "reference": reference[quantity],
-        "reference_kind": _kind(reference, quantity),
-        "error": other[quantity] / reference[quantity] - 1.0,
-        "records": f"{other['record_id']} {reference['record_id']}",
-    }
-
-
-def _kind(row: pd.Series, quantity: str) -> str:
-    memory = quantity == "peak_gib" and row["memory_kind"] != "predicted"
-    return f"{row['evidence']} ({row['memory_kind']})" if memory else str(row["evidence"])
+            reference, *others = group[group[quantity].notna()].to_dict("records") or [{}]
+            for other in others:
+                lines.append(
+                    dict(zip(same, keys, strict=True))
+                    | {
+                        "quantity": label,
+                        "value": other[quantity],
+                        "kind": other[f"kind_of_{quantity}"],
+                        "reference": reference[quantity],
+                        "reference_kind": reference[f"kind_of_{quantity}"],
+                        "error": other[quantity] / reference[quantity] - 1.0,
+                        "records": f"{other['record_id']} {reference['record_id']}",
+                    }
+                )
+    return pd.DataFrame(lines, columns=None if lines else same)
 
 
 def evidence_distance_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:

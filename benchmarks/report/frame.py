@@ -293,7 +293,8 @@ CELL = [
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 
-    The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too.
+    The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too; those
+    with a scaled network are left out.
     """
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
@@ -301,27 +302,22 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         tables = find_below(root, TABLE) if root.is_dir() else []
         for path in dict.fromkeys([*find_records([root]), *tables]):
             try:
-                rows += _rows_in(path) if path.suffix == ".csv" else [_row_at(path)]
+                if path.suffix == ".csv":
+                    # A cell's columns do not tell a scaled network: the verdict's maps show it.
+                    rows += [row_of(r) for r in read_table(path) if r.spec["bandwidth"] == 1.0]
+                    continue
+                record = read_record(path)
             except RecordError as error:
                 skipped.append(str(error))
+                continue
+            try:
+                rows.append(row_of(record, str(path)))
+            except RecordError as error:
+                skipped.append(f"{path}: {error}")
     _fail_what_leaves_the_band(rows)
     columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
     frame = pd.DataFrame(rows, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
-
-
-def _rows_in(table: Path) -> list[dict[str, Any]]:
-    """The rows of a study's table. Those with a scaled network are left out, since a cell's columns
-    do not tell them from the others; only the maps of the verdict show them."""
-    return [row_of(r) for r in read_table(table) if r.spec["bandwidth"] == 1.0]
-
-
-def _row_at(path: Path) -> dict[str, Any]:
-    record = read_record(path)
-    try:
-        return row_of(record, str(path))
-    except RecordError as error:
-        raise RecordError(f"{path}: {error}") from None
 
 
 _ATTEMPT = ["record_id", "status", "reason", "ended_at", "source"]

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from benchmarks.records.samples import Summary, ratio_of_medians
+from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed, default_knobs
@@ -29,14 +29,6 @@ MAX_LINES = 16  # lines of a map; the table has all
 _PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
 _PAIR += ["base_record", "base_status"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
-
-
-def _doubts(ratio: Summary) -> str:
-    """The reasons why samples leave a measured ratio unsettled; empty if they do not."""
-    if ratio.agrees:
-        return ""
-    includes = "interval includes 1" if ratio.low <= 1.0 <= ratio.high else ""
-    return ", ".join(filter(None, (ratio.doubt, includes)))
 
 
 def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
@@ -60,7 +52,9 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
     fields["speedup"] = ratio.median
     if row["evidence"] == "measured":
         fields |= {"speedup_low": ratio.low, "speedup_high": ratio.high}
-        fields["speedup_unsettled"] = _doubts(ratio)
+        if not ratio.agrees:
+            includes = "interval includes 1" if ratio.low <= 1.0 <= ratio.high else ""
+            fields["speedup_unsettled"] = ", ".join(filter(None, (ratio.doubt, includes)))
     return fields
 
 
@@ -145,21 +139,17 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
             contender_rows = group[group["contender"] == contender]
             kinds = ["evidence", "basis", "cluster", "contender"]
             shown = compared.merge(contender_rows[kinds].drop_duplicates(), on=kinds)
+            doubts = ""
+            if contender_rows["evidence"].iloc[0] == "measured":
+                legend = display.unsettled(contender_rows["speedup_unsettled"])
+                doubts = f"; {ranges(contender_rows)}" + f". {legend}" * bool(legend)
             yield Picture(
                 name=f"speedup_{contender}_{suffix}",
                 caption=f"Throughput of {label} over {over} in the same cell, {evidence}. Above 1 "
-                f"{label} is faster" + _brackets(contender_rows),
+                f"{label} is faster{doubts}.",
                 figure=_map(shown, f"{label} over {over}", reach),
                 shown=style.shown(contender_rows),
             )
-
-
-def _brackets(rows: pd.DataFrame) -> str:
-    """The caption's words on intervals and doubts, for maps of measured ratios."""
-    if rows["evidence"].iloc[0] != "measured":
-        return "."
-    legend = display.unsettled(rows["speedup_unsettled"])
-    return f"; {ranges(rows)}." + f" {legend}." * bool(legend)
 
 
 def _cell_text(row: Mapping[Any, Any], over: str) -> str:
@@ -261,7 +251,10 @@ def _answer(pairs: pd.DataFrame) -> str:
     over = display.contender_label(first["over"].iloc[0])
     middle = display.ratio(float(first["speedup"].median()))
     sentence = f"{where}: ZeroPP trains {middle} times as fast as {over} {_cells(first)}"
-    sentence += f"{_memory(first)}."
+    if (ratios := first["memory_ratio"].dropna()).size:
+        low, high = display.ratio(ratios.min()), display.ratio(ratios.max())
+        sentence += f", at {low if low == high else f'{low} to {high}'} times its peak memory"
+    sentence += "."
     if rest:
         words = [
             f"{display.contender_label(cells['over'].iloc[0])} "
@@ -280,14 +273,6 @@ def _cells(pairs: pd.DataFrame) -> str:
     low, high = display.ratio(pairs["speedup"].min()), display.ratio(pairs["speedup"].max())
     more = f", {len(doubts)} of them unsettled" * bool(doubts)
     return f"in the median of {len(pairs)} cells ({low} to {high}{more})"
-
-
-def _memory(pairs: pd.DataFrame) -> str:
-    ratios = pairs["memory_ratio"].dropna()
-    if ratios.empty:
-        return ""
-    low, high = display.ratio(ratios.min()), display.ratio(ratios.max())
-    return f", at {low if low == high else f'{low} to {high}'} times its peak memory"
 
 
 # Ablations: where a contender ran in several configurations of one cell, every knob that differs
@@ -312,15 +297,17 @@ def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
         base = _base(members, against)
         if base is None or not any(member["knobs"] for member in members):
             continue
-        changed = [
-            line
-            | {
-                "change": _change(line["knobs"], base["knobs"]) or "base",
-                "is_base": line["record_id"] == base["record_id"],
-                "knobs_text": " ".join(f"{k}={v}" for k, v in line["knobs"].items()),
-            }
-            for line in over_bases(members, [base], _GROUP)
-        ]
+        changed = over_bases(members, [base], _GROUP)
+        for line in changed:
+            knobs, plain = line["knobs"], base["knobs"]
+            changes = [
+                f"{name} {plain.get(name)} → {knobs.get(name)}"
+                for name in dict.fromkeys([*plain, *knobs])
+                if knobs.get(name) != plain.get(name)
+            ]
+            line["change"] = ", ".join(changes) or "base"
+            line["is_base"] = line["record_id"] == base["record_id"]
+            line["knobs_text"] = " ".join(f"{k}={v}" for k, v in knobs.items())
         lines += sorted(changed, key=lambda line: (not line["is_base"], line["change"].count("→")))
     if against and not lines:
         asked = " ".join(f"{k}={v}" for k, v in against.items())
@@ -354,16 +341,6 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
         return member["status"] != "ok", apart
 
     return min(fine, key=distance, default=None)
-
-
-def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """The knobs that differ from the base's, as ``unit 8 → 16``."""
-    names = dict.fromkeys([*base, *knobs])
-    return ", ".join(
-        f"{name} {base.get(name)} → {knobs.get(name)}"
-        for name in names
-        if knobs.get(name) != base.get(name)
-    )
 
 
 def ablation_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:

@@ -121,7 +121,8 @@ class Table:
     def grid(self) -> Grid:
         """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
-        visible = [c for c in self.columns if not c.hidden and (c.instead or self._is_filled(c))]
+        empty = {n for n, of in self.data.items() if of.isna().all() or (of == "").all()}
+        visible = [c for c in self.columns if not c.hidden and (c.instead or c.name not in empty)]
         several = len(self.data) > 1
         constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
         shown = [c for c in visible if c not in constant]
@@ -142,10 +143,6 @@ class Table:
             keys=max(1, sum(c.is_key for c in shown)),
             notes=self.notes,
         )
-
-    def _is_filled(self, column: Column) -> bool:
-        values = self.data[column.name]
-        return not (values.isna().all() or (values == "").all())
 
 
 def table(

@@ -238,7 +238,12 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     base = str(rows["base"].iloc[0])
     speeds = rows.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
     contenders = sorted(speeds.index, key=lambda name: (name != SUBJECT, -speeds[name]))
-    keys = [key for key in _KEYS if key in _ALWAYS or _varies(rows, key)]
+    # In the caption: keys that never vary, or follow from the model, as a sequence length may.
+    varying = {
+        key: (rows.groupby("model" if key == "seq" else "evidence")[key].nunique() > 1).any()
+        for key in _KEYS
+    }
+    keys = [key for key in _KEYS if key in _ALWAYS or varying[key]]
     metrics = _metrics(rows)
     groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
@@ -266,21 +271,6 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     )
 
 
-def _varies(rows: pd.DataFrame, key: str) -> bool:
-    """Whether rows need a column for this key. They do not if the key follows from the model, as a
-    sequence length may; then it is in the caption."""
-    groups = rows.groupby("model")[key] if key == "seq" else rows.groupby("evidence")[key]
-    return bool((groups.nunique() > 1).any())
-
-
-def _constant_key(rows: pd.DataFrame, key: str) -> str:
-    """The caption's words for a key without a column."""
-    if key == "seq" and rows["seq"].nunique() > 1:
-        pairs = rows.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
-        return "sequence " + ", ".join(f"{n} ({display.model_label(str(m))})" for m, n in pairs)
-    return f"{_KEYS[key].head} {_KEYS[key].cell({key: rows[key].iloc[0]}).text}"
-
-
 def _group(
     metrics: Sequence[Column], rows: pd.DataFrame, contender: str, base: str
 ) -> list[Column]:
@@ -303,17 +293,15 @@ def _line(
     for contender, group in groups.items():
         row = cell.get(contender)
         if row is not None and row["status"] == "ok":
-            cells += [_metric_cell(row, metric, best[metric.name]) for metric in group]
+            for metric in group:
+                made = metric.cell(row)
+                bold = made.sort is not None and made.text.removeprefix("~") == best[metric.name]
+                cells.append(replace(made, bold=bold))
             continue
         why = MISSING if row is None else display.status_label(row["status"])
         cells += [TextCell(why), *(TextCell(MISSING) for _ in group[1:])]
     order = [cell[name]["record_id"] for name in groups if name in cell]
     return tuple(cells), tuple(map(str, order))
-
-
-def _metric_cell(row: Mapping[str, Any], metric: Column, best: str) -> TextCell:
-    cell = metric.cell(row)
-    return replace(cell, bold=cell.sort is not None and cell.text.removeprefix("~") == best)
 
 
 def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -335,7 +323,14 @@ def _caption(
 ) -> str:
     """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
     tuned."""
-    constant = [_constant_key(rows, key) for key in _KEYS if key not in keys]
+    constant = []
+    for key in _KEYS:
+        if key == "seq" and key not in keys and rows["seq"].nunique() > 1:
+            pairs = rows.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
+            of = ", ".join(f"{seq} ({display.model_label(str(model))})" for model, seq in pairs)
+            constant.append(f"sequence {of}")
+        elif key not in keys:
+            constant.append(f"{_KEYS[key].head} {_KEYS[key].cell({key: rows[key].iloc[0]}).text}")
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(rows["memory_kind"]) if kind]
     parts = [f"{evidence.capitalize()}"]
     if rows["tokens_per_s_per_gpu_low"].notna().any():

@@ -99,7 +99,9 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
         used[word] = colour
         inches = width / end * (_WIDTH_IN - 1)
         edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
-        top, face = row[span.rank], _shaded(colour, shade)
+        white = 0.5 * (1 - shade)  # later chunks are darker
+        red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
+        top, face = row[span.rank], (red, green, blue)
         boxes.append(_box(span.start_s, span.end_s, top, _BOX_HEIGHT, face, edge))
         label = "" if action is None or action.microbatch is None else str(action.microbatch)
         if label and inches > _LETTER_IN * len(label):
@@ -145,11 +147,6 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
     }
 
 
-def _has_chunks(timeline: Timeline) -> bool:
-    """Whether some rank has several chunks."""
-    return any(shade > 0 for shade in _shades(timeline).values())
-
-
 def _parse(span: Span) -> Action | None:
     try:
         action = parse_action(span.action)
@@ -158,15 +155,7 @@ def _parse(span: Span) -> Action | None:
     return action if action.op in _WORDS else None
 
 
-def _shaded(colour: str, shade: float) -> _Colour:
-    """A colour between the lightened one (shade 0) and the plain one (shade 1)."""
-    white = 0.5 * (1 - shade)
-    red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
-    return red, green, blue
-
-
 MAX_RANKS = 8  # most pipeline ranks in a picture
-_RECORDED = " The recorded step is one after the timed ones, and recording slows it."
 
 
 def step_timelines(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
@@ -199,29 +188,27 @@ def _picture(name: str, evidence: str, cell: pd.DataFrame) -> Picture:
         if any(len(timeline.ranks) < first["num_gpus"] for timeline in whole)
         else ""
     )
-    darker = " Later chunks are darker." * any(map(_has_chunks, whole))
+    has_chunks = any(shade > 0 for timeline in whole for shade in _shades(timeline).values())
+    darker = " Later chunks are darker." * has_chunks
+    recorded = ""
+    if first["evidence"] == "measured":
+        # Communication that torch's runtimes start themselves is in no recorded step.
+        hidden = [
+            f"{known.unrecorded} of {known.label}"
+            for contender, known in sorted(PRICED.items())
+            if contender in by_name and known.unrecorded
+        ]
+        recorded = " The recorded step is one after the timed ones, and recording slows it."
+        recorded += f" Not recorded, and so grey: {', '.join(hidden)}." * bool(hidden)
     return Picture(
         name=name,
         caption=f"One step on one time axis: {display.model_label(first['model'])}, "
         f"{first['num_gpus']} {worker}s, batch {first['global_batch']}, {evidence}.{first_ranks} "
         "Boxes are compute, with the number of their microbatch where there is room; strips below "
-        f"them are communication; grey is idle.{darker}"
-        + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
+        f"them are communication; grey is idle.{darker}{recorded}",
         figure=timeline_figure([_shown(timeline) for timeline in whole]),
         shown=style.shown(cell),
     )
-
-
-def _unrecorded(contenders: list[str]) -> str:
-    """The caption's words on communication that torch's runtimes start themselves, so that recorded
-    steps do not show it."""
-    hidden = [
-        f"{known.unrecorded} of {known.label}"
-        for name, known in sorted(PRICED.items())
-        if name in contenders and known.unrecorded
-    ]
-    sentence = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
-    return _RECORDED + sentence
 
 
 def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[Path]:

@@ -189,42 +189,27 @@ def report_folder(out: Path, manifest: str = _MANIFEST) -> Iterator[Path]:
     try:
         yield fresh
         names = {str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file()}
-        last = _last_names(out / manifest)
+        try:
+            last = set(json.loads((out / manifest).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):  # there is none, or it cannot be read
+            last = set()
         if others := [name for name in sorted(names - last) if os.path.lexists(out / name)]:
             raise SpecError(
                 f"{out / others[0]}: is of no report, and would be lost (name another folder)"
             )
         out.mkdir(exist_ok=True)
         # If what follows is cut off, the next report may replace what both have written.
-        write_atomically(out / manifest, _manifest(names | last))
-        _remove_last(out, last - names)
+        write_atomically(out / manifest, json.dumps(sorted(names | last), indent=1))
+        for path in (out / name for name in last - names):
+            path.unlink(missing_ok=True)
+            if path.parent != out and path.parent.is_dir() and not any(path.parent.iterdir()):
+                path.parent.rmdir()
         for name in names:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (fresh / name).replace(out / name)
-        write_atomically(out / manifest, _manifest(names))
+        write_atomically(out / manifest, json.dumps(sorted(names), indent=1))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _manifest(names: set[str]) -> str:
-    return json.dumps(sorted(names), indent=1)
-
-
-def _last_names(manifest: Path) -> set[str]:
-    """The names of the files of the last report; none if it is not known."""
-    try:
-        return set(json.loads(manifest.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return set()
-
-
-def _remove_last(out: Path, names: set[str]) -> None:
-    """Delete the files of the last report that this one does not replace."""
-    for name in names:
-        path = out / name
-        path.unlink(missing_ok=True)
-        if path.parent != out and path.parent.is_dir() and not any(path.parent.iterdir()):
-            path.parent.rmdir()
 
 
 def _page(
