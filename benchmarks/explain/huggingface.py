@@ -49,21 +49,15 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
             f"model_type={kind!r}: no price (there is one for {', '.join(_LLAMA_LIKE)}, gpt2)"
         )
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
-    _sliding_window(keys, values, reading)
-    keys.sort_rest(reading, NEUTRAL, HARMLESS)
-    return reading
-
-
-def _sliding_window(keys: Keys, values: Mapping[str, Any], reading: Reading) -> None:
-    """A window that is as long as the sequence, or is not used, changes nothing."""
-    window = values.get("sliding_window")
-    if window is None or values.get("use_sliding_window") is False:
-        keys.take("sliding_window")
+    if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
+        keys.take("sliding_window")  # a window that is not used changes nothing
     if values.get("max_position_embeddings"):
         reading.derived.append(
             f"max_position_embeddings={values['max_position_embeddings']} is a limit, not the "
             "length that is trained: give model.seq"
         )
+    keys.sort_rest(reading, NEUTRAL, HARMLESS)
+    return reading
 
 
 def llama(keys: Keys, kind: str) -> dict[str, Any]:

@@ -152,16 +152,12 @@ def nearest(question: Question) -> list[PublishedNear]:
     for cells in priced_runs():
         same = cells["device"] == question.task.cluster.device.name
         if same and METRICS[cells["metric"]].kind in SPEEDS:
-            row = _row(cells)
+            stated = {name: cell for name, cell in cells.items() if name in COLUMNS and cell}
+            place = {"url": cells["place"], "table": cells["place"]}
+            row = PublishedRow.model_validate(stated | place)
             near.append((_distance(row, question), row, float(cells["predicted"])))
     near.sort(key=lambda found: found[0])
     return [_near(row, price) for far, row, price in near[:_NEAREST] if far < _FAR]
-
-
-def _row(cells: dict[str, str]) -> PublishedRow:
-    stated = {name: cell for name, cell in cells.items() if name in COLUMNS and cell}
-    place = {"url": cells["place"], "table": cells["place"]}
-    return PublishedRow.model_validate(stated | place)
 
 
 def _near(row: PublishedRow, price: float) -> PublishedNear:

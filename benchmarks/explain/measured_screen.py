@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from benchmarks.explain.answer import Answer
-from benchmarks.explain.measured import Comparison, MeasuredRun, Training, priced
+from benchmarks.explain.measured import Comparison, Training, priced
 from benchmarks.explain.screen import indented, table_of
 from benchmarks.measured.fit import CONSTANTS
 
@@ -23,24 +23,20 @@ def show_measured(comparison: Comparison, console: Console) -> None:
     for heading in ("step s", "tokens/s/GPU", "priced s", "times priced", "fitted s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
+        of = run.measured
+        log = f" ({of.lines} lines, spread {100 * of.spread:.1f} %)" if of.lines else ""
         table.add_row(
-            _source(run),
-            f"{run.measured.step_s:.3f}",
+            f"{of.source}{log} {run.words}".rstrip(),
+            f"{of.step_s:.3f}",
             f"{run.tokens_per_s_per_gpu:,.0f}",
             f"{run.priced_s:.3f}",
-            f"{run.measured.step_s / run.priced_s:.2f}",
+            f"{of.step_s / run.priced_s:.2f}",
             f"{run.fitted_s:.3f}",
         )
     console.print(table)
     for part in (_print_causes, _print_constants, _print_nearest):
         part(comparison, console)
         console.print()
-
-
-def _source(run: MeasuredRun) -> str:
-    measured = run.measured
-    lines = f" ({measured.lines} lines, spread {100 * measured.spread:.1f} %)"
-    return f"{measured.source}{lines if measured.lines else ''} {run.words}".rstrip()
 
 
 def _print_causes(comparison: Comparison, console: Console) -> None:

@@ -85,8 +85,12 @@ def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
     sources. Raises SpecError, in one line, for what has no price."""
     world, named = None, list[str]()
     logged = values = arguments_of_log(text)
-    if not values and "MODEL_ARGS:" in text:
-        values = _arguments_of_yaml(text)
+    if not values and "MODEL_ARGS:" in text:  # the YAML of Megatron-LM's functional tests
+        try:
+            given: Mapping[str, Any] = yaml.safe_load(text)["MODEL_ARGS"]
+        except (yaml.YAMLError, TypeError, KeyError) as error:
+            raise SpecError(f"not a YAML file with MODEL_ARGS: {error}") from None
+        values = {flag: value for flag, value in given.items() if value is not False}
     elif not values:
         values, world, named = arguments_of_script(text, folder)
     reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
@@ -127,15 +131,6 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     return reading
 
 
-def _arguments_of_yaml(text: str) -> Arguments:
-    """The flags below ``MODEL_ARGS`` in the YAML of Megatron-LM's functional tests."""
-    try:
-        given: Mapping[str, Any] = yaml.safe_load(text)["MODEL_ARGS"]
-    except (yaml.YAMLError, TypeError, KeyError) as error:
-        raise SpecError(f"not a YAML file with MODEL_ARGS: {error}") from None
-    return {flag: value for flag, value in given.items() if value is not False}
-
-
 def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool) -> None:
     tp = keys.number("--tensor-model-parallel-size", 1) or 1
     pp = keys.number("--pipeline-model-parallel-size", 1) or 1
@@ -155,7 +150,9 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
     chunks = chunks or (layers // pp // per_chunk if per_chunk else 1)
     if layout := keys.take("--pipeline-model-parallel-layout"):
-        chunks = _stages(str(layout)) // pp
+        # Virtual stages of a layout such as Et|(tt|)*3,tL
+        whole = re.sub(r"\((.*?)\)\*(\d+)", lambda m: m[1] * int(m[2]), str(layout))
+        chunks = (whole.replace(",", "").strip("|").count("|") + 1) // pp
         reading.named.append("--pipeline-model-parallel-layout: priced with stages of equal cost")
     reading.model = {"layers": layers}
     reading.free = "replicate"
@@ -166,12 +163,6 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     reading.knobs["replicate_zero"] = int(bool(keys.take("--use-distributed-optimizer")))
     inner = keys.take("--use-tp-pp-dp-mapping")
     reading.knobs["placement"] = "pp_inner" if inner else "dp_inner"
-
-
-def _stages(layout: str) -> int:
-    """The number of virtual stages of a layout such as ``Et|(tt|)*3,tL``."""
-    repeated = re.sub(r"\((.*?)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout)
-    return repeated.replace(",", "").strip("|").count("|") + 1
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
@@ -216,12 +207,8 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "vocab": _vocabulary(keys, reading),
         "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
-        "dropout": max(_rate(keys, "--attention-dropout"), _rate(keys, "--hidden-dropout")),
+        "dropout": max(float(keys.take(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
     }
-
-
-def _rate(keys: Keys, flag: str) -> float:
-    return float(keys.take(flag, 0.1))
 
 
 def _vocabulary(keys: Keys, reading: Reading) -> int | None:
@@ -410,11 +397,14 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
     given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
     given["seq_length"] = model.get("seq_length") or tree.get("dataset", {}).get("seq_length")
-    values: Arguments = {
-        _BRIDGE.get(key, f"--{key.replace('_', '-')}"): _joined(value)
-        for key, value in given.items()
-        if key not in _BRIDGE_OFF and key[0] != "_" and not isinstance(value, dict)
-    }
+    values: Arguments = {}
+    for key, value in given.items():
+        if key in _BRIDGE_OFF or key[0] == "_" or isinstance(value, dict):
+            continue
+        if isinstance(value, list):  # as text; the stages of a pipeline as in Megatron's layout
+            nested = any(isinstance(part, list) for part in value)
+            value = ("|" if nested else " ").join("".join(map(str, part)) for part in value)
+        values[_BRIDGE.get(key, f"--{key.replace('_', '-')}")] = value
     values |= {flag: given.get(key) is False for key, flag in _BRIDGE_OFF.items()}
     values["--group-query-attention"] = bool(model.get("num_query_groups"))
     values = {flag: v for flag, v in values.items() if v is not None and v is not False}
@@ -424,27 +414,13 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     return reading
 
 
-def _joined(value: Any) -> Any:
-    """A list as text; the stages of a pipeline as in Megatron's layout."""
-    if isinstance(value, list):
-        nested = any(isinstance(part, list) for part in value)
-        return ("|" if nested else " ").join("".join(map(str, part)) for part in value)
-    return value
-
-
-def _layout(plan: SizedPlan) -> str:
-    """The stages as Megatron-Core's ``PipelineParallelLayerLayout`` reads them."""
-    return f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L"
-
-
 def written(plan: SizedPlan) -> str:
     """A plan as flags of Megatron-LM; raises SpecError if it has none for it."""
     layout, shape = plan.layout, plan.shape
     equal = len(set(plan.blocks)) == 1
     if layout.shard > 1:
         raise SpecError(f"--as megatron: shard={layout.shard}: Megatron's pipeline has no ZeRO-3")
-    schedules = ("1f1b", "interleaved_1f1b")
-    if plan.schedule.name not in schedules:
+    if plan.schedule.name not in ("1f1b", "interleaved_1f1b"):
         raise SpecError(f"--as megatron: schedule={plan.schedule.name}: not in Megatron-LM")
     program = program_named(plan.program)
     flags: dict[str, object] = {
@@ -453,7 +429,7 @@ def written(plan: SizedPlan) -> str:
         "--ffn-hidden-size": shape.ffn,
         "--num-attention-heads": shape.heads,
         "--group-query-attention": shape.kv_heads != shape.heads,
-        "--num-query-groups": shape.kv_heads if shape.kv_heads != shape.heads else False,
+        "--num-query-groups": shape.kv_heads != shape.heads and shape.kv_heads,
         "--seq-length": shape.seq * program.slices,
         "--max-position-embeddings": shape.seq * program.slices,
         "--position-embedding-type": "rope" if shape.family == "llama" else "learned_absolute",
@@ -466,10 +442,9 @@ def written(plan: SizedPlan) -> str:
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
         "--context-parallel-size": program.slices > 1 and program.slices,
-        "--num-virtual-stages-per-pipeline-rank": layout.chunks
-        if layout.chunks > 1 and equal
-        else False,
-        "--pipeline-model-parallel-layout": not equal and _layout(plan),
+        "--num-virtual-stages-per-pipeline-rank": layout.chunks > 1 and equal and layout.chunks,
+        "--pipeline-model-parallel-layout": not equal
+        and f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L",
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.replicate_zero == 1,
         "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
@@ -480,17 +455,18 @@ def written(plan: SizedPlan) -> str:
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,
         "--tp-comm-overlap": program.overlap_tensor and layout.sequence_parallel,
         "--cross-entropy-loss-fusion": program.fused_loss,
-        "--cross-entropy-fusion-impl": "te" if program.fused_loss else False,
+        "--cross-entropy-fusion-impl": program.fused_loss and "te",
         "--grad-reduce-in-bf16": plan.precision == "bf16" and program.bf16.gradients == 2,
         "--no-gradient-accumulation-fusion": not program.fused_accumulation,
     }
+    if plan.recompute != "none":
+        flags["--recompute-granularity"] = plan.recompute
     if plan.recompute == "full":
         recomputed = plan.recomputed_per_stage
         some = max(recomputed) if recomputed != plan.blocks else None
-        flags |= {"--recompute-granularity": "full"}
-        flags |= {"--recompute-method": "block" if some else "uniform"}
-        flags |= {"--recompute-num-layers": some or 1}
+        flags["--recompute-method"] = "block" if some else "uniform"
+        flags["--recompute-num-layers"] = some or 1
     if plan.recompute == "selective":
-        flags |= {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
+        flags["--recompute-modules"] = "mlp"
     words = [flag if v is True else f"{flag} {v}" for flag, v in flags.items() if v is not False]
     return " ".join(words)

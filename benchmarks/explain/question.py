@@ -202,19 +202,16 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     check_priced(spec.cluster, spec.precision)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
-    own_task = _in_slices(spec.task, reading.slices if own else 1)
-    size = settings.get("microbatch_size", "auto")
-    return Question(reading, spec.task, own_task, contender, knobs, size)
-
-
-def _in_slices(task: Task, slices: int) -> Task:
-    """The task in which every slice of a sequence counts as a sequence (``Program.slices``)."""
+    task, slices = spec.task, reading.slices if own else 1
     if task.shape.seq % slices:
         raise SpecError(
             f"model.seq={task.shape.seq}: must be a multiple of the context parallelism {slices}"
         )
+    # Every slice of a sequence counts as a sequence there (``Program.slices``).
     shape = replace(task.shape, seq=task.shape.seq // slices)
-    return replace(task, shape=shape, global_batch=task.global_batch * slices)
+    own_task = replace(task, shape=shape, global_batch=task.global_batch * slices)
+    size = settings.get("microbatch_size", "auto")
+    return Question(reading, task, own_task, contender, knobs, size)
 
 
 def _follow(

@@ -44,6 +44,7 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+_LEAST_CHUNKS = {"1f1b": 1}  # stages per rank where nothing is said; 2 with all other schedules
 # Where the degrees stood until February 2025.
 _OLD = re.compile(
     r"^(training|experimental)\.(?=(data|tensor|pipeline|context)_parallel_|enable_async_tensor)"
@@ -127,8 +128,12 @@ def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
     keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
     reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys)}
-    gpus = _num_gpus(text, num_gpus, reading)
-    _degrees(keys, reading, gpus)
+    if num_gpus is None:
+        if not (preset := re.search(r"preset for (\d+) (\w+) GPUs", text)):
+            raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
+        num_gpus = int(preset[1])
+        reading.derived.append(f"num_gpus={num_gpus}, from the comment {preset[0]!r}")
+    _degrees(keys, reading, num_gpus)
     _recompute(keys, reading)
     compiled = keys.take("compile.enable", keys.take("training.compile", False))
     asynchronous = any(
@@ -163,15 +168,6 @@ def _model(keys: Keys) -> dict[str, Any]:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     return {**named, **sizes, "vocab": vocab, "tied_embeddings": tied}
-
-
-def _num_gpus(text: str, given: int | None, reading: Reading) -> int:
-    if given is not None:
-        return given
-    if preset := re.search(r"preset for (\d+) (\w+) GPUs", text):
-        reading.derived.append(f"num_gpus={preset[1]}, from the comment {preset[0]!r}")
-        return int(preset[1])
-    raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
 
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
@@ -220,7 +216,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
 
 def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
     """Virtual stages per rank, as ``distributed/pipeline_parallel.py`` counts them."""
-    least = _least_chunks(schedule)
+    least = _LEAST_CHUNKS.get(schedule, 2)
     ends = [
         keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
         for end in ("first", "last")
@@ -236,11 +232,6 @@ def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
             f"{math.ceil((layers + sum(ends)) / (least * pp))})"
         )
     return stages // pp
-
-
-def _least_chunks(schedule: str) -> int:
-    """The stages per rank that torchtitan makes where nothing is said."""
-    return 1 if schedule == "1f1b" else 2
 
 
 def _recompute(keys: Keys, reading: Reading) -> None:
@@ -284,7 +275,7 @@ def written(plan: SizedPlan) -> str:
             "parallelism.pipeline_parallel_schedule": spelled[plan.schedule.name],
             "parallelism.pipeline_parallel_microbatch_size": plan.microbatch_size,
         }
-    if layout.pp > 1 and layout.chunks != _least_chunks(plan.schedule.name):
+    if layout.pp > 1 and layout.chunks != _LEAST_CHUNKS.get(plan.schedule.name, 2):
         per_stage = -(-(plan.shape.layers + 2) // stages)
         if -(-(plan.shape.layers + 2) // per_stage) != stages:
             raise SpecError(

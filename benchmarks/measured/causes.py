@@ -61,7 +61,9 @@ def explain(runs: Sequence[Run]) -> list[Explanation]:
         if any(abs(log(a / b)) > _UNCHANGED for a, b in zip(changed, steps, strict=True)):
             entry = (_likelihood(runs, changed), variant, changed)
             found.setdefault(variant.cause, []).append(entry)
-    weights = {NO_CAUSE: nothing, OTHER: _of_any_size(runs, steps)}
+    # Gaps of which nothing is known, on the scale of the other likelihoods.
+    unknown = _likelihood(runs, steps, _ANY) * (RUN_ERROR / _ANY) ** len(runs)
+    weights = {NO_CAUSE: nothing, OTHER: unknown}
     for cause, of in found.items():
         likely = sum(variant.weight * likelihood for likelihood, variant, _ in of)
         weights[cause] = likely / sum(variant.weight for _, variant, _ in of)
@@ -76,11 +78,6 @@ def explain(runs: Sequence[Run]) -> list[Explanation]:
 def _likelihood(runs: Sequence[Run], steps_s: Sequence[float], spread: float = RUN_ERROR) -> float:
     missed = [log(run.measured_s / step_s) for run, step_s in zip(runs, steps_s, strict=True)]
     return exp(-sum(error**2 for error in missed) / (2 * spread**2))
-
-
-def _of_any_size(runs: Sequence[Run], steps_s: Sequence[float]) -> float:
-    """The likelihood of gaps of which nothing is known, on the scale of ``_likelihood``."""
-    return _likelihood(runs, steps_s, _ANY) * (RUN_ERROR / _ANY) ** len(runs)
 
 
 def _constants() -> Iterator[Variant]:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from zeropp.price import price_plan
-from zeropp.price.cluster import Cluster, Device
+from zeropp.price.cluster import Cluster, Device, Link
 from zeropp.price.programs import Program
 from zeropp.price.simulator import SimResult, simulate
 from zeropp.schedule.plan import Plan
@@ -70,18 +70,13 @@ def _of_device(*fields: str) -> Callable[[Cluster, float], Cluster]:
     return scaled
 
 
-def _within_node(cluster: Cluster, factor: float) -> Cluster:
-    link = cluster.intra
-    return replace(cluster, intra=replace(link, efficiency=factor * link.efficiency))
+def _of_link(part: Literal["intra", "inter"]) -> Callable[[Cluster, float], Cluster]:
+    def scaled(cluster: Cluster, factor: float) -> Cluster:
+        link: Link = getattr(cluster, part)
+        changed = {part: replace(link, efficiency=factor * link.efficiency)}
+        return replace(cluster, **cast("Any", changed))
 
-
-def _between_nodes(cluster: Cluster, factor: float) -> Cluster:
-    link = cluster.inter
-    return replace(cluster, inter=replace(link, efficiency=factor * link.efficiency))
-
-
-def _steps_between_nodes(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, ring_half_mb=factor * cluster.ring_half_mb)
+    return scaled
 
 
 CONSTANTS = (
@@ -100,9 +95,12 @@ CONSTANTS = (
     Constant(
         "time per kernel and launch", "host-bound", 0.5, 3.0, _of_device("kernel_us", "launch_us")
     ),
-    Constant("rate within a node", "network", 0.4, 1.3, _within_node),
-    Constant("rate between nodes", "network", 0.15, 1.3, _between_nodes),
-    Constant("time per step of a ring between nodes", "network", 0.25, 4.0, _steps_between_nodes),
+    Constant("rate within a node", "network", 0.4, 1.3, _of_link("intra")),
+    Constant("rate between nodes", "network", 0.15, 1.3, _of_link("inter")),
+    Constant(
+        "time per step of a ring between nodes", "network", 0.25, 4.0,
+        lambda cluster, factor: replace(cluster, ring_half_mb=factor * cluster.ring_half_mb),
+    ),
     Constant(
         "slowdown of compute beside collectives", "overlap", 0.4, 3.0,
         _of_device("overlap_slowdown"),
