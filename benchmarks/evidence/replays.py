@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.launch.replay import replayed_plan, trace_plan
+from benchmarks.launch.replay import replayed_plan, trace_pipeline
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
@@ -104,7 +104,7 @@ def _cell(record: RunRecord) -> Cell:
 def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
     """Trace one plan, and compare it in all cells that have it."""
     begin = time.perf_counter()
-    traces = trace_plan(shared[0][1], _CLIPPED)
+    traces = trace_pipeline(shared[0][1], _CLIPPED)
     traced_s = time.perf_counter() - begin
     rows = []
     for cell, plan in shared:

@@ -29,7 +29,7 @@ from baselines.torch_pp.contender import (
 )
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.launch.replay import replayed_plan, trace_plan
+from benchmarks.launch.replay import replayed_plan, trace_pipeline
 from benchmarks.records.environment import git_state
 from benchmarks.records.simulated import commit_of
 from benchmarks.specification.command import CommandParser, command
@@ -100,7 +100,7 @@ def keeping_all_stages(plan: Plan) -> Plan:
 
 def rows_of(name: str, plan: Plan) -> Iterator[dict[str, object]]:
     """Trace one way, and replay it on every cluster."""
-    traces = trace_plan(plan, OptimizerConfig(kind="adamw"))
+    traces = trace_pipeline(plan, OptimizerConfig(kind="adamw"))
     actions = chain.from_iterable(plan.schedule.programs)
     gathers = sum(action.op is Op.UNSHARD for action in actions)
     for cluster in CLUSTERS:

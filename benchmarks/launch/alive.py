@@ -56,8 +56,11 @@ def is_alive(attempt: Path) -> bool:
     try:
         with (attempt / ALIVE).open("rb") as file:
             if _boot() and file.read().decode(errors="replace") == _boot():
-                return _is_locked(file.fileno())
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
         return age_s(attempt / ALIVE) < QUIET_S
+    except BlockingIOError:  # its lock is held
+        return True
     except OSError:
         return False
 
@@ -71,14 +74,6 @@ def age_s(path: Path) -> float:
             return os.fstat(probe.fileno()).st_mtime - written
     except OSError:
         return time.time() - written
-
-
-def _is_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _boot() -> str:

@@ -292,8 +292,12 @@ def finish_attempt(
     try:
         record.write(directory / "record.json")
     except FileExistsError:
-        note = f"closed before its end as {_closed_as(directory)}"
-        late = f"{record.record_id}/late"
+        try:
+            closed = read_record(directory / "record.json")
+            was = f"{closed.status}: {closed.reason}"
+        except RecordError as error:
+            was = f"what cannot be read ({error})"
+        late, note = f"{record.record_id}/late", f"closed before its end as {was}"
         record = replace(record, record_id=late, notes=[*record.notes, note])
         record.write(directory / "record-late.json")
     return record
@@ -366,11 +370,3 @@ def _assembled(
         ending = Ending("failed", silent, interrupted=True)
     point, name = directory.resolve().parts[-2:]
     return make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))
-
-
-def _closed_as(directory: Path) -> str:
-    try:
-        closed = read_record(directory / "record.json")
-    except RecordError as error:
-        return f"what cannot be read ({error})"
-    return f"{closed.status}: {closed.reason}"

@@ -48,7 +48,6 @@ from benchmarks.launch.slurm.submissions import close_ended, query_slurm, read_v
 from benchmarks.records.events import Events, of_kind, rank_file, read_events
 from benchmarks.records.metrics import step_line
 from benchmarks.records.record import RunRecord
-from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
@@ -179,9 +178,8 @@ class _Watched:
         self.progress.update(self.point, _stage_of(events))
         steps = of_kind(list(events), "warmup", "step")
         if self.shows_steps:
-            recorded = read_spec(self.point.spec.to_dict())
             for event in steps[self.shown :]:
-                say(step_line(recorded, event))
+                say(step_line(self.point.spec, event))
             self.shown = len(steps)
 
 

@@ -217,12 +217,9 @@ def words(flags: Flags) -> list[str]:
 
 def sbatch_words(flags: Flags) -> list[str]:
     """The flags as words for ``#SBATCH`` lines, with quotes, because sbatch splits at spaces."""
-    return [_quoted(word) for word in words(flags)]
-
-
-def _quoted(word: str) -> str:
-    name, equals, value = word.partition("=")
-    if not re.search(r"[^\w@%+=:,./\[\]-]", value):
-        return word
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{name}{equals}"{escaped}"'
+    quoted = []
+    for name, equals, value in (word.partition("=") for word in words(flags)):
+        if re.search(r"[^\w@%+=:,./\[\]-]", value):
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        quoted.append(f"{name}{equals}{value}")
+    return quoted

@@ -105,12 +105,9 @@ def still_to_run(
             failed.append(failures[-1])
         else:
             missing += [point] * ((repeats if point.plan else 1) - successes)
-    return _shuffled(missing, repeats), failed
-
-
-def _shuffled(points: list[Point], repeats: int) -> list[Point]:
-    """The points, in another order if they are repeated, which is the same every time."""
-    return random.Random(0).sample(points, len(points)) if repeats > 1 else points
+    if repeats > 1:
+        missing = random.Random(0).sample(missing, len(missing))  # the same order every time
+    return missing, failed
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:

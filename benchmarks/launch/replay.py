@@ -8,18 +8,19 @@ has the simulator's price, while which there are and in what order the code itse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch.attempt import OK, Ending, close_abandoned, new_header, write_unstarted
 from benchmarks.launch.options import ReplayOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one, say
+from benchmarks.launch.running import SweepProgress, one_by_one, say, without_ranks
 from benchmarks.launch.simulate import MOST_SPANS
+from benchmarks.launch.trace import settle as settle
+from benchmarks.launch.trace import trace_plan
 from benchmarks.records.record import RunRecord
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.records.simulated import predicted_memory
 from benchmarks.specification.run_spec import check_priced
 from zeropp.price.cluster import Cluster
 from zeropp.price.price import work_of
@@ -41,75 +42,50 @@ def check(points: Sequence[Point], options: ReplayOptions) -> None:
         say("launcher=replay runs no torch.compile: each operator of a block is one kernel")
 
 
-def settle(runs_dir: Path) -> dict[str, str]:
-    """Record the attempts whose launcher is dead. No point is under way: the folder is locked, and
-    what others measure is no replay."""
-    close_abandoned(runs_dir)
-    return {}
-
-
 def launch(
     points: Sequence[Point], options: ReplayOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Replay every point and write its record."""
 
     def run(point: Point) -> RunRecord:
-        assert point.plan is not None  # infeasible points never reach a launcher
-        return _replay(point, point.plan, runs_dir, progress)
+        return without_ranks(point, "replay", runs_dir, partial(_replayed, point, progress))
 
     return one_by_one(points, options.kind, progress, run)
 
 
-def _replay(point: Point, plan: Plan, runs_dir: Path, progress: SweepProgress) -> RunRecord:
-    spec, header, ending = point.spec, new_header("replay", plan), OK
-    step_s: list[float] = []
-    rows: list[list[Any]] = []
-    predicted: dict[str, Any] = {}
+def _replayed(point: Point, progress: SweepProgress) -> dict[str, Any]:
+    """Replay a point; returns what its record has."""
+    plan, cluster = point.plan, point.spec.cluster
+    assert plan is not None  # infeasible points never reach a launcher
 
     def tell(done: int) -> None:
         progress.update(point, f"traced {done} of {plan.layout.pp} ranks")
 
-    try:
-        traces = trace_plan(plan, spec.optimizer, tell)
-        replayed = replayed_plan(plan, spec.cluster, traces)
-    except Exception as error:  # an error in the contender's code is the point's result
-        ending = Ending("failed", f"{type(error).__name__}: {str(error).strip()[:500]}")
-    else:
-        step_s, rows = [replayed.step_s], replayed.timeline.to_rows()
-        predicted = {
-            "described_step_s": simulate(plan, spec.cluster).step_s,
-            "peak_bytes": max(trace.memory.total for trace in traces),
-            "memory": [asdict(trace.memory) for trace in traces],
+    tell(0)
+    traces = trace_pipeline(plan, point.spec.optimizer, tell)
+    replayed = replayed_plan(plan, cluster, traces)
+    rows = replayed.timeline.to_rows()
+    return {
+        "step_s": [replayed.step_s],
+        "spans": rows if len(rows) <= MOST_SPANS else [],
+        "predicted": {
+            "described_step_s": simulate(plan, cluster).step_s,
+            **predicted_memory([trace.memory for trace in traces]),
             "busy_s": list(replayed.busy_s.values()),
             "waits_s": list(replayed.waits_s.values()),
             "trace_s": [trace.seconds for trace in traces],
-        }
-    return write_unstarted(
-        spec,
-        runs_dir,
-        header,
-        ending,
-        step_s=step_s,
-        spans=rows if len(rows) <= MOST_SPANS else [],
-        predicted=predicted,
-    )
+        },
+    }
 
 
-def trace_plan(
+def trace_pipeline(
     plan: Plan, optimizer: OptimizerConfig, tell: Callable[[int], None] = lambda _: None
 ) -> list[Trace]:
-    """Trace the ranks of a plan's first pipeline, without ``torch.compile``, which needs values;
-    ``tell`` is called with how many are traced."""
-    from zeropp.emulate.trace import trace_ranks
-
-    plan = replace(plan, compile=False)
-    traces: list[Trace] = []
-    program, ranks = CONTENDERS[plan.contender], plan.layout.pipeline(0)
-    tell(0)
-    for trace in trace_ranks(plan, ranks, optimizer=optimizer, program=program, steps=2):
-        traces.append(trace)
-        tell(len(traces))
-    return traces
+    """Trace two steps of the ranks of a plan's first pipeline, without ``torch.compile``, which
+    needs values; ``tell`` is called with how many are traced."""
+    return trace_plan(
+        replace(plan, compile=False), plan.layout.pipeline(0), optimizer, tell, steps=2
+    )
 
 
 def replayed_plan(plan: Plan, cluster: Cluster, traces: Sequence[Trace]) -> Replay:

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.launch.attempt import Ending, new_header, or_unwritten, write_unstarted
+from benchmarks.launch.attempt import OK, Ending, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import LauncherOptions
 from benchmarks.launch.points import Point
 from benchmarks.records.metrics import memory_text, peak_memory_gib
@@ -29,6 +30,19 @@ def one_by_one(
         records.append(or_unwritten(point.spec, kind, partial(run, point)))
         progress.finished(records[-1])
     return records
+
+
+def without_ranks(
+    point: Point, launcher: str, runs_dir: Path, results: Callable[[], dict[str, Any]]
+) -> RunRecord:
+    """Record an attempt for which the launcher runs the contender's code itself: the fields of
+    RunRecord that ``results`` returns. An error in that code is the point's result."""
+    header, ending, fields = new_header(launcher, point.plan), OK, dict[str, Any]()
+    try:
+        fields = results()
+    except Exception as error:
+        ending = Ending("failed", f"{type(error).__name__}: {str(error).strip()[:500]}")
+    return write_unstarted(point.spec, runs_dir, header, ending, **fields)
 
 
 def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -108,19 +109,13 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
     if unknown:
         known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
         raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
-    return spec_from_mapping(
-        _with_batch({k: v for k, v in config.items() if k in _SPEC_KEYS}, config)
-    )
-
-
-def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The spec's values, with ``global_batch`` computed from ``sequences_per_gpu`` if given."""
-    sequences, gpus = config.get("sequences_per_gpu"), values.get("num_gpus")
-    if sequences is None:
-        return values
-    if type(sequences) is not int or sequences < 1:
-        raise SpecError(f"sequences_per_gpu={sequences!r}: must be a whole number, at least 1")
-    return values | {"global_batch": sequences * gpus if isinstance(gpus, int) else 1}
+    values = {key: value for key, value in config.items() if key in _SPEC_KEYS}
+    if (sequences := config.get("sequences_per_gpu")) is not None:
+        if type(sequences) is not int or sequences < 1:
+            raise SpecError(f"sequences_per_gpu={sequences!r}: must be a whole number, at least 1")
+        gpus = values.get("num_gpus")
+        values["global_batch"] = sequences * gpus if isinstance(gpus, int) else 1
+    return spec_from_mapping(values)
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
@@ -187,8 +182,13 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
             with lock if options.kind in _LOCKED else nullcontext():
                 records += _launch_missing(group, options, runs_dir, rerun, repeats)
         except OSError as error:  # full or read-only: every point counts as missing
-            records += _unwritten(group, options, error)
+            with SweepProgress(len(group)) as progress:
+                records += one_by_one(group, options.kind, progress, partial(_fail, error))
     return records
+
+
+def _fail(error: OSError, _: Point) -> RunRecord:
+    raise error
 
 
 def _launch_missing(
@@ -214,16 +214,6 @@ def _launch_missing(
     feasible = [point for point in todo if point.plan is not None]
     with SweepProgress(len(feasible)) as progress:
         return list(launcher.launch(feasible, options, runs_dir, progress))
-
-
-def _unwritten(group: list[Point], options: LauncherOptions, error: OSError) -> list[RunRecord]:
-    """Say of every point that nothing could be written; it counts as missing."""
-
-    def fail(_: Point) -> RunRecord:
-        raise error
-
-    with SweepProgress(len(group)) as progress:
-        return one_by_one(group, options.kind, progress, fail)
 
 
 def _by_launcher(

@@ -9,31 +9,30 @@ because network and waiting for peers are missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch.attempt import (
-    OK,
-    Ending,
-    close_abandoned,
-    new_header,
-    plan_summary,
-    write_unstarted,
-)
+from benchmarks.launch.attempt import close_abandoned, plan_summary
 from benchmarks.launch.local import is_here, preload, run_attempt
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
-from benchmarks.launch.running import SweepProgress, one_by_one
+from benchmarks.launch.running import SweepProgress, one_by_one, without_ranks
 from benchmarks.records.record import RunRecord
+from benchmarks.records.simulated import predicted_memory
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from zeropp.price.plan_price import PlanPrice, StageExtras
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.emulate.trace import Trace
+    from zeropp.types.training import OptimizerConfig
 
 Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head
 
@@ -125,10 +124,17 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
     if not ranks:
         raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
     for point in points:
-        if options.tensors == "real":
-            _check_real(point)
-        else:
-            _check_fake(point)
+        cluster, is_real = point.spec.cluster, options.tensors == "real"
+        if is_real and not is_here(cluster.device):
+            raise SpecError(
+                f"cluster={cluster.name}: launcher.tensors=real needs that GPU here and none is "
+                "found (use launcher.tensors=fake, or cluster=cpu_gloo)"
+            )
+        if not is_real and point.plan is not None and point.plan.compile:
+            raise SpecError(
+                "contender.compile=true: launcher=trace cannot compile with fake tensors (use "
+                "false, or launcher.tensors=real)"
+            )
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
             if not -pp <= rank < pp:
@@ -136,23 +142,6 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
                     f"launcher.pipeline_ranks={rank}: {point.spec.spec_id} has {pp} pipeline "
                     f"ranks (try 0 to {pp - 1}, or -1 for the last)"
                 )
-
-
-def _check_fake(point: Point) -> None:
-    if point.plan is not None and point.plan.compile:
-        raise SpecError(
-            "contender.compile=true: launcher=trace cannot compile with fake tensors (use false, "
-            "or launcher.tensors=real)"
-        )
-
-
-def _check_real(point: Point) -> None:
-    cluster = point.spec.cluster
-    if not is_here(cluster.device):
-        raise SpecError(
-            f"cluster={cluster.name}: launcher.tensors=real needs that GPU here and none is found "
-            "(use launcher.tensors=fake, or cluster=cpu_gloo)"
-        )
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
@@ -183,40 +172,40 @@ def launch(
                 variant=options.variant,
                 arguments=["--lone"],
             )
-        return _trace_fake(point, point.plan, ranks, runs_dir, progress)
+        return without_ranks(point, "trace", runs_dir, partial(_traced, point, ranks, progress))
 
     if options.tensors == "real":
         preload(points)
     return one_by_one(points, "trace", progress, run)
 
 
-def _trace_fake(
-    point: Point, plan: Plan, ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
-) -> RunRecord:
-    header, ending, predicted = new_header("trace", plan), OK, {}
-    try:
-        predicted = _trace(point, plan, ranks, progress)
-    except Exception as error:  # an error in the contender's code is the point's result
-        ending = Ending("failed", f"{type(error).__name__}: {str(error).strip()[:500]}")
-    return write_unstarted(point.spec, runs_dir, header, ending, predicted=predicted)
+def _traced(point: Point, ranks: Sequence[int], progress: SweepProgress) -> dict[str, Any]:
+    """Trace some ranks with fake tensors; returns what their record has."""
+    assert point.plan is not None
 
+    def tell(done: int) -> None:
+        progress.update(point, f"traced {done} of {len(ranks)} ranks")
 
-def _trace(
-    point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
-) -> dict[str, Any]:
-    """Trace some ranks with fake tensors; returns the part that a record keeps."""
-    from zeropp.emulate.trace import Trace, trace_ranks
-
-    spec = point.spec
-    program = CONTENDERS[spec.contender.name]
-    traces: list[Trace] = []
     progress.update(point, f"tracing {len(ranks)} ranks")
-    for trace in trace_ranks(plan, ranks, optimizer=spec.optimizer, program=program):
+    traces = trace_plan(point.plan, ranks, point.spec.optimizer, tell)
+    memory = predicted_memory([trace.memory for trace in traces])
+    return {"predicted": memory | {"ranks": ranks, "trace_s": [t.seconds for t in traces]}}
+
+
+def trace_plan(
+    plan: Plan,
+    ranks: Sequence[int],
+    optimizer: OptimizerConfig,
+    tell: Callable[[int], None] = lambda _: None,
+    *,
+    steps: int = 1,
+) -> list[Trace]:
+    """Trace some ranks of a plan with fake tensors; ``tell`` is called with how many are traced."""
+    from zeropp.emulate.trace import trace_ranks
+
+    program = CONTENDERS[plan.contender]
+    traces: list[Trace] = []
+    for trace in trace_ranks(plan, ranks, optimizer=optimizer, program=program, steps=steps):
         traces.append(trace)
-        progress.update(point, f"traced {len(traces)} of {len(ranks)} ranks")
-    return {
-        "peak_bytes": max(trace.memory.total for trace in traces),
-        "memory": [asdict(trace.memory) for trace in traces],
-        "ranks": ranks,
-        "trace_s": [trace.seconds for trace in traces],
-    }
+        tell(len(traces))
+    return traces

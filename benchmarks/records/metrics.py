@@ -4,35 +4,39 @@ of a log."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import RecordedDevice, RecordedSpec
 from zeropp.price import model_flops_per_token
 from zeropp.price.cluster import Device
+from zeropp.types.shape import ModelShape
+
+if TYPE_CHECKING:  # reports need no contenders
+    from benchmarks.specification.run_spec import RunSpec
 
 
-def tokens_per_step(spec: RecordedSpec) -> int:
+def tokens_per_step(spec: RecordedSpec | RunSpec) -> int:
     """Tokens trained on in one step, over all ranks."""
     return spec.global_batch * spec.model.seq
 
 
-def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
+def tokens_per_s_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float:
     """Tokens per second and rank."""
     return tokens_per_step(spec) / step_s / spec.num_gpus
 
 
-def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
+def model_tflops_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:
     """Model TFLOP/s per rank: of one forward and backward without recomputation, with attention
     counted as not causal (``zeropp.price.model_flops_per_token``). None if a size of the model is
     not known."""
-    shape = spec.model.shape
+    shape = spec.model if isinstance(spec.model, ModelShape) else spec.model.shape
     if shape is None:
         return None
     return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(shape) / 1e12
 
 
-def mfu(spec: RecordedSpec, step_s: float) -> float | None:
+def mfu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:
     """Model FLOP/s divided by the device's dense peak at the run's precision (arXiv 2204.02311,
     appendix B); None if either is not known."""
     reached = model_tflops_per_gpu(spec, step_s)
@@ -70,7 +74,7 @@ def memory_text(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
 
 
-def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
+def step_line(spec: RecordedSpec | RunSpec, event: Mapping[str, Any]) -> str:
     """What a step did, in one line of a log: step (counted from 1, warm-up included), loss (nats
     per token), gradient norm before clipping, tokens/s, model TFLOP/s and MFU per rank, and the
     rank's peak memory so far, also as a share of its device's. What the ``warmup`` or ``step``

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zeropp.choose.task import Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.lost_time import TimeBreakdown
 from zeropp.price.simulator import SimResult
+from zeropp.schedule.plan import MemoryBytes
 from zeropp.types.shape import ModelShape
 
 TABLE = "plans.csv"
@@ -32,25 +33,31 @@ _CHANGED = "+changes"  # after a commit from whose files the checkout differed
 
 def prediction(result: SimResult) -> dict[str, Any]:
     """The part of a simulated step that a record keeps."""
-    known = _predicted(
+    step = _predicted_step(
         step_s=result.step_s,
         tokens_per_s_per_gpu=result.tokens_per_s_per_gpu,
         bubble=result.bubble,
         share_of_limit=result.limit_share,
         breakdown_s=result.breakdown.by_kind(),
-        peak_bytes=result.peak_bytes,
     )
-    return known | {"memory": [asdict(memory) for memory in result.memory]}
+    return step | predicted_memory(result.memory)
 
 
-def _predicted(
+def predicted_memory(ranks: Sequence[MemoryBytes]) -> dict[str, Any]:
+    """What a record keeps of the memory of ranks that were simulated, traced or replayed."""
+    return {
+        "peak_bytes": max(memory.total for memory in ranks),
+        "memory": [asdict(memory) for memory in ranks],
+    }
+
+
+def _predicted_step(
     *,
     step_s: float,
     tokens_per_s_per_gpu: float,
     bubble: float,
     share_of_limit: float,
     breakdown_s: Mapping[str, float],
-    peak_bytes: float,
 ) -> dict[str, Any]:
     return {
         "step_s": step_s,
@@ -59,7 +66,6 @@ def _predicted(
         "compute_limit_tokens_per_s_per_gpu": tokens_per_s_per_gpu / share_of_limit,
         "share_of_compute_limit": share_of_limit,
         "breakdown_s": dict(breakdown_s),
-        "peak_bytes": peak_bytes,
     }
 
 
@@ -174,14 +180,14 @@ def _record_in(line: Mapping[str, str]) -> RunRecord:
     setting = predicted = None
     if line["step_s"]:
         setting = json.loads(line["setting"])
-        predicted = _predicted(
+        predicted = _predicted_step(
             step_s=float(line["step_s"]),
             tokens_per_s_per_gpu=float(line["tokens_per_s_per_gpu"]),
             bubble=float(line["bubble"]),
             share_of_limit=float(line["share_of_limit"]),
             breakdown_s={kind: float(line[f"{kind}_s"]) for kind in _KINDS},
-            peak_bytes=float(line["peak_gib"]) * 2**30,
         )
+        predicted["peak_bytes"] = float(line["peak_gib"]) * 2**30
     return plan_record(
         task,
         line["contender"],

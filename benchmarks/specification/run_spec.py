@@ -110,7 +110,11 @@ class RunSpec(TaskSpec):
         return Candidate(self.contender, size)
 
     def plan(self) -> Plan:
-        """What every rank does; raises InfeasibleError if no plan exists."""
+        """What every rank does, made once; raises InfeasibleError if no plan exists."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> Plan:
         return CONTENDERS[self.contender.name].plan(self.task, self.candidate)
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from benchmarks.records.environment import capture_environment
 from benchmarks.records.events import EventWriter
 from benchmarks.records.losses import beyond, distance
 from benchmarks.records.metrics import step_line
-from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, local_batch, open_batches
@@ -70,10 +69,12 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         return _run(spec, events, arguments.out.resolve().parents[1] / ONE_PROCESS)
     except Exception as error:
-        kind = "oom" if _is_out_of_memory(error) else "error"
+        refused = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        is_oom = refused or isinstance(error, MemoryError | torch.OutOfMemoryError)
+        kind = "oom" if is_oom else "error"
         events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])
         sys.excepthook(type(error), error, error.__traceback__)
-        return EXIT_OOM if kind == "oom" else 1
+        return EXIT_OOM if is_oom else 1
 
 
 def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
@@ -135,7 +136,7 @@ class _Attempt:
     def measure(self) -> list[float]:
         """Warm-up and timed steps; each leaves an event, and a line in the rank's log. Returns
         their losses."""
-        warmup, recorded = self.spec.measure.warmup_steps, read_spec(self.spec.to_dict())
+        warmup = self.spec.measure.warmup_steps
         losses = []
         for index in range(warmup + self.spec.measure.steps):
             inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
@@ -153,7 +154,7 @@ class _Attempt:
                 grad_norm=float(result.grad_norm),
                 peak_bytes=self.meter.peak_bytes(),
             )
-            print(step_line(recorded, event), flush=True)
+            print(step_line(self.spec, event), flush=True)
             losses.append(loss)
         return losses
 
@@ -185,12 +186,6 @@ def _open_world(spec: RunSpec) -> torch.device:
         # Without a device, as in torchtitan: with one, all messages of a group share a stream.
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout)
     return device
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _leave_on_signal(events: EventWriter) -> None:

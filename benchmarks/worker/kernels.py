@@ -12,6 +12,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -71,7 +72,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
     """The kernels that actions of a program launched, sorted by their starts."""
     whole = [event for event in events if event.get("ph") == "X"]
-    ranges = sorted(_ranges(whole), key=itemgetter(0))
+    ranges: list[tuple[float, float, Action]] = []
+    for event in whole:
+        with suppress(ValueError):  # a range that is no action
+            if event.get("cat") == "user_annotation":
+                action = parse_action(event["name"].removeprefix(_TORCH_PIPELINE))
+                ranges.append((event["ts"], event["ts"] + event["dur"], action))
+    ranges.sort(key=itemgetter(0))
     begins = [begin for begin, _, _ in ranges]
     launches = {
         event["args"]["correlation"]: event
@@ -99,16 +106,6 @@ def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
             )
         )
     return sorted(kernels, key=lambda kernel: kernel.start_s)
-
-
-def _ranges(events: Iterable[dict[str, Any]]) -> Iterable[tuple[float, float, Action]]:
-    for event in events:
-        if event.get("cat") == "user_annotation":
-            try:
-                action = parse_action(event["name"].removeprefix(_TORCH_PIPELINE))
-            except ValueError:
-                continue  # a range that is no action
-            yield event["ts"], event["ts"] + event["dur"], action
 
 
 def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:

@@ -185,11 +185,15 @@ def _before_the_ranks(
     job's log that may be a cause, but not after a success; otherwise the exit code. Slurm's step
     daemon writes to the job's log at any time, so its lines count only if there are no others, or
     if they name a fault of the node."""
-    code = end.exit_code if end else _script_code(ended)
+    code = end.exit_code if end else None
+    if ended and not end and ended.word in ("COMPLETED", "FAILED"):  # it ended by itself
+        number = ended.exit_code.partition(":")[0]
+        code = int(number) if number.isdigit() else None
     in_setup = end is not None and end.stage == "setup"
     where = "in setup" if in_setup else "before the ranks started"
     for path in (attempt / "srun.log", log) if code != 0 else ():
-        if line := last_words(path, _is_no_noise) or last_words(path):
+        line = last_words(path, lambda x: not x.startswith("slurmstepd") or failed(x).interrupted)
+        if line := line or last_words(path):
             ending = failed(f"{where}: {line}")
             if _FORGOTTEN.search(line):
                 return replace(ending, status="lost", interrupted=True)
@@ -204,16 +208,6 @@ def _before_the_ranks(
     if end is None and code not in (None, 1):  # another program, by an exec in launcher.setup
         return failed(f"the script ended with exit code {code}, before its ranks")
     return None
-
-
-def _script_code(ended: EndedJob | None) -> int | None:
-    """The exit code of a script that ended by itself; None if it did not, or nobody knows."""
-    code = ended.exit_code.partition(":")[0] if ended else ""
-    return int(code) if ended and ended.word in ("COMPLETED", "FAILED") and code.isdigit() else None
-
-
-def _is_no_noise(line: str) -> bool:
-    return not line.startswith("slurmstepd") or failed(line).interrupted
 
 
 def _text(path: Path) -> str:

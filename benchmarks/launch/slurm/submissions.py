@@ -350,21 +350,16 @@ def _write_unstarted(point: SubmittedPoint, ended: EndedJob | None) -> RunRecord
     name = f"{attempt_name(point.directory)}-0"
     spec, header = frozen(point.directory / "specs" / point.spec_id)
     attempt = point.point / name
-    ending = _why_unstarted(ended)
-    state = ended.state if ended else ""
+    ending, state = _LOST, ""
+    if ended is not None:
+        state = ended.state
+        words = f"ended before its script began (Slurm: {state}, exit code {ended.exit_code})"
+        unexplained = Ending("failed", words, interrupted=True)
+        ending = ending_by_state(ended) or killed_script(ended) or unexplained
     slurm = {"job": point.job, "restart": 0, "nodes": "", "log": str(point.log), "state": state}
     record = make_record(point.spec_id, name, spec, header, ending, slurm=slurm)
     record.write(attempt / "record.json")
     return record
-
-
-def _why_unstarted(ended: EndedJob | None) -> Ending:
-    """Why a job ended before its script began."""
-    if ended is None:
-        return _LOST
-    by_state = ending_by_state(ended)
-    words = f"ended before its script began (Slurm: {ended.state}, exit code {ended.exit_code})"
-    return by_state or killed_script(ended) or Ending("failed", words, interrupted=True)
 
 
 def _is_recorded(attempt: Path) -> bool:

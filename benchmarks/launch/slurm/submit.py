@@ -67,8 +67,14 @@ class SlurmSweep:
     options: SlurmOptions
 
     def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
-        """The points grouped by their resources."""
-        sized = [(p, resources_of(p.spec, self.options, _predicted_step_s(p))) for p in points]
+        """The points grouped by their resources, with the simulated step time of each, but on CPUs,
+        where the simulator lacks how many ranks share a core."""
+        sized = []
+        for point in points:
+            cluster, step_s = point.spec.cluster, None
+            if point.plan is not None and not cluster.device.is_cpu:
+                step_s = simulate(point.plan, cluster).step_s
+            sized.append((point, resources_of(point.spec, self.options, step_s)))
         return group(sized, self.directory, self.directory.name, max_array_size)
 
     def scripts(self, arrays: Sequence[Array]) -> dict[Path, str]:
@@ -137,14 +143,6 @@ def launch(
 def say(line: str) -> None:
     """Print one line without wrapping it."""
     _OUT.print(line)
-
-
-def _predicted_step_s(point: Point) -> float | None:
-    """The simulated step time; None on CPUs, where the simulator does not know how many ranks share
-    a core."""
-    if point.plan is None or point.spec.cluster.device.is_cpu:
-        return None
-    return simulate(point.plan, point.spec.cluster).step_s
 
 
 def _show(points: Sequence[Point], sweep: SlurmSweep) -> None:
