@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baselines.megatron_core import private_names
 from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_one_kernel
+from zeropp.emulate.emulation import as_one_kernel
 from zeropp.emulate.world import wherever_imported
 
 

@@ -16,8 +16,8 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
 from tests.unit.shapes import gpt
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
-from zeropp.choose.recorder import Recorder
 from zeropp.choose.task import Candidate, Task
+from zeropp.emulate.recorder import Recorder
 from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.price import price_plan

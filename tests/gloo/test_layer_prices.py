@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from baselines.model import build_piece
 from benchmarks.specification.reading import preset
 from tests.unit.simulated_task import cluster
-from zeropp.choose.layer_prices import LayerPrices, LayerState
-from zeropp.choose.recorder import Recorder
+from zeropp.choose.layer_prices import LayerPrices, LayerState, passes_of_layer
+from zeropp.emulate.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
-from zeropp.price.layers import passes_of_layer
 from zeropp.price.network import group_of
 from zeropp.price.price import pass_times
 from zeropp.price.programs import program_named

@@ -21,7 +21,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import CPU, SEED, batch, request
 from tests.gloo.world import World
 from zeropp.emulate import trace
-from zeropp.emulate.device import tensors_in
+from zeropp.emulate.kernels import tensors_in
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.world import replaced
 from zeropp.engine.private_names import TorchDispatchMode

@@ -21,7 +21,8 @@ from torch.nn.utils import get_total_norm
 from tests.gloo.world import World
 from zeropp import emulate
 from zeropp.emulate.device import VirtualDevice
-from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.emulation import as_on_cuda
+from zeropp.emulate.kernels import describe
 from zeropp.emulate.log import COMPUTE, Issued, Kernel
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import mismatches

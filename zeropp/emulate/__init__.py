@@ -11,7 +11,8 @@ away too early, and hangs.
 One emulated machine: ``device``, for whose streams ``emulation`` gives torch stand-ins; ``world``,
 the process group without peers; ``log``, what a rank's host issues. What is read of them:
 ``memory``, the bytes of one rank of a job of any size; order, by ``races`` and ``rendezvous``; and
-time, by ``kernels`` and ``clock``. ``trace`` runs ranks of plans and of scripts, each alone.
+time, by ``kernels`` and ``clock``. ``trace`` runs ranks of plans and of scripts, each alone;
+``recorder`` finds what a user's layer computes.
 """
 
 from __future__ import annotations

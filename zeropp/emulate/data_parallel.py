@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.emulate.device import tensors_in
+from zeropp.emulate.kernels import tensors_in
 from zeropp.emulate.private_names import after_backward
 from zeropp.emulate.world import replaced
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.emulate.kernels import Tensors, arguments_of, new_of, size_of, tensors_in
 from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.private_names import NUMBER_OF, group_of, is_composite, is_fake, is_known
@@ -19,7 +20,6 @@ from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.emulate.world import replaced, taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
 
-Tensors = Sequence[Tensor]
 Group = tuple[str, tuple[int, ...]]  # a process group: its name and its ranks
 # From an operator's name, the tensors that it reads and that it writes, and its arguments by name.
 Describe = Callable[[str, Tensors, Tensors, Mapping[str, Any]], Kernel]
@@ -60,23 +60,6 @@ def extent(tensor: Tensor) -> Extent:
     begin = int(tensor.storage_offset())
     last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return storage, begin * size, (last + 1) * size
-
-
-def size_of(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements, those of an expanded one once."""
-    elements = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
-    return min(tensor.numel(), elements) * tensor.element_size()
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors with memory in an argument of an operator, or in what a module returns."""
-    if isinstance(value, Tensor):
-        return [value] if value.layout == torch.strided and not value.is_meta else []
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return []
 
 
 def _is_on_host(reads: Tensors) -> bool:
@@ -244,24 +227,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == _WAIT:
             return self._waited(result)
         elif name not in _NOTHING and not name.startswith(("prim::", "profiler::")):
-            known = func._schema.arguments
-            by_name = {argument.name: argument for argument in known}
-            arguments = [*zip(known, args, strict=False)]
-            arguments += [(by_name[key], value) for key, value in kwargs.items()]
             tell = self._functional if name.startswith(_FUNCTIONAL) else self._operator
-            tell(name, arguments, result)
+            tell(func, arguments_of(func, args, kwargs), result)
         return result
 
-    def _operator(self, name: str, arguments: Sequence[tuple[Any, Any]], result: Any) -> None:
-        device = self._device
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        for argument, value in arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(tensors_in(value))
-        known = {id(tensor.untyped_storage()) for tensor in (*reads, *writes)}
+    def _operator(self, func: Any, given: Mapping[str, Any], result: Any) -> None:
+        device, name = self._device, func._schema.name
+        changed = {argument.name for argument in func._schema.arguments if argument.is_write}
+        reads = tensors_in([value for key, value in given.items() if key not in changed])
+        writes = tensors_in([value for key, value in given.items() if key in changed])
         outputs = tensors_in(result)
-        new = [tensor for tensor in outputs if id(tensor.untyped_storage()) not in known]
+        new = new_of(outputs, [*reads, *writes])
         if outputs and not new and not writes:
             if name.startswith("aten::"):
                 return  # a view
@@ -270,7 +246,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device.allocate(tensor.untyped_storage(), name)
         if name in _EMPTY or _is_on_host(reads):
             return
-        given = {argument.name: value for argument, value in arguments}
         device.kernel(name, reads, [*writes, *new], given)
         if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
             device.read_by_host(f"a number that {name} gives the host")
@@ -322,10 +297,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == _BARRIER:
             self._device.wait_on_host(stream, "barrier")
 
-    def _functional(self, name: str, arguments: Sequence[tuple[Any, Any]], result: Any) -> None:
+    def _functional(self, func: Any, given: Mapping[str, Any], result: Any) -> None:
         """A collective on its group's stream, after which a stream is that waits for its result."""
-        device, given = self._device, {argument.name: value for argument, value in arguments}
-        read, written = tensors_in([value for _, value in arguments]), tensors_in(result)
+        device, name = self._device, func._schema.name
+        read, written = tensors_in([*given.values()]), tensors_in(result)
         group = group_of(given["group_name"])
         assert group is not None
         for tensor in written:

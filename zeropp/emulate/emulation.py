@@ -1,6 +1,7 @@
 """``emulated`` and ``watch``: streams, events, messages and asynchronous collectives of torch have
 stand-ins, so that a step on a CPU tells a ``VirtualDevice`` in which order it would give its work
-to a GPU."""
+to a GPU. ``as_on_cuda``: so have operators that a GPU has otherwise than a CPU (RMSNorm, products
+that add in fp32, what is compiled into one kernel). They allocate what they would there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import chain, count
 from types import FunctionType
 from typing import Any
@@ -17,13 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from zeropp.emulate.device import Observer, VirtualDevice
+from zeropp.emulate.kernels import Tensors, tensors_in
 from zeropp.emulate.log import COMPUTE, Issued
-from zeropp.emulate.private_names import COALESCING, is_known
+from zeropp.emulate.private_names import COALESCING, MANY_IN_ONE_KERNEL, is_known, without_modes
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.emulate.world import replaced, wherever_imported
+from zeropp.engine import deferred
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
 
@@ -34,6 +39,7 @@ _RETURN_WORK += [
     if type(function) is FunctionType and "async_op" in inspect.signature(function).parameters
 ]
 _READ_BY_HOST = ("tolist", "cpu", "numpy")
+_cpu_dropout, _cpu_attention = functional.dropout, functional.scaled_dot_product_attention
 
 
 class _Event:
@@ -230,6 +236,112 @@ def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
     faults = tuple(chain.from_iterable(texts))
     return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))
+
+
+def as_on_cuda(device: VirtualDevice) -> AbstractContextManager[None]:
+    """Inside this context, what differs on a GPU runs as there."""
+
+    def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
+        device.kernel("aten::addmm_", [left, right], [total])
+
+    return replaced(
+        (functional, "rms_norm", partial(_rms_norm, device)),
+        (functional, "dropout", _dropout),
+        (functional, "scaled_dot_product_attention", _drops_inside),
+        (deferred, "add_wide_product", add_wide_product),
+        (*MANY_IN_ONE_KERNEL, _in_one_kernel),
+    )
+
+
+@contextmanager
+def _as_one(
+    device: VirtualDevice, name: str, reads: Tensors, writes: list[Tensor]
+) -> Iterator[None]:
+    """Inside this context no kernel is noted, but one at its end."""
+    with device.unseen():
+        yield
+    device.kernel(name, reads, writes)
+
+
+def as_one_kernel(device: VirtualDevice, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a GPU runs as one compiled kernel, and that is not compiled here: a trace
+    counts the tensors that it takes and returns, and not the temporaries on the way to them."""
+
+    @wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with without_modes():
+            result = function(*arguments, **keywords)
+        writes = tensors_in(result)
+        with _as_one(device, function.__name__, tensors_in([arguments, keywords]), writes):
+            for tensor in writes:
+                tensor.detach()  # the operator by which a trace sees the tensor's storage
+        return result
+
+    return run
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Allocates what CUDA's ``_fused_rms_norm`` does; on CPUs torch computes RMSNorm in parts, and
+    keeps each in fp32. The values are zeros, so that an optimizer finds no overflow."""
+
+    @staticmethod
+    def forward(ctx: Any, device: VirtualDevice, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.device = device
+        ctx.save_for_backward(x, weight)
+        writes: list[Tensor] = []
+        with _as_one(device, "aten::_fused_rms_norm", [x, weight], writes):
+            writes.append(torch.zeros_like(x))
+        return writes[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        writes: list[Tensor] = []
+        with _as_one(ctx.device, "aten::_fused_rms_norm_backward", [grad, x, weight], writes):
+            writes += [torch.zeros_like(x), torch.zeros_like(weight)]
+        return None, writes[0], writes[1]
+
+
+def _rms_norm(
+    device: VirtualDevice,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    del eps
+    if weight is None:
+        weight = input.detach().new_empty(normalized_shape)
+    return _FusedRmsNorm.apply(device, input, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """One kernel, which also writes a mask of a byte per element; a CPU has three."""
+    if not training or not 0 < p < 1 or inplace:
+        return _cpu_dropout(input, p, training, inplace)
+    dropped: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def _drops_inside(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *arguments: Any,
+    **keywords: Any,
+) -> Tensor:
+    """A GPU's kernel of attention drops scores itself; with dropout a CPU has no such kernel."""
+    del dropout_p
+    return _cpu_attention(query, key, value, attn_mask, 0.0, *arguments, **keywords)
+
+
+def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
+    """Whether a GPU takes the norms of all of these in one kernel, as it does of plain tensors."""
+    del device
+    return not any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def _streams(device: VirtualDevice) -> dict[str, Any]:

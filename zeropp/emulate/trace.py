@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropp.emulate.device import Describe, VirtualDevice
-from zeropp.emulate.emulation import emulated
-from zeropp.emulate.kernels import as_on_cuda, describe
+from zeropp.emulate.emulation import as_on_cuda, emulated
+from zeropp.emulate.kernels import describe
 from zeropp.emulate.log import STEP, Issued
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode

@@ -41,7 +41,7 @@ from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
-    from zeropp.choose.recorder import Recorder
+    from zeropp.emulate.recorder import Recorder
     from zeropp.types.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]

@@ -10,8 +10,7 @@ Read in this order, from the smallest formula to the whole price:
 
 * ``kernels``: seconds of one matrix product, of one attention, and of one pass over memory.
 * ``flops``: parameters and FLOPs of a model's pieces.
-* ``pieces``: seconds of one piece's forward, input gradient and weight gradient; ``layers``: those
-  of a layer that is known by its operators alone.
+* ``pieces``: seconds of one piece's forward, input gradient and weight gradient.
 * ``network``: seconds of collectives and messages; ``communication``: what tensor and data
   parallelism add to a stage.
 * ``activations``: bytes of a microbatch's tensors; ``memory``: of a stage's parameters and

@@ -34,7 +34,7 @@ from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute, if_auto
 
 if TYPE_CHECKING:
-    from zeropp.choose.recorder import Recorder
+    from zeropp.emulate.recorder import Recorder
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -166,7 +166,7 @@ def _sizes(
 
 
 def _recorder() -> type[Recorder]:
-    from zeropp.choose.recorder import Recorder  # not loaded where nothing is priced
+    from zeropp.emulate.recorder import Recorder  # not loaded where nothing is priced
 
     return Recorder
 

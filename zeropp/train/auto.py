@@ -18,10 +18,10 @@ import torch
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
 from zeropp.choose.planner import fastest
-from zeropp.choose.recorder import Recorder
 from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
+from zeropp.emulate.recorder import Recorder
 from zeropp.engine.engine import group_names, groups_of
 from zeropp.engine.settings import ParameterName, Settings, asked_for, read_keywords
 from zeropp.engine.users_optimizer import Trial, try_optimizer

@@ -1,7 +1,8 @@
 """The operators of a layer as data: products, attention, and the kernels between them.
 
-In: what ``zeropp.choose.recorder`` sees of a layer's forward. Out: shapes, from which the functions
-of ``zeropp.price.kernels`` make seconds, on any device and in any number type. Imports no torch.
+In: what ``zeropp.emulate.recorder`` sees of a layer's forward. Out: shapes, from which the
+functions of ``zeropp.price.kernels`` make seconds, on any device and in any number type. Imports no
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a layer's forward computes, operator by operator, from the operators that torch runs.
+"""What a layer's forward computes, from the operators that torch runs (``kernels`` says of each
+what it is).
 
 Products and attention are recorded with their shapes. All else is counted as kernels, as people
 write them by hand for GPUs:
@@ -15,34 +16,40 @@ write them by hand for GPUs:
   copies copy them. Where several kernels read a tensor, its gradients are added up, one after
   another. A bias that a product adds sums the gradients of the product's output.
 
-Kernels that compute on integers and truth values are not counted, and attention is seen only where
-torch's ``scaled_dot_product_attention`` is called; other kinds are the products that they make.
+Kernels that compute on integers and truth values are not counted. Attention is seen where torch's
+``scaled_dot_product_attention`` is called; other kinds are the products that they make.
 The rules are those by which ``zeropp.price.kernels`` counts what the suite's models move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from zeropp.emulate.kernels import (
+    COPIES,
+    LOOKUPS,
+    NORMS,
+    SUMS,
+    all_tensors_in,
+    arguments_of,
+    elements_of,
+    memory_of,
+    new_of,
+    product_of,
+)
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.values import may_have_gradient
 from zeropp.types.operators import Attention, Elementwise, Gradient, LayerOperators, Product
 
-# Names of operators, because torch may have fewer or more of them.
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # -> the place of the left factor
-_NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
-_LOOKUPS = ("embedding", "_embedding_bag", "index_select", "index", "gather")
-_SUMS = ("add", "add_", "sub", "sub_")
-_COPIES = ("clone", "_to_copy", "copy_")
 _ATTENTION = F.scaled_dot_product_attention
 
 
@@ -141,37 +148,70 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one operator and record it."""
+        """Run one operator and record it, unless it makes views alone."""
         result = function(*args, **(kwargs or {}))
-        if not self._is_attending:
-            operands, results = _tensors([args, kwargs]), _tensors(result)
-            if function._schema.is_mutable or not _are_views(results, operands):
-                self._launches += 1
-                if numbers := _numbers(results):
-                    self._record(
-                        function.overloadpacket.__name__, args, _numbers(operands), numbers
-                    )
+        operands, results = all_tensors_in([args, kwargs]), all_tensors_in(result)
+        is_made = function._schema.is_mutable or new_of(results, operands)
+        if is_made and not self._is_attending:
+            given = arguments_of(function, args, kwargs)
+            self._record(function.overloadpacket.__name__, given, operands, results)
+        return result
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run one ``scaled_dot_product_attention`` and record it, because the operators that torch
+        makes of it depend on the device. Where ``torch.func`` hides the rows, they are recorded."""
+        given = arguments_of(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+        operands = [given[name] for name in ("query", "key", "value")]
+        is_seen = not isinstance(memory_of(operands[0]), Tensor)
+        self._is_attending = is_seen
+        try:
+            result: Tensor = _ATTENTION(*args, **kwargs)
+        finally:
+            self._is_attending = False
+        if is_seen:
+            self._record(_ATTENTION.__name__, given, operands, [result])
         return result
 
     def _record(
-        self, operator: str, args: Sequence[Any], operands: list[Tensor], results: list[Tensor]
+        self,
+        operator: str,
+        given: Mapping[str, Any],
+        operands: list[Tensor],
+        results: list[Tensor],
     ) -> None:
-        if operator in _PRODUCTS:
-            first = _PRODUCTS[operator]
-            left, right = args[first], args[first + 1]
-            (m, k), n = left.shape[-2:], right.shape[-1]
-            product = Product(m=m, k=k, n=n, batch=prod(left.shape[:-2]))
-            self._record_product(product, left, right, args[0] if first else None, results[0])
-        elif operator == "convolution":
-            product = _convolution(args, results[0])
-            self._record_product(product, args[0], args[1], args[2], results[0])
-        elif operator in _LOOKUPS:
+        self._launches += 1
+        operands, results = _numbers(operands), _numbers(results)
+        if not results:
+            return
+        is_backward = "backward" in operator  # of a layer that differentiates itself
+        product = None if is_backward else product_of(operator, operands, results, given)
+        if isinstance(product, Attention):
+            reader = object()
+            for x in operands:
+                self._read(self._value_of(x), reader)
+            self._remember(results[0], is_attended=True)
+            self._attentions.append(replace(product, has_backward=results[0].requires_grad))
+        elif product is not None:
+            *added, left, right = operands
+            if operator == "convolution":
+                left, right, *added = operands
+                if given["transposed"]:  # with the input as the left factor
+                    product = replace(product, k=product.n, n=product.k)
+            factors = [self._value_of(left), self._value_of(right)]
+            for value in factors:
+                self._read(value, object())
+            of_left, of_right = (value.gradient for value in factors)
+            self._products.append(replace(product, left=of_left, right=of_right))
+            if any(bias.requires_grad for bias in added):
+                self._elementwise.append(Elementwise(0, results[0].numel()))
+            self._remember(results[0])
+        elif operator in LOOKUPS or operator == "_embedding_bag":
             table = self._value_of(operands[0])
             rows = results[0].numel()
             self._read(table, object())
             self._elementwise.append(_elementwise(2 * rows, 3 * rows, table.gradient))
             self._remember(results[0])
-        elif operator in _NORMS:
+        elif operator in NORMS:
             chain = self._new_chain(self._value_of(operands[0]))
             chain.computes = chain.reduces = True
             chain.written = results[0].numel()
@@ -181,18 +221,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._record_elementwise(operator, operands, results)
 
-    def _record_product(
-        self, product: Product, left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor
-    ) -> None:
-        factors = [self._value_of(left), self._value_of(right)]
-        for value in factors:
-            self._read(value, object())
-        left_gradient, right_gradient = (value.gradient for value in factors)
-        self._products.append(replace(product, left=left_gradient, right=right_gradient))
-        if bias is not None and bias.requires_grad:
-            self._elementwise.append(Elementwise(0, result.numel()))
-        self._remember(result)
-
     def _record_elementwise(
         self, operator: str, operands: list[Tensor], results: list[Tensor]
     ) -> None:
@@ -200,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in operands:
             value = self._value_of(x)
             if not value.is_constant:
-                read[value] = max(_elements(x), read.get(value, 0))
+                read[value] = max(elements_of(x), read.get(value, 0))
         if not read:
             for x in results:
                 self._remember(x, is_constant=True)
@@ -210,13 +238,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._join(operator, read, results)
             return
         (source,) = sources
-        if operator in _COPIES and source.is_attended:
+        if operator in COPIES and source.is_attended:
             for x in results:
                 self._put(x, source)
             return
         chain = source.chain = source.chain or self._new_chain(source)
-        chain.computes |= operator not in _COPIES
-        chain.reduces |= max(map(_elements, results)) < max(read.values())
+        chain.computes |= operator not in COPIES
+        chain.reduces |= max(map(elements_of, results)) < max(read.values())
         for value, size in read.items():
             if value.source is not source:
                 self._read(value, chain)
@@ -231,49 +259,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read(value, reader)
         for x in results:
             self._remember(x)
-        forward = sum(read.values()) + sum(map(_elements, results))
+        forward = sum(read.values()) + sum(map(elements_of, results))
         differentiable = {value: size for value, size in read.items() if value.gradient != "none"}
         is_input = any(value.gradient == "input" for value in differentiable)
         gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
-        backward = 0 if operator in _SUMS else forward + sum(differentiable.values())
+        backward = 0 if operator in SUMS else forward + sum(differentiable.values())
         self._elementwise.append(_elementwise(forward, backward, gradient))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        """Run one ``scaled_dot_product_attention`` and record it, because the operators that torch
-        makes of it depend on the device. Where ``torch.func`` hides the rows, they are recorded."""
-        self._is_attending = not isinstance(_memory(query), Tensor)
-        try:
-            result: Tensor = _ATTENTION(
-                query, key, value, attn_mask, dropout_p, is_causal, **others
-            )
-        finally:
-            is_seen, self._is_attending = self._is_attending, False
-        if not is_seen:
-            return result
-        self._launches += 1
-        reader = object()
-        for x in (query, key, value):
-            self._read(self._value_of(x), reader)
-        self._remember(result, is_attended=True)
-        attention = Attention(
-            heads=prod(query.shape[:-2]),
-            queries=query.shape[-2],
-            keys=key.shape[-2],
-            width=query.shape[-1],
-            causal=is_causal,
-            has_backward=result.requires_grad,
-        )
-        self._attentions.append(attention)
-        return result
 
     def _new_chain(self, source: _Value) -> _Chain:
         self._chains.append(_Chain(source=source))
@@ -290,7 +281,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _value_of(self, x: Tensor) -> _Value:
         """The value of an operand. Only operands say whether a tensor has a gradient, because
         autograd marks what an operator returns after it."""
-        memory = _memory(x)
+        memory = memory_of(x)
         known = self._values.get(id(memory))
         value = known[1] if known else self._remember(x)
         if known is None and not isinstance(memory, Tensor):  # an input, or a part of one
@@ -300,13 +291,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remember(self, x: Tensor, **what: Any) -> _Value:
         """The value of a tensor that is new, or has been overwritten."""
-        value = _Value(elements=_elements(x), **what)
+        value = _Value(elements=elements_of(x), **what)
         self._all.append(value)
         self._put(x, value)
         return value
 
     def _put(self, x: Tensor, value: _Value) -> None:
-        memory = _memory(x)
+        memory = memory_of(x)
         self._values[id(memory)] = memory, value
 
 
@@ -323,15 +314,10 @@ class _AttentionCalls(TorchFunctionMode):
     ) -> Any:
         """Run one function of torch."""
         if function is _ATTENTION:
-            function = self._attend
-        if function is not F.multi_head_attention_forward:
+            return self._attend(*args, **(kwargs or {}))
+        inside = mock.patch.object(F, _ATTENTION.__name__, self._attend)
+        with inside if function is F.multi_head_attention_forward else nullcontext():
             return function(*args, **(kwargs or {}))
-        before = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self._attend
-        try:
-            return function(*args, **(kwargs or {}))
-        finally:
-            F.scaled_dot_product_attention = before
 
 
 def _sources(read: Mapping[_Value, int]) -> set[_Value]:
@@ -344,45 +330,5 @@ def _sources(read: Mapping[_Value, int]) -> set[_Value]:
     return sources
 
 
-def _convolution(args: Sequence[Any], result: Tensor) -> Product:
-    """A convolution as the product of patches of its input and its weight."""
-    inputs, weight, transposed, groups = args[0], args[1], args[6], args[8]
-    patch, (outer, inner) = prod(weight.shape[2:]), weight.shape[:2]
-    k, n = (outer // groups, inner * patch) if transposed else (inner * patch, outer // groups)
-    places = (inputs if transposed else result).shape[2:]
-    return Product(m=inputs.shape[0] * prod(places), k=k, n=n, batch=groups)
-
-
-def _tensors(value: object) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [x for part in value for x in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in tensors if may_have_gradient(x.dtype)]
-
-
-def _memory(x: Tensor) -> torch.UntypedStorage | Tensor:
-    """What all views of a tensor share, and no other tensor has: its storage, or the tensor where
-    it has none (sparse ones, and those of ``torch.func``)."""
-    try:
-        return x.untyped_storage()
-    except NotImplementedError:
-        return x
-
-
-def _elements(x: Tensor) -> int:
-    """Elements that are in memory: an expanded view has fewer than its shape says."""
-    memory = _memory(x)
-    if isinstance(memory, Tensor):
-        return x.numel()
-    return min(x.numel(), memory.nbytes() // x.element_size())
-
-
-def _are_views(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
-    memories = [_memory(x) for x in operands]
-    return all(any(_memory(x) is other for other in memories) for x in results)
