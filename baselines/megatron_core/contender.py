@@ -49,4 +49,5 @@ MEGATRON_CORE_LOCAL = replace(
     name="megatron_core_local",
     label="Megatron-Core, own layers",
     knobs=MegatronCoreLocalKnobs,
+    in_verdict=False,  # which compares NVIDIA's own, with Transformer Engine
 )

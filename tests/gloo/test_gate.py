@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,9 @@ from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts
 from tests.gloo.gate_faults import FAULTS, SUBTLE, find
 from tests.gloo.megatron_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.world import WorkerError, World
+from tests.unit.test_extending import registered_example
 from tests.unit.toy_spec import mapping
+from zeropp.choose.contender import Contender
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
@@ -36,15 +38,30 @@ NEEDS = {
     "weights read before they are gathered": "gathered",
     "Megatron-Core's own Adam": "gathered",
 }
-# What each contender can have of these. Every FSDP rank holds both ends of tied weights, so that
-# there is nothing to sum; only ZeroPP draws dropout masks that one process can draw again.
-CAN_HAVE = {
-    "zeropp": {"dp", "tied", "dropout"},
-    "torch_pp": {"dp", "tp", "tied"},
-    "fsdp": {"dp"},
-    "deepspeed_3d": {"dp", "tp", "tied"},
-    "megatron_core": {"dp", "tp", "tied", "interleaved", "gathered"},
+# Those of one trainer's adapter.
+ADAPTERS = {"baselines.megatron_core.trainer": {"interleaved", "gathered"}}
+
+
+def knobs_of(contender: Contender[Any]) -> set[str]:
+    return {field.name for field in fields(contender.knobs)}
+
+
+def can_have(contender: Contender[Any]) -> set[str]:
+    """What a contender can have of these. Without a pipeline every rank holds both ends of tied
+    weights, so that there is nothing to sum."""
+    knobs = knobs_of(contender)
+    needs = {"dp"} if {"shard", "replicate"} & knobs else set()
+    needs |= {need for knob, need in (("tp", "tp"), ("pp", "tied")) if knob in knobs}
+    needs |= {"dropout"} if contender.reproduces_dropout else set()
+    return needs | ADAPTERS.get(contender.trainer.partition(":")[0], set())
+
+
+# Of contenders that differ in their program alone, of which CPUs have one, the first is met.
+ALIKE = {
+    (contender.trainer, *sorted(knobs_of(contender))): contender
+    for contender in reversed(CONTENDERS.values())
 }
+CAN_HAVE = {contender.name: can_have(contender) for contender in ALIKE.values()}
 # Every contender meets every fault in fp32. The gate of a bf16 run begins with its twin in fp32, so
 # that there they meet one fault of each sort: of a gradient, of state, of a batch, and of every
 # axis. ZeroPP meets the subtle faults in bf16, too.
@@ -151,6 +168,26 @@ CASES = [
 ]
 
 
+def case_by_knobs(contender: Contender[Any], precision: str) -> Case:
+    """That of a contender which has none above: on two ranks, and with two on each of its axes."""
+    knobs, needs = knobs_of(contender), can_have(contender)
+    data = "shard" if "shard" in knobs else "replicate"
+    axes = dict.fromkeys(sorted({"pp", "tp", data} & knobs), 2)
+    pair = TWO_STAGES if "pp" in knobs else Setting(2, {data: 2}, set())
+    model = DROPOUT if "dropout" in needs else TIED if "tied" in needs else {}
+    both = Setting(2 ** len(axes), axes, needs)
+    return Case(contender.name, precision, model, pair, (both,))
+
+
+NAMED = {case.contender for case in CASES}
+CASES += [
+    case_by_knobs(contender, precision)
+    for contender in ALIKE.values()
+    if contender.name not in NAMED
+    for precision in ("fp32", "bf16")
+]
+
+
 def spec_of(case: Case, setting: Setting) -> RunSpec:
     values = mapping()
     values["model"] |= {"layers": setting.layers, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
@@ -229,7 +266,19 @@ def test_what_is_not_a_number_is_an_infinite_error_that_json_can_express() -> No
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.contender}-{case.precision}")
 def test_every_contender_meets_every_fault_that_it_can_have(case: Case) -> None:
-    needs = CAN_HAVE[case.contender]
+    meets_every_fault(case, CAN_HAVE[case.contender])
+
+
+def test_so_does_the_contender_of_docs_extending(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = registered_example(monkeypatch)
+    for precision in ("fp32", "bf16"):
+        case = case_by_knobs(example, precision)
+        meets_every_fault(case, can_have(example))
+        for setting, _ in case.rounds:
+            assert spec_of(case, setting).plan().layout.world == setting.ranks
+
+
+def meets_every_fault(case: Case, needs: set[str]) -> None:
     findable_here = faults_of(case.contender, case.precision)
     names = [name for name in findable_here if name not in NEEDS or NEEDS[name] in needs]
     assert {name for _, faults in case.rounds for name in faults} == {"none", *names}
@@ -240,8 +289,6 @@ def test_cases_cover_contenders_and_needs() -> None:
     assert sorted((case.contender, case.precision) for case in CASES) == sorted(pairs)
     assert set(FAULTS) >= OF_EACH_SORT
     assert set().union(*CAN_HAVE.values()) == set(NEEDS.values())
-    for name, needs in CAN_HAVE.items():
-        assert CONTENDERS[name].reproduces_dropout == ("dropout" in needs)
 
 
 @pytest.mark.faults

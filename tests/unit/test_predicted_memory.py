@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_record_holds_what_the_simulator_says(contender: str, tmp_path: Path) -> None:
-    values = spec_values() | {"contender": {"name": contender, **SETTINGS[contender]}}
+    values = spec_values() | {"contender": {"name": contender, **SETTINGS.get(contender, {})}}
     values["cluster"] = asdict(preset("cluster", "cpu_gloo", Cluster))
     spec = spec_from_mapping(values)
     assert spec.cluster.device.peak_fp32_tflops is None

@@ -103,7 +103,8 @@ def test_tuner_and_contenders_price_registered_programs() -> None:
     for name, contender in PRICED.items():
         program = contender.size(task(), contender.knobs(), 1).program
         assert program in program_names()
-        assert program == name or name not in CONTENDERS  # what runs is what is priced
+        alike = {c.name for c in CONTENDERS.values() if c.trainer == contender.trainer}
+        assert program in alike or name not in CONTENDERS  # what runs is what is priced
 
 
 @pytest.mark.parametrize(("shard", "precision"), [*product((1, 4), ("fp32", "bf16"))])

@@ -58,8 +58,8 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender(Generic[K]):
-    """One way to train. ``trainer``, ``filler`` and ``emulation`` are given as ``module:function``
-    and imported on first use, so that nothing here imports torch.
+    """One way to train. ``trainer``, ``filler`` and ``emulation`` are given as ``module:name`` of
+    what is called. They are imported on first use, so that nothing here imports torch.
 
     ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
@@ -81,6 +81,9 @@ class Contender(Generic[K]):
     search_effort: int = 0
     caveat: str = ""  # what readers of its simulated numbers must know, as one sentence
     trainer: str = ""  # empty: it can be priced, but not run
+    # Whether a row of the verdict's comparison has its plans, if it runs (``COMPARED`` in
+    # ``benchmarks.specification.contenders``).
+    in_verdict: bool = True
     # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
     # has imported them; names that the installed version does not have are ignored.
     late_imports: tuple[str, ...] = ()
