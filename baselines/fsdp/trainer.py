@@ -21,7 +21,7 @@ from baselines.fsdp2 import (
 )
 from baselines.model import build_piece, cross_entropy
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult

@@ -50,7 +50,7 @@ from baselines.torch_pp.private_names import (
 )
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.collectives import new_group_in_each_pipeline
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.types.training import OptimizerConfig, StepResult

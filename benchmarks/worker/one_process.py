@@ -23,7 +23,7 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
 from zeropp.engine.chunk import seed_piece
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.price import parameter_count
 from zeropp.types.literals import Precision
 from zeropp.types.training import OptimizerConfig

@@ -19,7 +19,7 @@ from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.shape import ModelShape

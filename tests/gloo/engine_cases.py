@@ -17,7 +17,7 @@ from tests.gloo.differences import largest
 from zeropp.choose.planner import fastest
 from zeropp.choose.task import Task
 from zeropp.engine.chunk import seed_piece
-from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.loss import Microbatches
 from zeropp.price.cluster import Cluster, Device, Link
 from zeropp.schedule.plan import Plan
 from zeropp.train.parallel_model import ParallelModel
@@ -207,7 +207,7 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
 
 @cache
 def _train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
-    from zeropp.engine.optimizer import build_optimizer
+    from zeropp.engine.update_rules import build_optimizer
 
     model = build_model(case.shape, SEED).to(dtype)
     optimizer = build_optimizer(model.parameters(), config)

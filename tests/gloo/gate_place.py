@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 
 _BUILDERS = (

@@ -20,7 +20,7 @@ from tests.gloo.gate_place import (
     local,
     parameters_of,
 )
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.types.training import OptimizerConfig
 
 Hook = Callable[[torch.optim.Optimizer, int], None]  # before a step, which is counted from 1

@@ -30,7 +30,7 @@ from tests.gloo.gate_place import (
 )
 from tests.gloo.optimizer_faults import before_steps, with_settings
 from zeropp.engine import flat, sharding
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 from zeropp.types.training import OptimizerConfig
 
 NARROW = torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeropp.engine.optimizer import clip_factor
+from zeropp.engine.update_rules import clip_factor
 
 GRADIENTS = {
     "large": [3.0, 4.0],

@@ -11,17 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeropp import api
 from zeropp.emulate import emulated
 from zeropp.engine import collectives, errors, given_rows, preflight_cuda
 from zeropp.engine.chunk import StepSeeds, seed_piece
 from zeropp.engine.deferred import add_wide_product
 from zeropp.engine.engine import Engine
+from zeropp.engine.evaluator import Evaluator
 from zeropp.engine.given_rows import GivenRows, RowsError
-from zeropp.engine.interpreter import Evaluator, Loss, Microbatches
 from zeropp.engine.lanes import make_lanes
+from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import Updater
 from zeropp.engine.warm_up import warm_up
+from zeropp.train import api
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import Layout
 
@@ -63,7 +64,7 @@ def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> 
             pass
         with Evaluator._evaluating(here):
             pass
-        warm_up({}, Microbatches([], []), loss, GPU, 0, splits=False)
+        warm_up({}, Microbatches([], []), loss_fn=loss, device=GPU, last=0, splits=False)
     assert [call.args for call in forked.call_args_list] == [([GPU],)] * 3
 
 

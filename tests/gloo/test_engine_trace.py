@@ -13,7 +13,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.emulate.trace import Trace, trace_ranks
-from zeropp.engine.flat import ALIGNMENT
+from zeropp.engine.flat_layout import ALIGNMENT
 from zeropp.price import price_plan
 from zeropp.price.flops import piece_parameters
 from zeropp.price.peak_memory import peak_memory

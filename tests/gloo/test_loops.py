@@ -25,7 +25,7 @@ from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
 from zeropp.engine import errors
 from zeropp.engine.flat import FlatParameters
-from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.loss import Microbatches
 from zeropp.train.parallel_model import ParallelModel
 
 VOCAB, WIDTH = 11, 8
@@ -108,7 +108,7 @@ def train(
     with parallel(degrees) as model:
         losses = []
         x, y = (part[model.rows][:1] for part in tokens(0))
-        model.engine.interpreter.warm_up(Microbatches([x], [y]))
+        model.engine.warm_up(Microbatches([x], [y]))
         for number in range(len(LENGTHS)):
             inputs, targets = tokens(number)
             evaluated = model.eval_step(inputs[model.rows], targets[model.rows])
@@ -257,7 +257,7 @@ def sums_in_warm_up() -> tuple[int, int]:
 
     inputs, targets = ([part[:1]] for part in data(0))
     with mock.patch.object(FlatParameters, "make_gradients", make_and_count):
-        engine.interpreter.warm_up(Microbatches(inputs, targets))
+        engine.warm_up(Microbatches(inputs, targets))
     assert len(engine.chunks) == 2
     return max(held), count()
 
@@ -273,7 +273,7 @@ def warm_up() -> tuple[list[int], list[str]]:
     calls, said = [], []
     with (
         mock.patch.object(engine, "_device", torch.device("cuda")),
-        mock.patch.object(engine.interpreter, "warm_up") as warmed,
+        mock.patch.object(engine, "warm_up") as warmed,
     ):
 
         def agree(rows: int) -> None:

@@ -18,7 +18,7 @@ from benchmarks.launch.running import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
 from tests.unit.toy_spec import mapping
-from zeropp.engine.optimizer import build_optimizer
+from zeropp.engine.update_rules import build_optimizer
 
 STEPS = 10
 TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}

@@ -27,7 +27,7 @@ from zeropp.emulate.private_names import (
 )
 from zeropp.engine import walk
 from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.interpreter import Evaluator, Passed
+from zeropp.engine.evaluator import Evaluator, Passed
 
 Fill = Callable[[Tensor], None]
 _IS_TRUE = "_is_taken_for_true"  # an attribute of fake tensors

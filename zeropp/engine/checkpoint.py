@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
-from zeropp.engine.flat import ElementRange, FlatParameters, Slot
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.flat_layout import ElementRange, Slot
 from zeropp.engine.optimizer import Updater
 from zeropp.engine.optimizer_state import OptimizerState, states, take_over
 

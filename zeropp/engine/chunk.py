@@ -32,6 +32,8 @@ from zeropp.engine.values import (
 )
 from zeropp.types.literals import Recompute
 
+Key = tuple[int, int]  # stage, microbatch
+
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     """Seed torch's generators, of the CPU and of the current CUDA device, for one piece and
@@ -349,3 +351,16 @@ def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
         for output in outputs
         if may_have_gradient(output.dtype)
     ]
+
+
+@contextmanager
+def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Inside this context parameters are views of their buffers; outside they may be NaN."""
+    flats = [flat for chunk in chunks for flat in chunk.flats]
+    for flat in flats:
+        flat.show()
+    try:
+        yield
+    finally:
+        for flat in flats:
+            flat.hide()

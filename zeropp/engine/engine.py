@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -17,23 +18,20 @@ from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffe
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, together
+from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.given_rows import GivenRows, RowsError
-from zeropp.engine.interpreter import (
-    Evaluator,
-    Interpreter,
-    Loss,
-    Microbatches,
-    Outputs,
-    Passed,
-)
+from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.lanes import make_lanes
+from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import ParameterUpdate, Updater
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.settings import ParameterName, Settings
 from zeropp.engine.sharding import make_flats
+from zeropp.engine.tied import TiedWeights
 from zeropp.engine.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.walk import LayerSizes
+from zeropp.engine.warm_up import warm_up
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
@@ -126,8 +124,6 @@ class Engine:
             undo.callback(self._channels.close)
             tied = None
             if settings.tied is not None:
-                from zeropp.engine.tied import TiedWeights
-
                 stages = [bisect_right(plan.cuts, index) - 1 for index, _ in settings.tied]
                 ends = [schedule.stage_rank[stage] for stage in stages]
                 tied = TiedWeights(settings.tied, ends, self.flats, layout, timeout)
@@ -197,7 +193,7 @@ class Engine:
                 chunk.arriving = passed.get(stage)
                 chunk.leaving = passed.get(stage + 1)
             if is_new and self._device.type == "cuda":
-                self.interpreter.warm_up(batch)
+                self.warm_up(batch)
         return batch
 
     def on_all_ranks(self, call: str, work: Callable[[], T]) -> T:
@@ -330,9 +326,9 @@ class Engine:
             for module in wide:
                 hooks = computing_in_fp32(module, torch.bfloat16, nested=module in inner)
                 undo.enter_context(hooks)
-        splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
+        self._splits = any(x.op is Op.BACKWARD_INPUT for x in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -352,23 +348,21 @@ class Engine:
         sizes: Sequence[LayerSizes],
         plan: Plan,
         settings: Settings,
-        *,
-        splits: bool,
     ) -> Chunk:
-        """The chunk of one stage; ``splits``: backwards delay weight gradients."""
+        """The chunk of one stage."""
         layers = {index: self._layers[index] for index in plan.pieces_of(stage)}
         # The first and the last layer of the model are neither delayed nor recomputed.
         ends = {0, len(sizes) - 1}
         blocks = [layer for index, layer in layers.items() if index not in ends]
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
-        least = 0 if splits else _LEAST_ADDED
-        deferred = defer_weight_grads(blocks, store, least=least, warn=splits)
+        least = 0 if self._splits else _LEAST_ADDED
+        deferred = defer_weight_grads(blocks, store, least=least, warn=self._splits)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(
             layers,
-            deferred if splits else (),
+            deferred if self._splits else (),
             groups=self._groups,
             lanes=self.lanes,
             plan=plan,
@@ -400,8 +394,16 @@ class Engine:
         )
 
     def _make_runners(self, plan: Plan, settings: Settings, loss: Loss) -> None:
-        """Make the interpreter and the evaluator, which run the chunks."""
+        """Make what runs the chunks: the interpreter, the evaluator and their first use."""
         layout, schedule = plan.layout, plan.schedule
+        self.warm_up = partial(
+            warm_up,
+            self.chunks,
+            loss_fn=loss,
+            device=self._device,
+            last=schedule.num_stages - 1,
+            splits=self._splits,
+        )
         self.interpreter = Interpreter(
             schedule,
             self.chunks,

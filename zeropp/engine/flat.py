@@ -20,178 +20,19 @@ storage, and ``resize_(bytes)`` allocates it again, at another address.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise, starmap
-from math import prod
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.collectives import DataGroups, all_gather_single, reduce_scatter_single
+from zeropp.engine.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
 from zeropp.engine.lanes import Lanes, Ticket
-
-if TYPE_CHECKING:
-    from zeropp.engine.whole import WholeParameters
-
-# Elements. Every parameter and every part begins at a multiple of 16 bytes, also in bf16, because
-# the vectorised loads of matrix products and fused kernels need that.
-ALIGNMENT = 8
-
-Name = tuple[int, str]  # piece of the model, parameter or buffer of the piece
-
-
-@dataclass(frozen=True)
-class ElementRange:
-    """The elements from ``begin`` up to, but without, ``end`` of a flat buffer."""
-
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    def intersect(self, other: ElementRange) -> ElementRange:
-        """The common elements of two ranges, which may be none."""
-        begin = max(self.begin, other.begin)
-        return ElementRange(begin, max(begin, min(self.end, other.end)))
-
-    def inside(self, other: ElementRange) -> slice:
-        """This range as a slice of a tensor that holds ``other``."""
-        return slice(self.begin - other.begin, self.end - other.begin)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One parameter's place in a flat buffer; ``names`` are all its names in the model."""
-
-    names: tuple[Name, ...]
-    shape: tuple[int, ...]
-    group: str  # of the optimizer
-    begin: int
-
-    @property
-    def elements(self) -> ElementRange:
-        """The elements of the parameter in the buffer."""
-        return ElementRange(self.begin, self.begin + prod(self.shape))
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """The parameter, in its own shape, in a tensor of the buffer's size."""
-        return buffer[self.begin : self.elements.end].view(self.shape)
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """The slots of a buffer of ``size`` elements. ``part`` is the range that this rank's shard
-    keeps, and ``all_owned[rank]`` the one that this rank is to update.
-
-    Parameters that are updated whole are the last ones: those in ``spans[i]`` by rank ``i``, which
-    keeps parts of them only. There are no spans if nothing is updated whole.
-    """
-
-    slots: tuple[Slot, ...]
-    size: int
-    part: ElementRange
-    all_owned: tuple[ElementRange, ...]
-    rank: int
-    spans: tuple[ElementRange, ...] = ()
-
-    @property
-    def owned(self) -> ElementRange:
-        """The range that this rank updates, but for what is updated whole."""
-        return self.all_owned[self.rank]
-
-    def groups(self) -> Iterator[tuple[str, ElementRange]]:
-        """(optimizer group, the range of it that this rank updates), without empty ones and without
-        groups that are updated whole."""
-        first_whole = self.spans[0].begin if self.spans else self.size
-        ranges: dict[str, ElementRange] = {}
-        for slot in self.slots:
-            if slot.begin < first_whole:
-                first = ranges.setdefault(slot.group, slot.elements)
-                ranges[slot.group] = ElementRange(first.begin, slot.elements.end)
-        for group, elements in ranges.items():
-            common = elements.intersect(self.owned)
-            if len(common):
-                yield group, common
-
-    def whole_slots(self) -> list[Slot]:
-        """The parameters that this rank updates whole."""
-        span = self.spans[self.rank] if self.spans else ElementRange(0, 0)
-        return [slot for slot in self.slots if len(slot.elements.intersect(span))]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How ranks divide a buffer: this rank's index among ``shards``, and its ``row`` among the
-    ``rows`` replicas that divide the optimizer's work (ZeRO-1, arXiv 1910.02054; else one row)."""
-
-    shard: int = 0
-    shards: int = 1
-    row: int = 0
-    rows: int = 1
-
-
-Member = tuple[tuple[Name, ...], Sequence[int], str]  # names, shape, optimizer group
-
-
-def lay_out(
-    parameters: Iterable[Member], partition: Partition, whole: Collection[str] = ()
-) -> FlatLayout:
-    """Lay out parameters one after another in a buffer; those of the groups ``whole`` are updated
-    whole.
-
-    Groups come in the order of their first parameters, each in one piece, so that a rank has at
-    most one range of each; but the last parameters are those that are updated whole, rank by rank.
-    The buffer is padded with zeros so that all parts are equal. Ranks are numbered row by row, as
-    in their process group.
-    """
-    members, ranks = list(parameters), partition.rows * partition.shards
-    order = list(dict.fromkeys(group for _, _, group in members))
-    members.sort(key=lambda member: order.index(member[2]))
-    lists = [[member for member in members if member[2] not in whole]]
-    lists += _shared_out([member for member in members if member[2] in whole], ranks)
-    slots: list[Slot] = []
-    ends = [0]
-    for each in lists:
-        for names, shape, group in each:
-            slots.append(Slot(names, tuple(shape), group, ends[-1]))
-            ends[-1] = _aligned(slots[-1].elements.end, ALIGNMENT)
-        ends.append(ends[-1])
-    size = _aligned(ends[-1], ALIGNMENT * ranks)
-    part = size // partition.shards
-    row = part // partition.rows
-    owned = tuple(
-        ElementRange(shard * part + index * row, shard * part + (index + 1) * row)
-        for index in range(partition.rows)
-        for shard in range(partition.shards)
-    )
-    kept = ElementRange(partition.shard * part, (partition.shard + 1) * part)
-    spans = tuple(starmap(ElementRange, pairwise(ends[:-1]))) if any(lists[1:]) else ()
-    rank = partition.row * partition.shards + partition.shard
-    return FlatLayout(tuple(slots), size, kept, owned, rank, spans)
-
-
-def _shared_out(members: Sequence[Member], ranks: int) -> list[list[Member]]:
-    """Share whole parameters out among ranks, so that all have about as many elements: the largest
-    first, each to the rank with the least. The first one's layer says with which rank to begin, so
-    that the ranks have about as much of all buffers, too."""
-    lists: list[list[Member]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    first = members[0][0][0][0] if members else 0
-    turn = [(first + index) % ranks for index in range(ranks)]
-    for member in sorted(members, key=lambda member: -prod(member[1])):
-        rank = min(turn, key=lambda rank: loads[rank])
-        lists[rank].append(member)
-        loads[rank] += prod(member[1])
-    return lists
-
-
-def _aligned(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+from zeropp.engine.whole import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -209,17 +50,6 @@ class SlotParameters:
 
     slot: Slot
     parameters: tuple[nn.Parameter, ...]
-
-
-@dataclass(frozen=True)
-class OptimizerShard:
-    """A tensor in the optimizer: the range of the flat buffer that it is, and the name of its
-    optimizer group. However many parameters lie in it, one kernel updates them all; one that is
-    updated whole is a tensor of its own, in its own shape."""
-
-    group: str
-    elements: ElementRange
-    tensor: nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -315,8 +145,6 @@ class FlatParameters:
                 for slot in layout.whole_slots()
             ]
         elif layout.spans:
-            from zeropp.engine.whole import WholeParameters  # which most models do without
-
             assert groups.owners is not None
             self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.checkpoint_private_names import without_hooks
-from zeropp.engine.flat import FlatParameters, OptimizerShard
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.flat_layout import OptimizerShard
 from zeropp.engine.optimizer import Updater
+from zeropp.engine.update_rules import is_of_elements
 
 
 def states(updater: Updater, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
@@ -101,8 +103,3 @@ class OptimizerState:
             as_tensor = isinstance(like, Tensor)
             state[kind] = value.to(like, copy=True) if as_tensor else type(like)(value.item())
         return state
-
-
-def is_of_elements(value: Any, tensor: Tensor) -> bool:
-    """Whether what an optimizer keeps of a tensor is one number per element of it."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape

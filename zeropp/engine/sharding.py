@@ -18,7 +18,8 @@ from torch import nn
 
 from zeropp.engine.collectives import DataGroups
 from zeropp.engine.deferred import hooks_of
-from zeropp.engine.flat import FlatParameters, Name, Partition, SlotParameters, Types, lay_out
+from zeropp.engine.flat import FlatParameters, SlotParameters, Types
+from zeropp.engine.flat_layout import Name, Partition, lay_out
 from zeropp.engine.lanes import Lanes
 from zeropp.engine.settings import Settings
 from zeropp.schedule.plan import Plan

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp.engine.collectives import new_group_in_each_pipeline
-from zeropp.engine.flat import FlatParameters, Name
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.flat_layout import Name
 from zeropp.types.layout import Layout
 
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.optimizer import build_optimizer
-from zeropp.engine.optimizer_state import is_of_elements
 from zeropp.engine.settings import MakeOptimizer
+from zeropp.engine.update_rules import build_optimizer, is_of_elements
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 

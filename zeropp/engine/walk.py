@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.errors import free_frames
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.settings import ParameterName
@@ -33,7 +34,7 @@ from zeropp.engine.values import (
     Value,
     chosen,
     keywords_of,
-    may_have_gradient,
+    leaves_of,
     tensors_of,
     without_scalars,
 )
@@ -190,8 +191,6 @@ def _walk(
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            from zeropp.engine.recompute_trial import check_recurrent, recomputed
-
             check_recurrent(module, index, recompute)
             with _refusal(
                 index,
@@ -319,13 +318,6 @@ def _no_hooks(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def leaves_of(given: Value) -> list[Tensor]:
-    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
-    of a graph, but these."""
-    leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
-    return [x.clone() for x in leaves]
-
-
 def check_layer(module: nn.Module, index: int) -> None:
     """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that
     has no shape yet or is not plain, or that something else trains in parallel."""
@@ -450,3 +442,33 @@ def _copied(
         if key in memo
     }
     return module, others | reached
+
+
+def recomputed(
+    function: Callable[..., Value],
+    given: Value,
+    module: nn.Module,
+    recompute: Recompute,
+) -> None:
+    """Run a layer with recomputation, forward and backward; raises what torch raises, and
+    RuntimeError if buffers change in both."""
+    with torch.enable_grad():
+        value = run_recomputed(function, *leaves_of(given), recompute=recompute, random=True)
+    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
+    outputs = [x for x in tensors_of(value) if x.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    for name, one in module.named_buffers():
+        if before.get(name) != (id(one), one._version):
+            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
+
+
+def check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
+    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
+    products in place where torch does not notice it, and gradients would be wrong."""
+    for part in module.modules():
+        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
+                "recompute='selective', because it changes in place what that keeps (take 'full')"
+            )

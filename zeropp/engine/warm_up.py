@@ -6,17 +6,18 @@ from collections.abc import Mapping
 
 import torch
 
-from zeropp.engine.chunk import Chunk
-from zeropp.engine.interpreter import Loss, Microbatches, same_buffers, shown
+from zeropp.engine.chunk import Chunk, shown
+from zeropp.engine.evaluator import same_buffers
+from zeropp.engine.loss import Loss, Microbatches
 
 
 def warm_up(
     chunks: Mapping[int, Chunk],
     batch: Microbatches,
+    *,
     loss_fn: Loss,
     device: torch.device,
     last: int,
-    *,
     splits: bool,
 ) -> None:
     """Run every chunk, which are by stage, forward and backward once, with zeros for messages.

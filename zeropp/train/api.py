@@ -23,7 +23,7 @@ from zeropp.engine import preflight, walk
 from zeropp.engine.collectives import connect_lazily
 from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import together
-from zeropp.engine.interpreter import Loss, LossFunction
+from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.values import keywords_of
 from zeropp.engine.walk import Layer, LayerSizes, owners_of

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
-from zeropp.engine.interpreter import Microbatches, Outputs
+from zeropp.engine.evaluator import Outputs
+from zeropp.engine.loss import Microbatches
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import Value, split_rows
 from zeropp.schedule.plan import Plan

@@ -1,0 +1,247 @@
+"""Runs batches forward alone: evaluation, predictions, and shapes of messages between stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.engine.chunk import Chunk, Key, persistent_buffers, shown
+from zeropp.engine.collectives import Channels
+from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.given_rows import RowsError
+from zeropp.engine.loss import Loss, Microbatches
+from zeropp.engine.values import Tensors, TensorShape, Value, tensors_of
+from zeropp.schedule.program import Schedule
+from zeropp.types.layout import Layout
+
+Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
+Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
+
+
+@contextmanager
+def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
+    """After this context modules, and a loss that is one, have the persistent buffers that they had
+    before, with the same values. Others may be caches, which their modules believe to be filled."""
+    held = []
+    for module in (*chain.from_iterable(chunk.modules for chunk in chunks), *loss.modules):
+        for name, buffer in persistent_buffers([(0, module)]).items():
+            path, _, own = name.partition(".")[2].rpartition(".")
+            held.append((module.get_submodule(path), own, buffer, buffer.clone()))
+    yield
+    with torch.no_grad():
+        for part, name, buffer, value in held:
+            if 0 not in buffer.stride():  # else nothing can have written to it
+                buffer.copy_(value)
+            setattr(part, name, buffer)
+
+
+class Evaluator:
+    """Runs batches forward through this rank's chunks. All ranks must call its methods together.
+
+    Modules run in evaluation mode and without gradients; afterwards their modes and torch's random
+    generators are as before. Units of microbatches run through one chunk after another, so that a
+    chunk is gathered once per unit. Ranks may have different numbers of rows, and the last
+    microbatch may have fewer rows than the others.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        *,
+        chunks: Mapping[int, Chunk],
+        channels: Channels,
+        loss: Loss,
+        barrier: ErrorBarrier,
+        world: dist.ProcessGroup | None,
+    ) -> None:
+        self._schedule, self._layout = schedule, layout
+        self.chunks, self._channels = dict(sorted(chunks.items())), channels
+        self._loss, self._barrier = loss, barrier
+        self._rank = layout.coordinates(dist.get_rank())["pp"]
+        self._last, self._world = schedule.num_stages - 1, world
+
+    def run(
+        self, batch: Microbatches, rounds: int, all_rows: int, outputs: Outputs | None
+    ) -> tuple[float, Value]:
+        """The loss over the batches of all ranks: the mean over their rows, the sum, or the sum
+        over the count; it is 0 without targets. ``rounds`` and ``all_rows`` are what ``agree``
+        gives. With ``outputs`` also what that makes of what the model gives for this rank's
+        rows."""
+        rows = [len(part) for part in batch.inputs]
+        is_mean = self._loss.reduction == "mean"
+        sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
+        given: list[Value] = []
+        with self._evaluating():
+            for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
+                unit = range(first, min(first + self._schedule.unit, len(rows)))
+                for microbatch, output, loss in self._run_unit(batch, unit, {}):
+                    count = None
+                    if output is not None and outputs is not None:
+                        given.append(outputs(output))
+                    if output is not None and batch.targets:
+                        loss, count = self._loss(output, batch, microbatch)
+                    if loss is not None:
+                        sums[0] += loss * (rows[microbatch] if is_mean else 1)
+                    sums[1] += 0 if count is None else count
+        value: Value = ()
+        if outputs is not None:
+            last, device = self._schedule.stage_rank[self._last], self._channels.device
+            value = on_pipelines(given, self._layout, last, device, self._world)
+        dist.all_reduce(sums, group=self._world)
+        total, count = sums.tolist()
+        divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
+        return total / divisor if divisor else math.nan, value
+
+    def agree(self, batch: Microbatches) -> tuple[int, int]:
+        """(the number of units that every rank runs, as gathers are collective; the rows of all
+        ranks).
+
+        Raises RowsError on every rank if no rank has any rows.
+        """
+        rows = sum(len(part) for part in batch.inputs)
+        counts = self._barrier.exchange([rows, len(batch.inputs)])
+        all_rows, all_microbatches = zip(*counts, strict=True)
+        total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
+        if not total:
+            raise RowsError("inputs: no rank was given any rows")
+        return -(-max(all_microbatches) // self._schedule.unit), total
+
+    def boundaries(self, batch: Microbatches) -> Passed:
+        """The shapes of what passes into and out of this rank's stages, for microbatches like the
+        first one of a batch, which all ranks run forward. What the loss function raises for it,
+        and what is said of its halves, reaches all ranks. Persistent buffers are then as before."""
+        passed: Passed = {}
+        outputs: list[Value] = []
+
+        def compare() -> None:
+            for output in outputs:
+                self._loss.compare_halves(output, batch)
+
+        with self._evaluating(), same_buffers(self.chunks.values(), self._loss):
+            for _, output, _ in self._run_unit(batch, range(1), passed):
+                outputs += [] if output is None else [output]
+            together(compare)
+        return passed
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside this context chunks can run forward; afterwards random generators and the modes of
+        modules are as before."""
+        device = self._channels.device
+        roots = [module for chunk in self.chunks.values() for module in chunk.modules]
+        training = [module for root in roots for module in root.modules() if module.training]
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with torch.no_grad(), seeds, shown(self.chunks.values()):
+            for module in training:
+                module.training = False
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+
+    def _run_unit(
+        self, batch: Microbatches, unit: range, passed: Passed
+    ) -> Iterator[tuple[int, Value | None, Tensor | None]]:
+        """(microbatch, what the model gives, or the loss of a stage's own) of a unit. ``passed``
+        collects the shapes between stages."""
+        local: dict[Key, Tensors] = {}
+        for stage, chunk in self.chunks.items():
+            chunk.unshard()
+            for microbatch in unit:
+                if stage == 0:
+                    inputs: Tensors = (batch.inputs[microbatch],)
+                else:
+                    inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
+                    passed[stage] = _shapes(inputs)
+                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                if loss is not None:
+                    yield microbatch, None, loss
+                if stage < self._last:
+                    passed[stage + 1] = _shapes(tensors_of(output))
+                    self._pass_on((stage + 1, microbatch), tensors_of(output), local)
+                else:
+                    yield microbatch, output, None
+            chunk.reshard()
+        self._channels.drain()
+
+    def _pass_on(self, key: Key, outputs: Tensors, local: dict[Key, Tensors]) -> None:
+        target = self._schedule.stage_rank[key[0]]
+        if target == self._rank:
+            local[key] = outputs
+            return
+        sizes = [size for output in outputs for size in output.shape]
+        self._channels.send(torch.tensor(sizes, device=self._channels.device), target)
+        for output in outputs:
+            self._channels.send(output, target)
+
+    def _receive(self, stage: int) -> list[Tensor]:
+        """Receive tensors with as many dimensions as in training, after a message with their
+        sizes."""
+        device, source = self._channels.device, self._schedule.stage_rank[stage - 1]
+        shapes = self.chunks[stage].arriving or ()
+        count = sum(len(shape.size) for shape in shapes)
+        sizes = torch.empty(count, dtype=torch.long, device=device)
+        self._channels.receive(sizes, source).wait()
+        left = iter(sizes.tolist())
+        tensors = []
+        for shape in shapes:
+            size = torch.Size(next(left) for _ in shape.size)
+            tensors.append(TensorShape(size, shape.dtype).empty(device))
+            self._channels.receive(tensors[-1], source).wait()
+        return tensors
+
+
+def _shapes(tensors: Tensors) -> list[TensorShape]:
+    return [TensorShape(x.shape, x.dtype) for x in tensors]
+
+
+def on_pipelines(
+    parts: Sequence[Value],
+    layout: Layout,
+    last: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Value:
+    """The rows of ``parts``, which the rank ``last`` of a pipeline has, on all ranks of it. Where a
+    pipeline had no rows, tensors as another one's, without rows. All ranks must call it."""
+    whole = [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
+    own = [TensorShape(one.shape, one.dtype) for one in whole]
+    told: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(group)
+    is_tuple = bool(parts) and isinstance(parts[0], tuple)
+    dist.all_gather_object(told, (own, is_tuple), group=group)
+    rank = dist.get_rank()
+    pipeline = next(ranks for ranks in layout.pipelines() if rank in ranks)
+    source = pipeline[last]
+    known, is_tuple = next(one for one in (told[source], *told) if one[0])
+    if not told[source][0]:
+        whole = [torch.empty(0, *one.size[1:], dtype=one.dtype, device=device) for one in known]
+    elif rank == source:
+        whole = [one.contiguous() for one in whole]
+    else:
+        whole = [one.empty(device) for one in known]
+    if told[source][0]:
+        _send_or_receive(whole, source, [other for other in pipeline if other != source], group)
+    return tuple(whole) if is_tuple else whole[0]
+
+
+def _send_or_receive(
+    tensors: Sequence[Tensor], source: int, others: Sequence[int], group: dist.ProcessGroup | None
+) -> None:
+    works = []
+    for tensor in tensors:
+        if dist.get_rank() == source:
+            works += [dist.isend(tensor, other, group=group) for other in others]
+        else:
+            works.append(dist.irecv(tensor, source, group=group))
+    for work in works:
+        if work is not None:
+            work.wait()

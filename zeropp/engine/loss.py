@@ -1,0 +1,154 @@
+"""The user's loss function, and the microbatches of a step that it is called with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.engine.values import Value, chosen, keywords_of, tensors_of
+from zeropp.engine.walk import OperationWatch, Owners
+from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import LossReduction
+
+# From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
+# a sum and a count.
+LossFunction = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """One rank's part of a batch, cut into microbatches. ``keywords`` are the keyword inputs of
+    each microbatch by name; empty if there are none. ``whole``: all of them by name, uncut, to be
+    compared with those of other ranks."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    keywords: Sequence[Mapping[str, Tensor]] = ()
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
+        """The keyword inputs of one microbatch."""
+        return self.keywords[microbatch] if self.keywords else {}
+
+    def digest(self) -> int:
+        """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
+        parts = {"": self.inputs[0], **self.keywords_of(0)} if self.inputs else {}
+        kinds = sorted((name, tuple(part.shape), str(part.dtype)) for name, part in parts.items())
+        return crc32(repr(kinds).encode())
+
+
+class Loss:
+    """The user's loss function, which is called with the keyword inputs that it names. In its first
+    call it is refused if it reads one of ``owners``, which are parameters of layers: no rank would
+    add up that part of the gradient."""
+
+    def __init__(
+        self, function: LossFunction, reduction: LossReduction, owners: Owners | None = None
+    ) -> None:
+        self._function, self.keywords = function, keywords_of(function)
+        self.reduction, self._unread = reduction, owners or {}
+        self.modules = [function] if isinstance(function, nn.Module) else []
+        self._is_compared = False
+
+    def __call__(
+        self, output: object, batch: Microbatches, microbatch: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of one microbatch, and its count if the reduction is ``tokens``, both without
+        dimensions; raises TypeError if the function gives something else."""
+        targets = batch.targets[microbatch]
+        keywords = chosen(batch.keywords_of(microbatch), self.keywords)
+        watched, self._unread = self._unread, {}
+        given = (id(output), id(targets))
+        owners = {key: owner for key, owner in watched.items() if key not in given}
+        with OperationWatch(owners, "loss_fn") if owners else nullcontext():
+            loss: Any = self._function(output, targets, **keywords)
+        if self.reduction != "tokens":
+            return _number(loss), None
+        if not isinstance(loss, tuple | list) or len(loss) != 2:
+            raise TypeError(
+                f"loss_fn: gives {_kind(loss)}, but (sum, count) of a microbatch is needed with "
+                "loss_reduction='tokens'"
+            )
+        total, count = loss
+        if isinstance(count, int | float):  # a kernel fills it in, so that the host does not wait
+            count = torch.full((), count, dtype=torch.float64, device=_number(total).device)
+        return _number(total), _number(count).detach().double()
+
+    def compare_halves(self, output: Value, batch: Microbatches) -> None:
+        """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
+        ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
+
+        Only the first call compares, and only where the output has rows; a single row is taken with
+        the next microbatch's. Losses that draw random numbers, or take no halves, are not compared.
+        """
+        whole, outputs = self._values(output, batch), tensors_of(output)
+        rows = len(batch.inputs[0])
+        is_single = rows == 1 < len(batch.inputs)
+        has_rows = (rows > 1 or is_single) and all(x.dim() and len(x) == rows for x in outputs)
+        if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
+            return
+        self._is_compared = True
+        try:
+            if is_single:
+                output, batch = _two_rows(output, batch)
+                rows, whole = 2, self._values(output, batch)
+            parts = slice(0, rows // 2), slice(rows // 2, rows)
+            again = self._values(output, batch)
+            first, second = (self._values(*_rows(part, output, batch)) for part in parts)
+        except Exception:  # the loss of a whole microbatch is all that is asked of it
+            return
+        floats = [x.dtype for x in outputs if x.is_floating_point()]
+        tolerance = max([1e-3, *(torch.finfo(dtype).eps ** 0.5 for dtype in floats)])
+        share = (rows // 2) / rows if self.reduction == "mean" else 1.0
+        other = 1.0 - share if self.reduction == "mean" else 1.0
+        for ours, repeated, a, b in zip(whole, again, first, second, strict=True):
+            bound = tolerance * max(abs(ours), abs(a), abs(b))
+            if abs(ours - repeated) > bound or (is_single and ours == a):  # of the first row alone
+                return
+            if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
+                raise InfeasibleError(
+                    f"loss_fn: is not what loss_reduction={self.reduction!r} says of rows: the "
+                    f"first rows give {ours:.6g}, and their halves {a:.6g} and {b:.6g} (where "
+                    "tokens are ignored, give (sum, count) with loss_reduction='tokens'; a loss "
+                    "between rows would change with the size of microbatches)"
+                )
+
+    def _values(self, output: Value, batch: Microbatches) -> list[float]:
+        """The loss of the first microbatch and, if there is one, its count; waits for them."""
+        return [float(value) for value in self(output, batch, 0) if value is not None]
+
+
+def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
+    """Some rows of the first microbatch."""
+    outputs = output[part] if isinstance(output, Tensor) else tuple(x[part] for x in output)
+    keywords = {name: value[part] for name, value in batch.keywords_of(0).items()}
+    return outputs, Microbatches([batch.inputs[0][part]], [batch.targets[0][part]], [keywords])
+
+
+def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
+    """The only rows of the first two microbatches as one, both with the first one's output."""
+    outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
+    parts = {name: value[:2] for name, value in batch.whole.items()}
+    made = Microbatches([parts.pop("inputs")], [parts.pop("targets")], [parts])
+    return outputs if isinstance(output, tuple) else outputs[0], made
+
+
+def _number(value: object) -> Tensor:
+    """A tensor of one number, without dimensions; raises TypeError for anything else."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError(
+            f"loss_fn: gives {_kind(value)}, but a tensor of one number is needed (the mean over a "
+            "microbatch; or with loss_reduction='sum' the sum, with 'tokens' a sum and a count)"
+        )
+    return value.squeeze()
+
+
+def _kind(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
