@@ -21,8 +21,7 @@ import yaml
 from rich.console import Console
 
 from benchmarks.explain.answer import answer
-from benchmarks.explain.measured import compare
-from benchmarks.explain.measured_screen import show_measured
+from benchmarks.explain.measured import compare, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show
 from benchmarks.records.simulated import TABLE

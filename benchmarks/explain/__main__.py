@@ -78,12 +78,12 @@ def _explain() -> int:
     answered = answer(question)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if comparison is not None:
-        from benchmarks.explain.measured_screen import show_measured
+        from benchmarks.explain.measured import show_measured
 
         show_measured(comparison, console)
     show(answered, console, verbose=given.verbose)
     if given.tokens is not None:
-        from benchmarks.explain.measured_screen import show_training
+        from benchmarks.explain.measured import show_training
 
         show_training(given.tokens, answered, comparison, console)
     if given.dialect:

@@ -1,23 +1,26 @@
-"""Reads a Hugging Face ``config.json``: the sizes of a model, and nothing of how it is trained."""
+"""Reads a Hugging Face ``config.json``, which has the sizes of a model and nothing of how it is
+trained, and the files of trainers that take a model in this form: nanotron's YAML has it inside,
+DeepSpeed's JSON and Accelerate's YAML stand beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.explain.reading import Keys, Reading
+from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-NEUTRAL: dict[str, tuple[Any, str]] = {
+_NEUTRAL: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "no price for quantized weights"),
     "attention_bias": (False, "biases are not priced"),
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
 }
-HARMLESS = (
+_HARMLESS = (
     *("rope_", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "torch_dtype", "dtype"),
     *("use_cache", "bos_", "eos_", "pad_", "transformers_version", "architectures", "summary_"),
     *("pretraining_tp", "task_specific", "reorder_", "scale_attn", "n_ctx", "max_window_layers"),
@@ -56,7 +59,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
             f"max_position_embeddings={values['max_position_embeddings']} is a limit, not the "
             "length that is trained: give model.seq"
         )
-    keys.sort_rest(reading, NEUTRAL, HARMLESS)
+    keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
 
 
@@ -95,3 +98,218 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
         "vocab": keys.needed("vocab_size"),
         "tied_embeddings": bool(keys.take("tie_word_embeddings", True)),
     }
+
+
+_NANOTRON_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "parallelism.expert_parallel_size": (1, "experts"),
+    "parallelism.moe_layer_recompute": (False, "experts"),
+    "parallelism.tp_linear_async_communication": (False, "priced without this overlap"),
+    "optimizer.accumulate_grad_in_fp32": (True, "gradients are priced in fp32"),
+    "parallelism.tp_recompute_allgather": (True, "gathered inputs are not kept"),
+    "parallelism.recompute_layer": (False, "recomputation"),
+    "model.make_vocab_size_divisible_by": (1, "the vocabulary is priced without padding"),
+}
+_NANOTRON_MODEL = ("is_", "_attn_implementation", "z_loss", "no_rope_layer", "_use_")
+_NANOTRON_HARMLESS = (
+    *("checkpoints.", "data_stages", "general.", "lighteval", "logging.", "profiler", "tokenizer."),
+    *("optimizer.learning_rate", "optimizer.optimizer_factory", "optimizer.clip_grad"),
+    *("optimizer.weight_decay", "model.init_method", "tokens.train_steps", "tokens.val_", "s3_"),
+    *("tokens.limit_", "model.ddp_bucket_cap_mb", "metrics_logging", "optimizer.adam"),
+)
+_DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
+_DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
+    "zero_optimization.offload_param.device": ("none", "no price for the host's memory"),
+    "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
+    "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
+    "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
+    "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
+    "zero_optimization.zero_hpz_partition_size": (1, "no second copy of the parameters"),
+}
+_DEEPSPEED_HARMLESS = (
+    *("optimizer.", "scheduler.", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
+    *(
+        "fp16.",
+        "bf16.",
+        "torch_autocast.lower",
+        "zero_allow_untested",
+        "zero_optimization.contiguous_gradients",
+    ),
+    *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
+    *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
+    *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
+    *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
+)
+_DEGREES = "parallelism_config.parallelism_config_"
+_ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
+    "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
+    "fsdp_config.fsdp_auto_wrap_policy": (
+        "TRANSFORMER_BASED_WRAP",
+        "priced with a unit per block",
+    ),
+    "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "downcast_bf16": ("no", "parameters in another type"),
+}
+_ACCELERATE_HARMLESS = (
+    f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
+    *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
+    *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
+    *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
+)
+
+
+def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
+    """What nanotron's YAML says; raises SpecError, in one line, for what has no price."""
+    tree = dict(tree)
+    tree["model"] = dict(tree.get("model", {}))
+    config = Keys(tree["model"].pop("model_config", {}), lambda key: f"model.model_config.{key}")
+    keys = Keys(flat(tree))
+    reading = Reading(dialect="nanotron", contender="megatron_core", program="nanotron")
+    degree = {
+        name: keys.number(f"parallelism.{name}", 1) or 1
+        for name in ("tp", "pp", "dp", "context_parallel_size")
+    }
+    slices = degree.pop("context_parallel_size")
+    reading.slice_sequences("parallelism.context_parallel_size", slices)
+    engine = str(keys.take("parallelism.pp_engine", "1f1b"))
+    if degree["pp"] > 1 and engine != "1f1b":
+        raise SpecError(f"parallelism.pp_engine={engine}: no price (use 1f1b)")
+    gpus = num_gpus or degree["tp"] * degree["pp"] * degree["dp"] * slices
+    replicate = slices * share_of_ranks(
+        gpus, {"tp": degree["tp"], "pp": degree["pp"], "cp": slices}
+    )
+    size = keys.needed("tokens.micro_batch_size")
+    local = size * (keys.number("tokens.batch_accumulation_per_replica", 1) or 1)
+    reading.free, reading.batch_per_replica = "replicate", local
+    reading.model = llama(config, "llama")
+    reading.model["seq"] = keys.needed("tokens.sequence_length")
+    config.sort_rest(reading, _NEUTRAL, (*_HARMLESS, *_NANOTRON_MODEL))
+    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate // slices}
+    reading.settings |= {"microbatch_size": size}
+    half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
+    reading.settings["precision"] = "bf16" if half else "fp32"
+    scattered = keys.take("parallelism.tp_mode", "ALL_REDUCE") == "REDUCE_SCATTER"
+    recompute = keys.take("parallelism.recompute_layer", False)
+    reading.knobs = {
+        "tp": degree["tp"],
+        "pp": degree["pp"],
+        "replicate": replicate,
+        "replicate_zero": keys.number("optimizer.zero_stage", 0),
+        "chunks": 1,
+        "schedule": "1f1b",
+        "sequence_parallel": scattered and degree["tp"] > 1,
+        "recompute": "full" if recompute else "none",
+        "placement": "dp_inner",
+    }
+    keys.sort_rest(reading, _NANOTRON_NEUTRAL, _NANOTRON_HARMLESS)
+    return reading
+
+
+def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
+    """What DeepSpeed's JSON says of a ``model`` that was read before; raises SpecError, in one
+    line, for what has no price. ZeRO-3 is priced as FSDP2's."""
+    if num_gpus is None:
+        raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
+    # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
+    said = flat(tree)
+    keys = Keys({key: value for key, value in said.items() if value != "auto"})
+    reading = model
+    stage = keys.number("zero_optimization.stage", 0) or 0
+    tp = keys.number("tensor_parallel.autotp_size", 1) or 1
+    replicate = share_of_ranks(num_gpus, {"tp": tp})
+    taken = [keys.take(f"{name}.enabled", False) for name in _DEEPSPEED_HALF]
+    if (half := any(taken)) or "auto" not in [
+        said.get(f"{name}.enabled") for name in _DEEPSPEED_HALF
+    ]:
+        reading.settings["precision"] = "bf16" if half else "fp32"
+    else:
+        reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    if stage == 3:
+        if tp > 1:
+            raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
+        reading.contender = "fsdp"
+        reading.knobs = {"shard": num_gpus, "replicate": 1, "compile": False}
+        reading.named.append("zero_optimization.stage=3: priced as FSDP2's ZeRO-3, not DeepSpeed's")
+    else:
+        reading.contender = "deepspeed_3d"
+        reading.knobs = {"tp": tp, "pp": 1, "replicate": replicate, "replicate_zero": stage}
+        reading.knobs["compile"] = False
+        if sums := keys.take("data_types.grad_accum_dtype"):
+            reading.knobs["grad_accum_dtype"] = sums
+        elif reading.settings["precision"] == "bf16":  # DeepSpeed takes the type of the model
+            reading.knobs["grad_accum_dtype"] = "bf16"
+    reading.free = "shard" if stage == 3 else "replicate"
+    _without_recomputation(reading)
+    size = keys.number("train_micro_batch_size_per_gpu")
+    steps = keys.number("gradient_accumulation_steps", 1) or 1
+    batch = keys.number("train_batch_size")
+    if size is not None and batch is None:
+        batch, reading.batch_per_replica = size * steps * replicate, size * steps
+    if size is None and batch is not None:
+        size = batch // (steps * replicate)
+    reading.settings |= {"num_gpus": num_gpus}
+    reading.settings |= {"global_batch": batch} if batch else {}
+    reading.settings |= {"microbatch_size": size} if size else {}
+    keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
+    return reading
+
+
+def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
+    """What Accelerate's YAML for FSDP says of a ``model`` that was read before; raises SpecError,
+    in one line, for what has no price."""
+    keys = Keys(flat(tree))
+    if (kind := keys.take("distributed_type")) != "FSDP":
+        raise SpecError(
+            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, or "
+            "Megatron-LM's arguments after --)"
+        )
+    strategies = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+    strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
+    strategy = strategies.get(strategy, strategy)
+    again = keys.take("fsdp_config.fsdp_reshard_after_forward", True)
+    if strategy not in ("FULL_SHARD", "HYBRID_SHARD") or again in (False, "SHARD_GRAD_OP"):
+        raise SpecError(
+            f"fsdp_sharding_strategy={strategy}, fsdp_reshard_after_forward={again}: no price "
+            "(there is one for FULL_SHARD and HYBRID_SHARD, which gather again in the backward)"
+        )
+    if keys.take("fsdp_config.fsdp_version", 1) == 1:
+        model.named.append("fsdp_version=1: priced as FSDP2")
+    machines = keys.number("num_machines", 1) or 1
+    gpus = keys.number("num_processes", num_gpus)
+    if not (gpus := num_gpus or gpus):
+        raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
+    own, tp, cp = (
+        keys.number(f"{_DEGREES}{name}_size", 1) or 1 for name in ("dp_replicate", "tp", "cp")
+    )
+    if tp > 1:
+        raise SpecError(
+            f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "
+            f"contender=torchtitan contender.tp={tp} with the config.json alone)"
+        )
+    model.slice_sequences(f"{_DEGREES}cp_size", cp)
+    replicate = machines if strategy == "HYBRID_SHARD" else own
+    model.contender, model.free = "fsdp", "shard"
+    model.knobs = {"shard": share_of_ranks(gpus, {"replicate": replicate}), "replicate": replicate}
+    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
+        model.knobs["recompute"] = "full"
+    else:
+        _without_recomputation(model)
+    if (precision := str(keys.take("mixed_precision", "no"))) == "no":
+        model.derived.append(
+            "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
+        )
+    model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
+    if precision == "fp8":
+        model.named.append("mixed_precision=fp8: no price for 8-bit products; priced in bf16")
+    keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
+    return model
+
+
+def _without_recomputation(reading: Reading) -> None:
+    reading.knobs["recompute"] = "none"
+    reading.derived.append(
+        "recomputation: the file does not say it, priced without (give contender.recompute=full)"
+    )

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from benchmarks.explain import huggingface, megatron, torchtitan, trainers
+from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
@@ -124,7 +124,7 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
 def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
     tree = _tree(path, text)
     if "tokens" in tree and "parallelism" in tree:
-        return trainers.nanotron(tree, num_gpus)
+        return huggingface.nanotron(tree, num_gpus)
     if "distributed_type" in tree:
         raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
     if named := {"base_model", "model_name_or_path"} & set(tree):
@@ -158,9 +158,9 @@ def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
     )
     model = huggingface.read(config, num_gpus)
     if "distributed_type" in tree:
-        return trainers.accelerate(tree, model, num_gpus)
+        return huggingface.accelerate(tree, model, num_gpus)
     if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
-        return trainers.deepspeed(tree, model, num_gpus)
+        return huggingface.deepspeed(tree, model, num_gpus)
     raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
 
 

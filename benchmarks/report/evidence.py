@@ -211,13 +211,8 @@ def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], 
 
 def _panels(distances: pd.DataFrame) -> Figure:
     lines = distances.groupby("quantity", sort=False)["source"].nunique()
-    figure, axes = style.panels(
-        len(lines),
-        columns=1,
-        width=9.0,
-        height=0.6 + 0.45 * float(lines.mean()),
-        heights=list(lines + 1.0),
-    )
+    height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
+    figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)
     for axis, quantity in zip(axes, lines.index, strict=True):
         _sources(axis, distances[distances["quantity"] == quantity])
         axis.set_xlabel(_WORDS[quantity])

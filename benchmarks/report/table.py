@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class Column:
         return TextCell(mark + text, sort=float(value))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """Numbers with title, caption and notes. The records from which a row was made are named in the
     column ``records`` of ``data``, with spaces between them, or else in ``record_id``."""
@@ -109,8 +109,8 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     data: pd.DataFrame
-    caption: str = ""
-    notes: tuple[str, ...] = field(default=())
+    caption: str
+    notes: tuple[str, ...]
 
     @property
     def numbers(self) -> pd.DataFrame:
@@ -146,16 +146,14 @@ class Table:
 
 
 def table(
-    name: str, title: str, columns: Sequence[Column], data: pd.DataFrame, **more: Any
+    name: str, title: str, columns: Sequence[Column], data: pd.DataFrame, caption: str = ""
 ) -> Table:
     """Make a table; ``data`` gets the columns that it lacks, so that a table without rows has all
     of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
-    missing = {column: None for column in wanted if column not in data}
-    made = Table(
-        name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
-    )
-    return replace(made, notes=(*made.notes, *filter(None, [display.unchecked_note(data)])))
+    data = data.assign(**{column: None for column in wanted if column not in data})
+    notes = tuple(filter(None, [display.unchecked_note(data)]))
+    return Table(name, title, tuple(columns), data, caption, notes)
 
 
 def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
@@ -243,7 +241,14 @@ def latex(grids: Sequence[Grid]) -> str:
 
 def _latex_table(grid: Grid) -> str:
     heads = " & ".join(map(_escaped, grid.heads)) + r" \\"
-    rules = [r"\toprule", *_latex_groups(grid), heads, r"\midrule"]
+    names, rules, first = [], [], 1  # the line of group headings, and the rules below it
+    for name, span in grid.groups:
+        blank = "&" * (span - 1)
+        names.append(rf"\multicolumn{{{span}}}{{c}}{{{_escaped(name)}}}" if name else blank)
+        if name:
+            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
+        first += span
+    groups = [" & ".join(names) + r" \\", " ".join(rules)] if grid.groups else []
     body = [
         " & ".join(rf"\textbf{{{_escaped(c.text)}}}" if c.bold else _escaped(c.text) for c in row)
         + r" \\"
@@ -258,7 +263,10 @@ def _latex_table(grid: Grid) -> str:
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
             r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{@{{}}{form}@{{}}}}",
-            *rules,
+            r"\toprule",
+            *groups,
+            heads,
+            r"\midrule",
             *body,
             r"\bottomrule",
             r"\end{tabular}}",
@@ -266,21 +274,6 @@ def _latex_table(grid: Grid) -> str:
             "",
         ]
     )
-
-
-def _latex_groups(grid: Grid) -> list[str]:
-    """The line of group headings, and the rules below it."""
-    if not grid.groups:
-        return []
-    cells, rules, first = [], [], 1
-    for name, span in grid.groups:
-        cells.append(
-            rf"\multicolumn{{{span}}}{{c}}{{{_escaped(name)}}}" if name else "&" * (span - 1)
-        )
-        if name:
-            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
-        first += span
-    return [" & ".join(cells) + r" \\", " ".join(rules)]
 
 
 def _escaped(text: str) -> str:
@@ -316,32 +309,28 @@ def rich_table(grid: Grid, widths: Sequence[int]) -> RichTable:
     return table
 
 
-def _width(grid: Grid, index: int) -> int:
-    """The width of a column without a folded cell."""
-    return max(len(line) for text in _texts(grid, index) for line in text.split("\n"))
-
-
-def _least_width(grid: Grid, index: int) -> int:
-    """The width down to which a column may be folded: that of its numbers, or of a few words."""
-    if grid.numeric[index]:
-        return _width(grid, index)
-    longest = max(len(word) for text in _texts(grid, index) for word in ["", *text.split()])
-    return max(longest, min(_width(grid, index), _WORDS_WIDTH))
-
-
-def _texts(grid: Grid, index: int) -> list[str]:
-    return [grid.heads[index], *(row[index].text for row in grid.rows)]
+def _column_widths(grid: Grid) -> tuple[list[int], list[int]]:
+    """(the widths down to which columns may be folded, those without a folded cell): a column of
+    numbers may not be folded, one of text to its longest word, or to a few words."""
+    least, whole = [], []
+    for index, head in enumerate(grid.heads):
+        texts = [head, *(row[index].text for row in grid.rows)]
+        whole.append(max(len(line) for text in texts for line in text.split("\n")))
+        longest = max(len(word) for text in texts for word in ["", *text.split()])
+        folded = max(longest, min(whole[-1], _WORDS_WIDTH))
+        least.append(whole[-1] if grid.numeric[index] else folded)
+    return least, whole
 
 
 def _widths(grid: Grid, room: int) -> list[int]:
     """The widths of the columns in a terminal of ``room`` letters: of those of text, which may be
     folded, the first ones get what they need. Empty if even the least widths do not fit."""
-    widths = [_least_width(grid, index) for index in range(len(grid.heads))]
+    widths, whole = _column_widths(grid)
     spare = room - sum(widths) - 2 * len(widths)  # a space stands on both sides of a column
     if spare < 0:
         return []
     for index, width in enumerate(widths):
-        more = min(spare, _width(grid, index) - width)
+        more = min(spare, whole[index] - width)
         widths[index] += more
         spare -= more
     return widths
@@ -359,7 +348,7 @@ def print_table(made: Table, console: Console, most: int = 60) -> None:
         console.print(text, markup=False, highlight=False)
         return
     shown = replace(grid, rows=grid.rows[:most])
-    whole = [_width(shown, index) for index in range(len(grid.heads))]
+    _, whole = _column_widths(shown)
     if _widths(shown, console.width) == whole:
         console.print(rich_table(shown, whole))
     elif widths := _widths(narrow := _narrowed(shown), console.width):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced
-from benchmarks.explain.measured_screen import show_measured
+from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.measured.causes import NO_CAUSE, OTHER, VARIANTS, explain
 from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
