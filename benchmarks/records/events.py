@@ -114,10 +114,12 @@ def measured(
     first = ranks.get(0, [])
     steps = of_kind(first, "warmup", "step")
     spans = [event for events in ranks.values() for event in of_kind(events, "spans")]
+    error, compared = (_last(first, "losses").get(name) for name in ("error", "steps"))
     step_s, code = _slowest(ranks, "step"), _code_fields(ranks, launched_digest)
     return {
         "gate": _gate(first),
-        **_losses_compared(first),
+        "loss_error": float(error) if isinstance(error, _NUMBER) else None,
+        "loss_steps": compared if isinstance(compared, int) else 0,
         "losses": [event["loss"] for event in steps if "loss" in event],
         "grad_norms": [event["grad_norm"] for event in steps if "grad_norm" in event],
         "warmup_s": _slowest(ranks, "warmup"),
@@ -168,14 +170,6 @@ def _gate(events: Events) -> GateResult | None:
         return adapter(GateResult).validate_python(event) if event else None
     except ValidationError:
         return None
-
-
-def _losses_compared(events: Events) -> dict[str, Any]:
-    error, steps = (_last(events, "losses").get(name) for name in ("error", "steps"))
-    return {
-        "loss_error": float(error) if isinstance(error, _NUMBER) else None,
-        "loss_steps": steps if isinstance(steps, int) else 0,
-    }
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:

@@ -525,7 +525,11 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
             limits = limits.clone()
             limits[0] = spec.measure.gate_tolerance + _FIRST * rounds[0]
         worst = name if name in expected.shapes else ""
-        kinds.setdefault(kind, []).append(_worst_step(kind, errors, limits, worst))
+        errors = errors.nan_to_num(nan=math.inf)  # where one process diverges and gets no numbers
+        step = int((errors / limits).argmax())
+        error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
+        check = GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
+        kinds.setdefault(kind, []).append(check)
     return [worst_check(checks) for checks in kinds.values()]
 
 
@@ -551,10 +555,3 @@ def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str]
 def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
     """The check with the largest error in relation to its limit."""
     return max(checks, key=lambda check: check.error / check.limit)
-
-
-def _worst_step(kind: str, errors: Tensor, limits: Tensor, parameter: str) -> GateCheck:
-    errors = errors.nan_to_num(nan=math.inf)  # where one process gets no numbers, as it diverges
-    step = int((errors / limits).argmax())
-    error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
-    return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)

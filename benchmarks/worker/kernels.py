@@ -124,9 +124,13 @@ def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
     )
     busy = _union((kernel.start_s, kernel.end_s) for kernel in on_stream)
     compute = [kernel for kernel in compute if kernel.stream == stream]
+    extents: dict[Action, Interval] = {}
+    for kernel in compute:
+        start, end = extents.get(kernel.action, (kernel.start_s, kernel.end_s))
+        extents[kernel.action] = min(start, kernel.start_s), max(end, kernel.end_s)
     return StepKernels(
         step_s=max(k.end_s for k in on_stream) - on_stream[0].start_s,
-        compute_s=_extents(compute),
+        compute_s=sum(end - start for start, end in extents.values()),
         kernels_s=sum(k.end_s - k.start_s for k in compute),
         host_bound_s=sum(
             max(0.0, min(after.launched_s, after.start_s) - before.end_s)
@@ -135,16 +139,6 @@ def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
         gather_s=_length(gathers),
         gather_beside_compute_s=_length(gathers) + _length(busy) - _length(_union(gathers + busy)),
     )
-
-
-def _extents(kernels: Iterable[Kernel]) -> float:
-    """The sum over actions of the time from the start of the first kernel to the end of the
-    last."""
-    extents: dict[Action, Interval] = {}
-    for kernel in kernels:
-        start, end = extents.get(kernel.action, (kernel.start_s, kernel.end_s))
-        extents[kernel.action] = min(start, kernel.start_s), max(end, kernel.end_s)
-    return sum(end - start for start, end in extents.values())
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

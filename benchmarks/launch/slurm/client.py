@@ -248,12 +248,12 @@ def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
         return []
 
 
-def endings(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
+def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
     """The endings of jobs, oldest first, and the present state of jobs that have not ended; by
     accounting, or else by what slurmctld remembers. Jobs that nobody knows are left out."""
-    by_job = accounted(jobs, timeout_s) if jobs else {}
+    by_job = accounted(jobs) if jobs else {}
     for job in jobs:
-        if job not in by_job and (last := last_state(job, timeout_s)):
+        if job not in by_job and (last := last_state(job)):
             by_job[job] = [last]
     return by_job
 

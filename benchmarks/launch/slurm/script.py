@@ -127,6 +127,12 @@ def group(
 def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
     """The text of an array's script."""
     sbatch = array_flags(array, options)
+    srun: Flags = {"cpu-bind": "cores"}
+    # A rank must see its neighbours' GPUs to reach them directly; so if the job asked for GPUs per
+    # task, its step asks for GPUs per node.
+    if array.resources.has_gpus and options.gpu_flag == "gpus-per-task":
+        srun |= _gpu_flags(array.resources, replace(options, gpu_flag="gpus-per-node"))
+    srun |= normal(options.srun)
     return _render(
         "array.sbatch.j2",
         options,
@@ -139,7 +145,7 @@ def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
         timeout_s=math.ceil(array.resources.timeout_s),
         array=array.name,
         sbatch=sbatch_words(sbatch),
-        srun=[shlex.quote(word) for word in words(_srun_flags(array.resources, options))],
+        srun=[shlex.quote(word) for word in words(srun)],
         environment=options.environment,
         worker_python=options.worker_interpreter,
         exclusive=sbatch.get("exclusive") is True,
@@ -175,15 +181,6 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
         return {"gres": f"gpu:{kind}{resources.ranks_per_node}"}
     number = 1 if options.gpu_flag == "gpus-per-task" else resources.ranks_per_node
     return {options.gpu_flag: f"{kind}{number}"}
-
-
-def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
-    """The flags of srun, which a site may change. A rank must see its neighbours' GPUs to reach
-    them directly; so if the job asked for GPUs per task, its step asks for GPUs per node."""
-    defaults: Flags = {"cpu-bind": "cores"}
-    if resources.has_gpus and options.gpu_flag == "gpus-per-task":
-        defaults |= _gpu_flags(resources, replace(options, gpu_flag="gpus-per-node"))
-    return defaults | normal(options.srun)
 
 
 def render_report(submission: Path, sweep: str, options: SlurmOptions, runs_dir: Path) -> str:

@@ -90,6 +90,12 @@ class SubmittedPoint:
         restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
         return sorted(restarts, key=restarts.__getitem__)
 
+    def is_settled(self) -> bool:
+        """Whether it has ended, in a way that no requeue changes."""
+        attempts = self.attempts()
+        record = _record_of(attempts[-1]) if attempts else None
+        return record is not None and not record.interrupted
+
 
 def report_name(sweep: str) -> str:
     """The name of a sweep's report job."""
@@ -247,20 +253,13 @@ def query_slurm(runs_dir: Path) -> View:
     """The view with the queue; Slurm is asked only if something is not settled yet. Raises
     SlurmError if Slurm does not answer."""
     view = read_view(runs_dir)
-    unsettled = {p.directory for p in view.points if p.submission and not _is_settled(p)}
+    unsettled = {p.directory for p in view.points if p.submission and not p.is_settled()}
     if not unsettled:
         return view
     facts = cluster_facts()
     submissions = {d: _with_lost_jobs(d, s) for d, s in view.submissions.items()}
     users = [s.user for d, s in submissions.items() if s is not None and d in unsettled]
     return replace(view, submissions=submissions, facts=facts, queued=queued_jobs(users))
-
-
-def _is_settled(point: SubmittedPoint) -> bool:
-    """Whether a point has ended, in a way that no requeue changes."""
-    attempts = point.attempts()
-    record = _record_of(attempts[-1]) if attempts else None
-    return record is not None and not record.interrupted
 
 
 def _with_lost_jobs(directory: Path, submission: Submission | None) -> Submission | None:
