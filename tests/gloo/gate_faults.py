@@ -1,13 +1,13 @@
 """Faults that are injected into a contender on a rank, for the gate to find.
 
 They are put where every contender passes, whatever it is made of: into the gradients that its torch
-optimizer is about to apply, into the batch that it is given, into the model's blocks, and into the
-collectives. A fault is a context manager; while it is open, trainers are built and run with it. It
-gives what has still to be done to a trainer after it was built.
+optimizer is about to apply, or what it does with right ones; into the batch that it is given, into
+the model's blocks, and into the collectives.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from baselines.model import Block, initial_std
 from benchmarks.records.record import GateCheck
@@ -35,13 +36,31 @@ from benchmarks.worker.gate import (
     observe,
     order_checks,
 )
-from tests.gloo.gate_place import Edit, Fault, Place, Prepare, editing, feeding, scaled_part
-from tests.gloo.megatron_faults import MEGATRON_FAULTS
-from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
-from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
+from tests.gloo.contender_faults import MEGATRON_FAULTS, dropped_reduction, tied_gradients
+from tests.gloo.gate_place import (
+    Edit,
+    Fault,
+    Feed,
+    Hook,
+    Place,
+    Prepare,
+    beside_steps,
+    editing,
+    feeding,
+    gradients_of,
+    local,
+    parameters_of,
+    patched,
+    pieces,
+    prepared,
+    scaled_part,
+    unchanged,
+    with_settings,
+)
 from tests.gloo.subtle_faults import SUBTLE_FAULTS, SUBTLE_LATER, SUBTLE_OPTIMIZER_FAULTS
 from zeropp.choose.contender import Contender
 from zeropp.engine import chunk
+from zeropp.types.training import OptimizerConfig
 
 CPU = torch.device("cpu")
 
@@ -125,12 +144,6 @@ def _kept_groups() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _nothing(place: Place) -> Iterator[Prepare]:
-    del place
-    yield lambda trainer: trainer
-
-
 def _idle(where: Callable[[Place, int], bool]) -> Fault:
     """The optimizer changes nothing on some ranks, or in some steps."""
 
@@ -145,11 +158,9 @@ def _idle(where: Callable[[Place, int], bool]) -> Fault:
 
 
 def _not_zeroed(place: Place) -> Edit:
-    del place
     before: list[Tensor] = []
 
     def apply(gradients: list[Tensor], step: int) -> None:
-        del step
         for gradient, old in zip(gradients, before, strict=False):
             gradient.add_(old)
         before[:] = [gradient.clone() for gradient in gradients]
@@ -157,8 +168,7 @@ def _not_zeroed(place: Place) -> Edit:
     return apply
 
 
-@contextmanager
-def _swapped_targets(place: Place) -> Iterator[Prepare]:
+def _swapped_targets(place: Place) -> Feed:
     """The first two microbatches of the first data-parallel rank have each other's targets."""
     size = place.plan.microbatch_size
 
@@ -167,11 +177,10 @@ def _swapped_targets(place: Place) -> Iterator[Prepare]:
         pair = (second, first) if place.dp_index == 0 else (first, second)
         return inputs, torch.cat((*pair, *rest))
 
-    yield feeding(swap)
+    return swap
 
 
-@contextmanager
-def _replica_left_out(place: Place) -> Iterator[Prepare]:
+def _replica_left_out(place: Place) -> Feed:
     """The second data-parallel rank repeats its first microbatch and leaves out the others."""
     size, count = place.plan.microbatch_size, place.plan.num_microbatches
 
@@ -180,38 +189,33 @@ def _replica_left_out(place: Place) -> Iterator[Prepare]:
             return inputs, targets
         return inputs[:size].repeat(count, 1), targets[:size].repeat(count, 1)
 
-    yield feeding(repeat)
+    return repeat
 
 
 def _scaled_norm_weight(factor: float) -> Fault:
     """The gradient of one norm's weight on this rank is scaled."""
 
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        del place
-        forward, norms = torch.nn.LayerNorm.forward, []
+    def make(place: Place, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        norms: list[nn.LayerNorm] = []
 
-        def scaled(norm: torch.nn.LayerNorm, x: Tensor) -> Tensor:
+        def scaled(norm: nn.LayerNorm, x: Tensor) -> Tensor:
             if not x.is_meta:  # a walk over layers has other modules
                 norms.append(norm)
             if not norms or norm is not norms[0]:
                 return forward(norm, x)
             weight = norm.weight.detach() + factor * (norm.weight - norm.weight.detach())
-            shape = norm.normalized_shape
-            return torch.nn.functional.layer_norm(x, shape, weight, norm.bias, norm.eps)
+            return F.layer_norm(x, norm.normalized_shape, weight, norm.bias, norm.eps)
 
-        with mock.patch.object(torch.nn.LayerNorm, "forward", scaled):
-            yield lambda trainer: trainer
+        return scaled
 
-    return fault
+    return patched(nn.LayerNorm, "forward", make)
 
 
 @contextmanager
 def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
     """In the second block on this rank every second microbatch takes the input gradient of the one
     before it."""
-    del place
-    blocks: list[torch.nn.Module] = []
+    blocks: list[nn.Module] = []
     last: list[Tensor] = []
 
     def stale(grad: Tensor) -> Tensor:
@@ -220,7 +224,7 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
         last.append(grad.clone())
         return grad
 
-    def before(block: torch.nn.Module, x: Tensor) -> Tensor:
+    def before(block: nn.Module, x: Tensor) -> Tensor:
         if block not in blocks and not x.is_meta:  # a walk over layers has other modules
             blocks.append(block)
         if len(blocks) > 1 and block is blocks[1] and x.requires_grad:
@@ -238,20 +242,66 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
         mock.patch.object(Block, "forward", lambda block, x: ours(block, before(block, x))),
         mock.patch.object(layer, "forward", of_megatron),
     ):
-        yield lambda trainer: trainer
+        yield unchanged
 
 
-@contextmanager
-def _other_masks(place: Place) -> Iterator[Prepare]:
+def _other_masks(place: Place, original: Callable[..., None]) -> Callable[..., None]:
     """The first data-parallel rank draws the dropout masks of the next microbatch."""
-    original = chunk.seed_piece
 
     def shifted(seed: int, step: int, microbatch: int, piece: int) -> None:
         original(seed, step, microbatch + (place.dp_index == 0), piece)
 
-    with mock.patch.object(chunk, "seed_piece", shifted):
-        yield lambda trainer: trainer
+    return shifted
 
+
+def _one_step_ahead(place: Place, asked: OptimizerConfig) -> Hook:
+    """From the second step on, Adam's bias correction is that of the step after."""
+
+    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 2:
+            for state in optimizer.state.values():
+                state["step"] = state["step"] + 1
+
+    return hook
+
+
+def _clipped_per_rank(place: Place, asked: OptimizerConfig) -> Hook:
+    """Every rank clips to the norm of the gradients that it holds."""
+
+    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+        held = gradients_of(optimizer)
+        norm = math.sqrt(sum(float(each.double().square().sum()) for each in held))
+        for gradient in held:
+            gradient.mul_(asked.clip_norm / norm)
+
+    return hook
+
+
+def _small_ones_keep(place: Place, asked: OptimizerConfig) -> Hook:
+    """A twentieth of this rank's elements, as many as norms and biases are, have no weight
+    decay."""
+
+    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
+        held = [local(parameter.detach()) for parameter in parameters_of(optimizer)]
+        for piece in pieces(held, 0.5, 0.55):
+            piece.div_(1 - asked.lr * asked.weight_decay)
+
+    return hook
+
+
+OPTIMIZER_FAULTS: dict[str, Fault] = {
+    "learning rate 1 % low": with_settings(lr=lambda asked: 0.99 * asked.lr),
+    "learning rate a fifth low": with_settings(lr=lambda asked: 0.8 * asked.lr),
+    "betas swapped": with_settings(
+        beta1=lambda asked: asked.beta2, beta2=lambda asked: asked.beta1
+    ),
+    "another epsilon": with_settings(eps=lambda asked: asked.eps / 10),
+    "bias correction one step ahead": beside_steps(_one_step_ahead),
+    "no weight decay": with_settings(weight_decay=lambda asked: 0.0),
+    "no weight decay of a twentieth": beside_steps(_small_ones_keep),
+    "clipped per rank": beside_steps(_clipped_per_rank),
+    "not clipped": scaled_part(0.0, 1.0, 2.0),  # in the gate's first step no clipping
+}
 
 # What shows in the second step or later, and what is compared in all steps; other faults are found
 # in the first step.
@@ -266,24 +316,24 @@ LATER = {
     *SUBTLE_LATER,
 }
 FAULTS: dict[str, Fault] = {
-    "none": _nothing,
-    "a quarter of the parameters never updated": editing(scaled_part(0.4, 0.65, 0.0)),
-    "a quarter of the gradients doubled": editing(scaled_part(0.4, 0.65, 2.0)),
-    "a quarter of the gradients times 1.05": editing(scaled_part(0.4, 0.65, 1.05)),
+    "none": prepared(lambda place, trainer: None),
+    "a quarter of the parameters never updated": scaled_part(0.4, 0.65, 0.0),
+    "a quarter of the gradients doubled": scaled_part(0.4, 0.65, 2.0),
+    "a quarter of the gradients times 1.05": scaled_part(0.4, 0.65, 1.05),
     "a norm's weight never updated": _scaled_norm_weight(0.0),
     "a norm's gradient doubled": _scaled_norm_weight(2.0),
     "a norm's gradient times 1.05": _scaled_norm_weight(1.05),
     "the optimizer idle from step 2": _idle(lambda place, step: step > 1),
     "gradients not zeroed": editing(_not_zeroed),
-    "targets of two microbatches swapped": _swapped_targets,
+    "targets of two microbatches swapped": feeding(_swapped_targets),
     "input gradients of two microbatches mixed": _swapped_input_gradients,
     "one data-parallel rank never updated": _idle(lambda place, step: place.dp_index == 1),
-    "one data-parallel rank's batch left out": _replica_left_out,
+    "one data-parallel rank's batch left out": feeding(_replica_left_out),
     "one reduction dropped": dropped_reduction,
     "one tensor-parallel rank never updated": _idle(lambda place, step: place.tp == 1),
     "tied weights summed twice": tied_gradients(2),
     "tied weights not summed": tied_gradients(0),
-    "other dropout masks": _other_masks,
+    "other dropout masks": patched(chunk, "seed_piece", _other_masks),
     **OPTIMIZER_FAULTS,
     **MEGATRON_FAULTS,
 }

@@ -1,10 +1,14 @@
-"""What faults are made of: where a rank stands, and what is changed of its trainer."""
+"""What faults are made of: where a rank stands, and what is changed of its trainer.
+
+A fault is a context manager; while it is open, trainers are built and run with it. It gives what
+has still to be done to a trainer after it was built.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
+from zeropp.types.training import OptimizerConfig
 
 _BUILDERS = (
     "zeropp.engine.optimizer",
@@ -37,16 +42,8 @@ class Place:
 Prepare = Callable[[Any], Any]  # a trainer, made faulty
 Fault = Callable[[Place], AbstractContextManager[Prepare]]
 Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
+Hook = Callable[[torch.optim.Optimizer, int], None]  # beside a step, which is counted from 1
 Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # inputs, targets
-
-
-@contextmanager
-def building(build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
-    """While this is open, every contender builds its optimizer with ``build``."""
-    with ExitStack() as stack:
-        for module in _BUILDERS:
-            stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
-        yield
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -65,49 +62,116 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def editing(edit: Callable[[Place], Edit]) -> Fault:
-    """Edit this rank's gradients right before its optimizer applies them."""
+def unchanged(trainer: Any) -> Any:
+    return trainer
+
+
+def _building(make: Callable[[Place, OptimizerConfig, Any], torch.optim.Optimizer]) -> Fault:
+    """Every contender builds its optimizer otherwise."""
 
     @contextmanager
     def fault(place: Place) -> Iterator[Prepare]:
-        apply, steps = edit(place), [0]
+        def build(parameters: Any, asked: OptimizerConfig) -> torch.optim.Optimizer:
+            return make(place, asked, parameters)
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            steps[0] += 1
-            apply(gradients_of(optimizer), steps[0])
-
-        def build(*arguments: Any) -> torch.optim.Optimizer:
-            optimizer = build_optimizer(*arguments)
-            optimizer.register_step_pre_hook(before)
-            return optimizer
-
-        with building(build):
-            yield lambda trainer: trainer
+        with ExitStack() as stack:
+            for module in _BUILDERS:
+                stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
+            yield unchanged
 
     return fault
 
 
-def scaled_part(begin: float, end: float, factor: float) -> Callable[[Place], Edit]:
+def with_settings(**changes: Callable[[OptimizerConfig], float]) -> Fault:
+    """The optimizer has other settings than those that were asked for."""
+
+    def make(place: Place, asked: OptimizerConfig, parameters: Any) -> torch.optim.Optimizer:
+        other: dict[str, Any] = {name: change(asked) for name, change in changes.items()}
+        return build_optimizer(parameters, replace(asked, **other))
+
+    return _building(make)
+
+
+def beside_steps(
+    hook_of: Callable[[Place, OptimizerConfig], Hook], *, after: bool = False
+) -> Fault:
+    """Something is done to the optimizer of this rank right before, or after, each of its steps."""
+
+    def make(place: Place, asked: OptimizerConfig, parameters: Any) -> torch.optim.Optimizer:
+        optimizer, steps, hook = build_optimizer(parameters, asked), [0], hook_of(place, asked)
+
+        def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            steps[0] += 1
+            hook(optimizer, steps[0])
+
+        if after:
+            optimizer.register_step_post_hook(run)
+        else:
+            optimizer.register_step_pre_hook(run)
+        return optimizer
+
+    return _building(make)
+
+
+def editing(edit: Callable[[Place], Edit]) -> Fault:
+    """Edit this rank's gradients right before its optimizer applies them."""
+
+    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
+        apply = edit(place)
+        return lambda optimizer, step: apply(gradients_of(optimizer), step)
+
+    return beside_steps(hook_of)
+
+
+def scaled_part(begin: float, end: float, factor: float) -> Fault:
     """Scale a part of the gradients: from ``begin`` to ``end`` of all elements on this rank."""
 
     def apply(gradients: list[Tensor], step: int) -> None:
-        del step
-        total = sum(gradient.numel() for gradient in gradients)
-        first, last, start = int(begin * total), int(end * total), 0
-        for gradient in gradients:
-            piece = slice(max(first - start, 0), max(last - start, 0))
-            gradient.view(-1)[piece] *= factor
-            start += gradient.numel()
+        for piece in pieces(gradients, begin, end):
+            piece *= factor
 
-    return lambda place: apply
+    return editing(lambda place: apply)
 
 
-def feeding(change: Feed) -> Prepare:
-    """A trainer whose batches are changed."""
+def pieces(tensors: list[Tensor], begin: float, end: float) -> Iterator[Tensor]:
+    """Views of the elements from ``begin`` to ``end`` of all that this rank holds, as shares."""
+    total, start = sum(each.numel() for each in tensors), 0
+    for each in tensors:
+        first, last = (max(int(share * total) - start, 0) for share in (begin, end))
+        yield each.view(-1)[first:last]
+        start += each.numel()
 
-    def prepare(trainer: Any) -> Any:
-        step = trainer.step
-        trainer.step = lambda inputs, targets: step(*change(inputs, targets))
-        return trainer
 
-    return prepare
+def prepared(change: Callable[[Place, Any], None]) -> Fault:
+    """Something is changed in a trainer that was built."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        def prepare(trainer: Any) -> Any:
+            change(place, trainer)
+            return trainer
+
+        yield prepare
+
+    return fault
+
+
+def feeding(make: Callable[[Place], Feed]) -> Fault:
+    """What a rank is given is changed."""
+
+    def change(place: Place, trainer: Any) -> None:
+        step, feed = trainer.step, make(place)
+        trainer.step = lambda inputs, targets: step(*feed(inputs, targets))
+
+    return prepared(change)
+
+
+def patched(owner: Any, name: str, make: Callable[[Place, Any], Any]) -> Fault:
+    """An attribute is replaced by what ``make`` makes of the place and of the original."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        with mock.patch.object(owner, name, make(place, getattr(owner, name))):
+            yield unchanged
+
+    return fault

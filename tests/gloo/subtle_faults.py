@@ -18,19 +18,21 @@ from tests.gloo.gate_place import (
     Edit,
     Fault,
     Feed,
+    Hook,
     Place,
     Prepare,
-    building,
+    beside_steps,
     editing,
     feeding,
     gradients_of,
     local,
     parameters_of,
+    patched,
     scaled_part,
+    unchanged,
+    with_settings,
 )
-from tests.gloo.optimizer_faults import before_steps, with_settings
 from zeropp.engine import flat, sharding
-from zeropp.engine.update_rules import build_optimizer
 from zeropp.types.training import OptimizerConfig
 
 NARROW = torch.bfloat16
@@ -41,42 +43,14 @@ def _rounded(tensor: Tensor) -> None:
     tensor.copy_(tensor.to(NARROW))
 
 
-def _patched(owner: Any, name: str, make: Callable[[Place, Any], Any]) -> Fault:
-    """An attribute is replaced by what ``make`` makes of the place and of the original."""
-
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        with mock.patch.object(owner, name, make(place, getattr(owner, name))):
-            yield lambda trainer: trainer
-
-    return fault
-
-
-def _feeding(make: Callable[[Place], Feed]) -> Fault:
-    """What a rank is given is changed."""
-
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        yield feeding(make(place))
-
-    return fault
-
-
 def _after_steps(act: Callable[[torch.optim.Optimizer], None]) -> Fault:
     """Something is done to a bf16 run's optimizer right after each of its steps."""
 
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        def build(*arguments: Any) -> torch.optim.Optimizer:
-            optimizer = build_optimizer(*arguments)
-            if place.plan.precision == "bf16":
-                optimizer.register_step_post_hook(lambda made, *_: act(made))
-            return optimizer
+    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
+        narrow = place.plan.precision == "bf16"
+        return lambda optimizer, step: act(optimizer) if narrow else None
 
-        with building(build):
-            yield lambda trainer: trainer
-
-    return fault
+    return beside_steps(hook_of, after=True)
 
 
 @torch.no_grad()
@@ -96,7 +70,6 @@ def _narrow_moments(*names: str) -> Callable[[torch.optim.Optimizer], None]:
 
 def _narrow_gradients(place: Place) -> Edit:
     def edit(gradients: list[Tensor], step: int) -> None:
-        del step
         for gradient in gradients if place.plan.precision == "bf16" else ():
             _rounded(gradient)
 
@@ -123,7 +96,7 @@ def _narrow_sums(place: Place) -> Iterator[Prepare]:
             stack.enter_context(mock.patch.object(flat, "zeros", narrow))
             stack.enter_context(mock.patch.object(flat.FlatParameters, "_take_sums", widened))
             stack.enter_context(mock.patch(policy, return_value=both))
-        yield lambda trainer: trainer
+        yield unchanged
 
 
 def _narrow_wire(place: Place, types: Any) -> Any:
@@ -154,19 +127,17 @@ def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
 
         return gather if always or place.plan.precision == "bf16" else original
 
-    return _patched(flat.FlatParameters, "_gather", make)
+    return patched(flat.FlatParameters, "_gather", make)
 
 
 def _norm_eps(eps: float) -> Fault:
     def make(place: Place, original: Any) -> Any:
-        del place, original
         return lambda norm, x: F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, eps)
 
-    return _patched(nn.LayerNorm, "forward", make)
+    return patched(nn.LayerNorm, "forward", make)
 
 
 def _other_gelu(place: Place, original: Any) -> Any:
-    del place
     return lambda x, approximate="none": original(x)
 
 
@@ -174,15 +145,13 @@ def _attention(factor: float) -> Fault:
     """The scale of the scores is multiplied."""
 
     def make(place: Place, original: Any) -> Any:
-        del place
         return lambda q, k, v, **more: original(q, k, v, scale=factor * q.shape[-1] ** -0.5, **more)
 
-    return _patched(F, "scaled_dot_product_attention", make)
+    return patched(F, "scaled_dot_product_attention", make)
 
 
 def _whole_attention(place: Place, original: Any) -> Any:
     """Every token sees the tokens after it."""
-    del place
     return lambda q, k, v, is_causal, **more: original(q, k, v, is_causal=False, **more)
 
 
@@ -210,10 +179,9 @@ def _narrow_loss(place: Place, original: Any) -> Any:
 
 def _scaled_loss(factor: float) -> Fault:
     def make(place: Place, original: Any) -> Any:
-        del place
         return lambda *arguments, **more: factor * original(*arguments, **more)
 
-    return _patched(F, "cross_entropy", make)
+    return patched(F, "cross_entropy", make)
 
 
 def _token(place: Place) -> Feed:
@@ -245,11 +213,10 @@ def _dropped(place: Place) -> Feed:
     return change
 
 
-def _coupled_decay(asked: OptimizerConfig) -> Callable[[torch.optim.Optimizer, int], None]:
+def _coupled_decay(place: Place, asked: OptimizerConfig) -> Hook:
     """Weight decay is added to the gradient, as in Adam's first form (L2)."""
 
     def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        del step
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
         for parameter, gradient in zip(
@@ -260,21 +227,7 @@ def _coupled_decay(asked: OptimizerConfig) -> Callable[[torch.optim.Optimizer, i
     return hook
 
 
-def _clipped_to(factor: float) -> Callable[[OptimizerConfig], Any]:
-    def make(asked: OptimizerConfig) -> Any:
-        del asked
-
-        def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-            del step
-            for gradient in gradients_of(optimizer):
-                gradient.mul_(factor)
-
-        return hook
-
-    return make
-
-
-def _without_second_correction(asked: OptimizerConfig) -> Any:
+def _without_second_correction(place: Place, asked: OptimizerConfig) -> Hook:
     """The second moment is not corrected for its bias."""
 
     def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -293,33 +246,33 @@ SUBTLE_OPTIMIZER_FAULTS: dict[str, Fault] = {
     "epsilon a tenth larger": with_settings(eps=lambda asked: 1.1 * asked.eps),
     "learning rate 2 % high": with_settings(lr=lambda asked: 1.02 * asked.lr),
     "weight decay a tenth low": with_settings(weight_decay=lambda asked: 0.9 * asked.weight_decay),
-    "weight decay coupled": before_steps(_coupled_decay),
-    "clipped to 2 % more": before_steps(_clipped_to(1.02)),
-    "second moment not corrected": before_steps(_without_second_correction),
+    "weight decay coupled": beside_steps(_coupled_decay),
+    "clipped to 2 % more": scaled_part(0.0, 1.0, 1.02),
+    "second moment not corrected": beside_steps(_without_second_correction),
     "moments in bf16": _after_steps(_narrow_moments("exp_avg", "exp_avg_sq")),
 }
 SUBTLE_FAULTS: dict[str, Fault] = {
-    "gradients 1 % too large": editing(scaled_part(0.0, 1.0, 1.01)),
-    "gradients 1 % too small": editing(scaled_part(0.0, 1.0, 0.99)),
-    "the last tenth of the gradients 3 % too large": editing(scaled_part(0.9, 1.0, 1.03)),
-    "a hundredth of the gradients halved": editing(scaled_part(0.5, 0.51, 0.5)),
-    "a thousandth of the parameters never updated": editing(scaled_part(0.5, 0.501, 0.0)),
+    "gradients 1 % too large": scaled_part(0.0, 1.0, 1.01),
+    "gradients 1 % too small": scaled_part(0.0, 1.0, 0.99),
+    "the last tenth of the gradients 3 % too large": scaled_part(0.9, 1.0, 1.03),
+    "a hundredth of the gradients halved": scaled_part(0.5, 0.51, 0.5),
+    "a thousandth of the parameters never updated": scaled_part(0.5, 0.501, 0.0),
     "gradients in bf16": editing(_narrow_gradients),
     "sums in bf16": _narrow_sums,
-    "reductions sent in bf16": _patched(sharding, "Types", _narrow_wire),
+    "reductions sent in bf16": patched(sharding, "Types", _narrow_wire),
     "masters in bf16": _after_steps(_narrow_masters),
     "norm epsilon 1e-4": _norm_eps(1e-4),
     "norm epsilon 1e-3": _norm_eps(1e-3),
-    "GELU's other formula": _patched(F, "gelu", _other_gelu),
+    "GELU's other formula": patched(F, "gelu", _other_gelu),
     "scores 1 % larger": _attention(1.01),
     "scores 5 % larger": _attention(1.05),
-    "tokens see the next ones": _patched(F, "scaled_dot_product_attention", _whole_attention),
-    "softmax in bf16": _patched(F, "scaled_dot_product_attention", _narrow_softmax),
-    "loss in bf16": _patched(F, "cross_entropy", _narrow_loss),
+    "tokens see the next ones": patched(F, "scaled_dot_product_attention", _whole_attention),
+    "softmax in bf16": patched(F, "scaled_dot_product_attention", _narrow_softmax),
+    "loss in bf16": patched(F, "cross_entropy", _narrow_loss),
     "loss half a percent low": _scaled_loss(0.995),
-    "one token wrong": _feeding(_token),
-    "targets of one sequence shifted": _feeding(_target),
-    "a microbatch dropped": _feeding(_dropped),
+    "one token wrong": feeding(_token),
+    "targets of one sequence shifted": feeding(_target),
+    "a microbatch dropped": feeding(_dropped),
     "updated parameters never gathered": _copies(0),
     "copies in bf16 never refreshed": _copies(0, always=False),
     "copies late by a step": _copies(1),

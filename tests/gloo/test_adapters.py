@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import zeropp
-from tests.gloo.test_huggingface import RATE, batch, made
-from tests.gloo.topologies import ROWS
+from tests.gloo.test_huggingface import RATE, batch, made, parallel
 from tests.gloo.world import World
 from zeropp import huggingface
 
@@ -38,11 +37,9 @@ def trained(how: str, folder: Path) -> None:
     """Train one step, and write the adapter."""
     layers = huggingface.layers(adapted(how))
     tokens, targets, mask = batch(0)
-    with zeropp.parallelize(
-        layers, huggingface.token_loss, sample=tokens, sample_keywords={"attention_mask": mask},
-        microbatch_size=2, global_batch=ROWS, pp=2, shard=2,
-        optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
-    ) as model:  # fmt: skip
+    sgd = lambda groups: torch.optim.SGD(groups["all"], lr=RATE)  # noqa: E731
+    keywords = {"attention_mask": mask}
+    with parallel(layers, sample_keywords=keywords, pp=2, shard=2, optimizer=sgd) as model:
         given = (one[model.rows] for one in (tokens, targets))
         model.train_step(*given, attention_mask=mask[model.rows])
         layers.save_pretrained(model, folder)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import zeropp
-from tests.gloo.world import World
+from tests.gloo.layers import WIDTH, linear
+from tests.gloo.models import built, error_of, seeded
+from tests.gloo.world import World, on_ranks
 from zeropp.train.parallel_model import ParallelModel
 
-WIDTH, ROWS, COUNT = 6, 8, 27
+ROWS, COUNT = 8, 27
 PER_EPOCH = COUNT // ROWS
 
 
@@ -33,13 +35,11 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
 
 def made(degrees: dict[str, Any], **more: Any) -> ParallelModel:
-    """Three small layers."""
-    torch.manual_seed(3)
+    """Three small layers in fp32."""
+    layers = [layer.float() for layer in seeded([linear] * 3)]
     keywords: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2, **more}
-    return zeropp.parallelize(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(3)], F.mse_loss, global_batch=ROWS,
-        optimizer=zeropp.OptimizerConfig("sgd", lr=1e-6), **keywords, **degrees,
-    )  # fmt: skip
+    sgd = zeropp.OptimizerConfig("sgd", lr=1e-6)
+    return built(layers, global_batch=ROWS, optimizer=sgd, **keywords, **degrees)
 
 
 def numbers_of(inputs: Tensor) -> list[int]:
@@ -101,42 +101,26 @@ def test_rows_to_evaluate_on_begin_at_the_first_one(world: World) -> None:
     assert whole == 2 * list(range(PER_EPOCH * ROWS))
 
 
-def refusals() -> list[str]:
-    """What is said of data sets that cannot be loaded from."""
-    texts = []
+@on_ranks(2)
+def test_data_sets_that_do_not_fit_are_refused() -> None:
+    stream: Any = iter(())
+    uneven = Numbers(COUNT + torch.distributed.get_rank())
     with made({"replicate": 2}) as model:
-        uneven = Numbers(COUNT + torch.distributed.get_rank())
-        stream: Any = iter(())
-        for dataset in (uneven, Numbers(ROWS - 1), stream):
-            with pytest.raises(zeropp.InfeasibleError) as caught:
-                model.loader(dataset)
-            texts.append(str(caught.value))
-    return texts
+        for dataset, words in (
+            (uneven, "ranks differ: rank 0 has 27 rows where rank 1 has 28 rows"),
+            (Numbers(ROWS - 1), "has 7 rows, fewer than global_batch=8"),
+            (stream, "tuple_iterator has no length or no rows by number"),
+        ):
+            said = error_of(partial(model.loader, dataset))
+            assert said.startswith(f"InfeasibleError: dataset: {words}"), said
 
 
-def test_data_sets_that_do_not_fit_are_refused(world: World) -> None:
-    first, second = world.run(refusals, size=2)
-    assert first == second
-    words = (
-        "dataset: ranks differ: rank 0 has 27 rows where rank 1 has 28 rows",
-        "dataset: has 7 rows, fewer than global_batch=8",
-        "dataset: tuple_iterator has no length or no rows by number",
-    )
-    assert all(text.startswith(start) for text, start in zip(first, words, strict=True))
-
-
-def counts_and_losses() -> list[tuple[int, float]]:
-    """(microbatches, the first loss) for samples of any number of rows."""
+@on_ranks(2)
+def test_a_sample_has_any_number_of_rows() -> None:
     torch.manual_seed(0)
-    inputs, found = torch.randn(ROWS, WIDTH), []
-    for rows, size in ((1, 4), (3, 4), (ROWS, 4), (4, 0), (3, 1)):
+    inputs, losses = torch.randn(ROWS, WIDTH), []
+    for rows, size, count in ((1, 4, 2), (3, 4, 2), (ROWS, 4, 2), (4, 0, 2), (3, 1, 8)):
         with made({"pp": 2}, sample=inputs[:rows], microbatch_size=size) as model:
-            loss = float(model.train_step(inputs, inputs.tanh()).loss)
-            found.append((model.plan.num_microbatches, loss))
-    return found
-
-
-def test_a_sample_has_any_number_of_rows(world: World) -> None:
-    for found in world.run(counts_and_losses, size=2):
-        assert [count for count, _ in found] == [2, 2, 2, 2, 8]
-        assert all(loss == pytest.approx(found[0][1], rel=1e-6) for _, loss in found)
+            losses.append(float(model.train_step(inputs, inputs.tanh()).loss))
+            assert model.plan.num_microbatches == count
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)

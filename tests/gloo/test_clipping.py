@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
-from tests.gloo.small_layers import built, data, error_of, linear, loss_function, seeded
-from tests.gloo.world import World
+from tests.gloo.layers import linear
+from tests.gloo.models import apart, built, data, error_of, loss_function, ranks_of, seeded, step
+from tests.gloo.world import on_ranks
+from zeropp.engine.update_rules import clip_factor
 
 STEPS, LIMIT = 3, 0.1
 TIED = ((0, "weight"), (3, "weight"))
@@ -30,128 +33,129 @@ def layers_of() -> list[nn.Module]:
     return layers
 
 
-def two_groups(decaying: Any, plain: Any) -> torch.optim.Optimizer:
+def two_groups(groups: Any) -> torch.optim.Optimizer:
     """Momentum, with weight decay for one group."""
-    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+    decays = {"wide": 0.1, "narrow": 0.0}
+    chosen = [{"params": groups[name], "weight_decay": decay} for name, decay in decays.items()]
+    return torch.optim.SGD(chosen, lr=0.5, momentum=0.9)
 
 
-def alone() -> tuple[list[float], dict[str, Tensor]]:
-    """The gradient's norms before clipping, and the parameters after training, in one process."""
+def width_of(name: Any, parameter: Tensor) -> str:
+    """The optimizer group of a parameter."""
+    return "wide" if parameter.dim() == 2 else "narrow"
+
+
+@cache
+def alone(norm_type: float, grouped: bool) -> tuple[list[float], dict[str, Tensor], float]:
+    """The gradient's norms before clipping, the parameters after training, and the largest element
+    of the last gradient, in one process."""
     model = nn.Sequential(*layers_of())
-    wide, narrow = ([p for p in model.parameters() if p.dim() == n] for n in (2, 1))
-    optimizer, norms = two_groups(wide, narrow), []
-    for number in range(STEPS):
-        inputs, targets = data(number)
-        optimizer.zero_grad()
-        loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
-        optimizer.step()
-    return norms, dict(model.named_parameters())
-
-
-def clipped(degrees: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same, on this rank."""
-    with built(
-        layers_of(),
-        tied=TIED,
-        clip_norm=LIMIT,
-        group_of=lambda name, parameter: "wide" if parameter.dim() == 2 else "narrow",
-        optimizer=lambda groups: two_groups(groups["wide"], groups["narrow"]),
-        **degrees,
-    ) as model:
-        parts = ([part[model.rows] for part in data(number)] for number in range(STEPS))
-        norms = [float(model.train_step(x, y).grad_norm) for x, y in parts]
-        return norms, dict(model.full_parameters())
-
-
-@pytest.mark.parametrize("degrees", TOPOLOGIES, ids=str)
-def test_any_optimizer_is_clipped_as_in_one_process(world: World, degrees: dict[str, Any]) -> None:
-    norms, parameters = alone()
-    assert min(norms) > 2 * LIMIT
-    for found, values in world.run(clipped, degrees, size=4):
-        assert found == pytest.approx(norms, rel=1e-9)
-        for name, value in values.items():
-            torch.testing.assert_close(value, parameters[name].detach().float(), rtol=0, atol=1e-6)
-
-
-def resumed(folder: str) -> tuple[list[float], list[float]]:
-    """Norms that hooks have clipped by: in a model that is saved before its first update, and in
-    one that is loaded, of an optimizer that consists of two."""
-    norms: list[list[Tensor]] = [[], []]
-    for number, found in enumerate(norms):
-        with built(
-            layers_of(),
-            tied=TIED,
-            shard=2,
-            group_of=lambda name, parameter: "wide" if parameter.dim() == 2 else "narrow",
-            optimizer=lambda groups: [torch.optim.Adam(part) for part in groups.values()],
-        ) as model:
-
-            def clip(*_: object, model: Any = model, found: list[Tensor] = found) -> None:
-                found.append(model.clip_grad_norm_(LIMIT))
-
-            model.optimizer.register_step_pre_hook(clip)
-            model.load(folder) if number else model.save(folder)
-            x, y = (part[model.rows] for part in data())
-            model.train_step(x, y)
-    first, second = ([float(norm) for norm in found] for found in norms)
-    return first, second
-
-
-def test_a_checkpoint_calls_no_hooks(world: World, tmp_path: Path) -> None:
-    for saved, loaded in world.run(resumed, str(tmp_path / "checkpoint"), size=2):
-        assert len(saved) == 1
-        assert loaded == saved
-
-
-def by_hook(norm_type: float) -> tuple[list[float], list[float], str]:
-    """Norms that a hook has clipped by, the largest elements afterwards, and what a call outside of
-    an update says."""
-    with built(layers_of(), tied=TIED, shard=2) as model:
-        norms: list[Tensor] = []
-
-        def clip(*_: object) -> None:
-            norms.append(model.clip_grad_norm_(LIMIT, norm_type))
-            with pytest.raises(ValueError, match=r"^clip_grad_norm_: norm_type=0.0: must be more"):
-                model.clip_grad_norm_(LIMIT, 0)
-
-        model.optimizer.register_step_pre_hook(clip)
-        parts = ([part[model.rows] for part in data(number)] for number in range(STEPS))
-        for x, y in parts:
-            model.train_step(x, y)
-        largest = [float(gradient.abs().max()) for _, gradient in model.gradients()]
-        said = error_of(lambda: model.clip_grad_norm_(LIMIT))
-        return [float(norm) for norm in norms], [max(largest)], said
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_a_hook_clips_by_any_norm_of_the_whole_gradient(world: World, norm_type: float) -> None:
-    model = nn.Sequential(*layers_of())
-    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    groups: dict[str, list[nn.Parameter]] = {"wide": [], "narrow": []}
+    for parameter in model.parameters():
+        groups[width_of("", parameter)].append(parameter)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, norms = two_groups(groups) if grouped else plain, []
     for number in range(STEPS):
         inputs, targets = data(number)
         optimizer.zero_grad()
         loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm_type)))
         optimizer.step()
+    parameters = {
+        name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)
+    }
     largest = max(float(one.grad.abs().max()) for one in model.parameters() if one.grad is not None)
-    for found, found_largest, said in world.run(by_hook, norm_type, size=2):
+    return norms, parameters, largest
+
+
+@pytest.mark.parametrize("degrees", TOPOLOGIES, ids=str)
+@on_ranks(ranks_of)
+def test_any_optimizer_is_clipped_as_in_one_process(degrees: dict[str, Any]) -> None:
+    norms, parameters, _ = alone(2.0, True)
+    assert min(norms) > 2 * LIMIT
+    groups: dict[str, Any] = {"group_of": width_of, "optimizer": two_groups}
+    with built(layers_of(), tied=TIED, clip_norm=LIMIT, **groups, **degrees) as model:
+        parts = ([part[model.rows] for part in data(number)] for number in range(STEPS))
+        found = [float(model.train_step(x, y).grad_norm) for x, y in parts]
         assert found == pytest.approx(norms, rel=1e-9)
-        assert found_largest == pytest.approx([largest], rel=1e-9)
+        assert apart(dict(model.full_parameters()), parameters) < 1e-6
+
+
+@on_ranks(2)
+def test_a_checkpoint_calls_no_hooks(tmp_path: Path) -> None:
+    """In a model that is saved before its first update, and in one that is loaded, of an optimizer
+    that consists of two."""
+    norms: list[list[float]] = [[], []]
+    for number, found in enumerate(norms):
+        with built(
+            layers_of(), tied=TIED, shard=2, group_of=width_of,
+            optimizer=lambda groups: [torch.optim.Adam(part) for part in groups.values()],
+        ) as model:  # fmt: skip
+
+            def clip(*_: object, model: Any = model, found: list[float] = found) -> None:
+                found.append(float(model.clip_grad_norm_(LIMIT)))
+
+            model.optimizer.register_step_pre_hook(clip)
+            place = tmp_path / "checkpoint"
+            model.load(place) if number else model.save(place)
+            step(model)
+    assert len(norms[0]) == 1
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@on_ranks(2)
+def test_a_hook_clips_by_any_norm_of_the_whole_gradient(norm_type: float) -> None:
+    norms, _, largest = alone(norm_type, False)
+    with built(layers_of(), tied=TIED, shard=2) as model:
+        found: list[float] = []
+
+        def clip(*_: object) -> None:
+            found.append(float(model.clip_grad_norm_(LIMIT, norm_type)))
+            with pytest.raises(ValueError, match=r"^clip_grad_norm_: norm_type=0.0: must be more"):
+                model.clip_grad_norm_(LIMIT, 0)
+
+        model.optimizer.register_step_pre_hook(clip)
+        for number in range(STEPS):
+            step(model, number)
+        assert found == pytest.approx(norms, rel=1e-9)
+        own = max(float(gradient.abs().max()) for _, gradient in model.gradients())
+        assert own == pytest.approx(largest, rel=1e-9)
+        said = error_of(lambda: model.clip_grad_norm_(LIMIT))
         assert said.startswith("RuntimeError: clip_grad_norm_: no update is under way")
 
 
-def both() -> list[str]:
-    """What ``parallelize`` says to clipping in two places, and to as much in both."""
+@on_ranks(1)
+def test_two_norms_to_clip_to_are_refused() -> None:
     config = zeropp.OptimizerConfig("sgd", clip_norm=0.5)
-    layers = seeded([linear])
-    calls = (partial(built, layers, optimizer=config, clip_norm=norm) for norm in (1.0, -1.0, 0.5))
-    return [error_of(call) for call in calls]
+    for norm, words in (
+        (1.0, "InfeasibleError: clip_norm=1.0: the optimizer's configuration has"),
+        (-1.0, "InfeasibleError: clip_norm=-1.0: must be at least 0"),
+    ):
+        said = error_of(partial(built, seeded([linear]), optimizer=config, clip_norm=norm))
+        assert said.startswith(words)
+    built(seeded([linear]), optimizer=config, clip_norm=0.5).close()
 
 
-def test_two_norms_to_clip_to_are_refused(world: World) -> None:
-    (said,) = world.run(both, size=1)
-    assert said[0].startswith("InfeasibleError: clip_norm=1.0: the optimizer's configuration has")
-    assert said[1].startswith("InfeasibleError: clip_norm=-1.0: must be at least 0")
-    assert said[2] == ""
+GRADIENTS = {
+    "large": [3.0, 4.0],
+    "small": [0.1, 0.0],
+    "as_large_as_allowed": [1.0, 0.0],
+    "zero": [0.0, 0.0],
+    "infinite": [math.inf, 1.0],
+    "not_a_number": [math.nan, 1.0],
+}
+
+
+@pytest.mark.parametrize("limit", [1e-8, 1.0, math.inf])
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_are_scaled_as_torch_does_it_at_any_norm(
+    gradient: list[float], limit: float
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    mine = parameter.grad.clone()
+    norm = nn.utils.clip_grad_norm_([parameter], limit)
+    torch.testing.assert_close(
+        mine.mul_(clip_factor(norm, limit)), parameter.grad, rtol=0, atol=0, equal_nan=True
+    )

@@ -1,4 +1,5 @@
-"""The Python examples of the page on training scripts, run one after another on two ranks."""
+"""The Python examples of the pages on training scripts and of the answers, run page by page on two
+ranks."""
 
 from __future__ import annotations
 
@@ -16,50 +17,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.world import World
+from tests.gloo.layers import WIDTH, One, linear
+from tests.gloo.world import World, on_ranks
 from zeropp.train.parallel_model import ParallelModel
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
-WIDTH, ROWS = 8, 64
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = 64
 
 
-def examples() -> list[str]:
-    """The page's Python code, block by block."""
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(block) for _, block in blocks]
+def examples(page: str) -> list[str]:
+    """The Python code of a page, block by block."""
+    blocks = r"^( *)```python\n(.*?)^ *```$"
+    found = re.findall(blocks, (DOCS / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in found]
 
 
-class Masked(nn.Module):
+class Masked(One):
     """Takes the page's mask."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        out: Tensor = self.linear(x)
+        out = self.linear(x)
         return out if attention_mask is None else out * attention_mask[:, None]
 
 
-def batch_names(inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """The page's names for a batch and its parts."""
-    return {
-        "inputs": inputs,
-        "targets": targets,
-        "batches": [(inputs, targets)] * 2,
-        "mask": torch.ones(ROWS),
-        "dataset": torch.utils.data.TensorDataset(inputs, targets),
-        "rows": slice(None),
-        "held_out": inputs,
-        "held_out_targets": targets,
-    }
-
-
-def run_page(folder: Path) -> tuple[int, list[float], int]:
-    """Run all blocks in one namespace; gives how many there were, the losses that they printed, and
-    the steps of the last model."""
+def run_training(folder: Path) -> tuple[list[float], int]:
+    """Run all blocks of the page on training in one namespace; gives the losses that they printed,
+    and the steps of the last model."""
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), *(Masked() for _ in range(4)), nn.Linear(WIDTH, WIDTH)]
+    layers = [linear(), *(Masked() for _ in range(4)), linear()]
     inputs, targets = torch.randn(2, ROWS, WIDTH)
     usual: dict[str, Any] = {"sample": inputs[:1], "global_batch": ROWS, "pp": 2}
     made: list[ParallelModel] = []
@@ -77,28 +62,72 @@ def run_page(folder: Path) -> tuple[int, list[float], int]:
         "nn": nn,
         "layers": layers,
         "loss_fn": F.mse_loss,
-        **batch_names(inputs, targets),
+        "inputs": inputs,
+        "targets": targets,
+        "batches": [(inputs, targets)] * 2,
+        "mask": torch.ones(ROWS),
+        "dataset": torch.utils.data.TensorDataset(inputs, targets),
+        "rows": slice(None),
+        "held_out": inputs,
+        "held_out_targets": targets,
         "folder": str(folder),
         "other_folder": f"{folder}_other",
         "loader_state": {"epoch": 1},
         "print": lambda *values: printed.extend(values),
     }
-    blocks = examples()
     with mock.patch.object(dist, "init_process_group"):
-        for block in blocks:
+        for block in examples("training.md"):
             exec(block.replace("import zeropp\n", ""), names)  # the page's own code
             names["model"] = made[-1]
             assert isinstance(names.get("loss", 0.0), float)
     steps = made[-1].engine.steps_done
     for model in made:
         model.close()
-    return len(blocks), printed, steps
+    return printed, steps
 
 
-def test_the_examples_of_the_page_run(world: World, tmp_path: Path) -> None:
-    first, second = world.run(run_page, tmp_path / "checkpoint", size=2)
+def test_the_examples_of_training_run(world: World, tmp_path: Path) -> None:
+    assert len(examples("training.md")) >= 6
+    first, second = world.run(run_training, tmp_path / "checkpoint", size=2)
     assert first == second
-    count, printed, _ = first
-    assert count == len(examples()) >= 6
+    printed, _ = first
     assert len(printed) == 4  # loss and gradient norm of two steps
     assert all(value > 0 for value in printed)
+
+
+class Head(nn.Module):
+    """A head whose weight is tied to the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+@on_ranks(2)
+def test_the_answers_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if target.dtype == torch.int64:
+            return F.cross_entropy(output.flatten(0, 1), target.flatten())
+        return F.mse_loss(output, target)
+
+    inputs, targets = torch.randn(2, 8, WIDTH)
+    names: dict[str, Any] = {
+        "zeropp": zeropp, "loss_fn": loss_fn, "inputs": inputs, "targets": targets,
+        "tokens": torch.randint(0, 16, (8, 4)), "folder": str(tmp_path / "checkpoint"),
+        "print": lambda *values: None,
+    }  # fmt: skip
+    blocks = examples("questions.md")
+    assert len(blocks) >= 7
+    for block in blocks:
+        names["layers"], names["five_layers"] = ([linear() for _ in range(n)] for n in (4, 5))
+        names["tied_layers"] = [nn.Embedding(16, WIDTH), linear(), Head()]
+        before = names.get("model")
+        exec(block, names)  # the page's own code
+        if before is not None and names["model"] is not before:
+            before.close()
+    names["model"].close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partialmethod
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from baselines.model import build_model
-from tests.gloo.engine_cases import (
+from tests.gloo.cases import (
     ADAMW,
     SEED,
     Case,
@@ -23,17 +23,11 @@ from tests.gloo.engine_cases import (
     train_alone,
     worst_error,
 )
-from tests.gloo.world import World
+from tests.gloo.world import World, on_ranks
 from zeropp.engine.collectives import Channels, neighbours
 from zeropp.types.training import OptimizerConfig
 
-
-def label(case: Case) -> str:
-    """What sets a case apart from the plainest one."""
-    values = {f.name: getattr(case, f.name) for f in fields(Case)}
-    return " ".join(f"{n}={v}" for n, v in values.items() if v != getattr(Case(pp=0), n))
-
-
+SGD = OptimizerConfig(kind="sgd", lr=0.1)
 CASES = [
     Case(pp=1, chunks=1, unit=3, batch=4),
     Case(pp=2, replicate=2, chunks=3, unit=4, batch=12, layers=6, recompute="full"),
@@ -63,17 +57,17 @@ def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
     names: set[str] = set()
     for outcome in outcomes:
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
-        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+        assert outcome.norms == pytest.approx(expected.norms, rel=tolerance)
         assert worst_error(outcome.gradients, expected.gradients) < tolerance
         names |= set(outcome.gradients)
     assert names == set(expected.gradients)
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
-    arguments = (case, torch.float64, 2, replace(ADAMW, clip_norm=0.5))
-    expected = train_alone(*arguments)
-    outcomes = world.run(train, *arguments, size=case.world)
+    dtype, steps, optimizer = torch.float64, 2, replace(ADAMW, clip_norm=0.5)
+    expected = train_alone(case.shape, case.batch, optimizer, steps, dtype)
+    outcomes = world.run(train, case, dtype, steps, optimizer, size=case.world)
     check(outcomes, expected, 1e-12)
     for outcome in outcomes:
         exact = {name: value.float() for name, value in expected.parameters.items()}
@@ -87,11 +81,11 @@ LLAMA = [
 ]
 
 
-@pytest.mark.parametrize("case", LLAMA, ids=label)
+@pytest.mark.parametrize("case", LLAMA, ids=str)
 def test_fp32_gradients_of_llama(case: Case, world: World) -> None:
     case = replace(case, family="llama")
-    arguments = (case, torch.float32, 1, OptimizerConfig(kind="sgd", lr=0.1))
-    check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)
+    found = world.run(train, case, torch.float32, 1, SGD, size=case.world)
+    check(found, train_alone(case.shape, case.batch, SGD, 1), 1e-5)
 
 
 BF16 = [
@@ -101,19 +95,17 @@ BF16 = [
 ]
 
 
-@pytest.mark.parametrize("case", BF16, ids=label)
+@pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
-    arguments = (case, torch.float32, 2, OptimizerConfig(kind="sgd", lr=0.1))
-    expected = train_alone(*arguments)
-    for outcome in world.run(train, *arguments, size=case.world):
+    expected = train_alone(case.shape, case.batch, SGD, 2)
+    for outcome in world.run(train, case, torch.float32, 2, SGD, size=case.world):
         assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
         assert {p.dtype for p in outcome.gradients.values()} == {torch.float32}
-        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
+        assert outcome.norms == pytest.approx(expected.norms, rel=2e-2)
         assert worst_error(outcome.gradients, expected.gradients) < 0.1
 
 
 MANY = Case(pp=2, shard=2, chunks=1, precision="bf16", batch=64, layers=2)
-RATE = 0.1
 ULP = torch.finfo(torch.bfloat16).eps  # relative; rounding one addition costs at most half of it
 
 
@@ -132,7 +124,7 @@ def step_alone_in_bf16(case: Case, total: torch.dtype) -> dict[str, torch.Tensor
             gradient += parameter.grad
             parameter.grad = None
     names = [name for name, _ in model.named_parameters()]
-    after = (one - RATE * gradient.float() for one, gradient in zip(masters, sums, strict=True))
+    after = (one - SGD.lr * gradient.float() for one, gradient in zip(masters, sums, strict=True))
     return dict(zip(names, after, strict=True))
 
 
@@ -146,8 +138,7 @@ def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def test_bf16_sums_of_many_microbatches_stay_within_one_ulp(world: World) -> None:
     expected = step_alone_in_bf16(MANY, torch.float32)
-    config = OptimizerConfig(kind="sgd", lr=RATE)
-    outcomes = world.run(train, MANY, torch.float32, 1, config, size=MANY.world)
+    outcomes = world.run(train, MANY, torch.float32, 1, SGD, size=MANY.world)
     found = {name: value for outcome in outcomes for name, value in outcome.parameters.items()}
     assert set(found) == set(expected)
     assert drift(found, expected) < ULP
@@ -175,29 +166,29 @@ def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:
         Case(1, shard=2, chunks=3, batch=4, layers=9, compile=True),
         Case(1, shard=2, chunks=3, batch=4, recompute="full", compile=True),
     ],
-    ids=label,
+    ids=str,
 )
 def test_compiled_blocks_have_the_same_gradients(case: Case, world: World) -> None:
-    arguments = (case, torch.float64, 2, ADAMW)
-    found = world.run(train_compiled, *arguments, size=case.world)
-    check([outcome for outcome, _ in found], train_alone(*arguments), 1e-10)
+    found = world.run(train_compiled, case, torch.float64, 2, ADAMW, size=case.world)
+    expected = train_alone(case.shape, case.batch, ADAMW, 2, torch.float64)
+    check([outcome for outcome, _ in found], expected, 1e-10)
     # Of a kind of block, not of each: more kinds than torch's limit would fall back to eager.
     assert all(0 < graphs <= 8 for _, graphs in found)
 
 
-def count_groups(case: Case) -> int:
-    """Process groups that are made for an engine's messages."""
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [
+        (Case(pp=2, batch=12, layers=8), 2),
+        (Case(pp=2, replicate=3, batch=36, layers=8), 2),
+        (Case(pp=3, replicate=2, batch=24, layers=8), 6),
+        (Case(pp=4, replicate=2, batch=24, layers=8), 4),
+    ],
+    ids=str,
+)
+@on_ranks(lambda case: case.world)
+def test_few_process_groups_whatever_the_world(case: Case, groups: int) -> None:
     plan = case.plan()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         Channels(neighbours(plan.schedule), plan.layout, torch.device("cpu"))
-    return int(made.call_count)
-
-
-@pytest.mark.parametrize(
-    ("pp", "replicate", "groups"), [(2, 1, 2), (2, 3, 2), (3, 2, 6), (4, 2, 4)]
-)
-def test_few_process_groups_whatever_the_world(
-    pp: int, replicate: int, groups: int, world: World
-) -> None:
-    case = Case(pp=pp, replicate=replicate, chunks=2, batch=12 * replicate, layers=8)
-    assert world.run(count_groups, case, size=case.world) == [groups] * case.world
+    assert made.call_count == groups

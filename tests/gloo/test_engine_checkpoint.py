@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
-from tests.gloo.engine_cases import ADAMW, Case, build_model_of, local_microbatches
-from tests.gloo.small_layers import built, error_of, linear, seeded
-from tests.gloo.world import World
+from tests.gloo.cases import Case, build_model_of, local_microbatches
+from tests.gloo.layers import linear
+from tests.gloo.models import built, error_of, seeded
+from tests.gloo.world import World, on_ranks
 from zeropp.engine.checkpoint import CheckpointError
 
 SAVED = Case(pp=2, batch=2, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
@@ -20,7 +22,7 @@ SAVED = Case(pp=2, batch=2, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
 def save_after(directory: Path, steps: int, killed_in: str) -> str:
     """Train and save; in ``killed_in`` a rank dies while it writes. Gives what then was raised."""
     case = SAVED
-    model = build_model_of(case, torch.float32, ADAMW)
+    model = build_model_of(case)
     for step in range(steps):
         model.engine.step(local_microbatches(case, step))
     if killed_in:
@@ -43,7 +45,7 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
 
 def load_from(directory: Path) -> str:
     """Steps done of a checkpoint, or what its load says."""
-    model = build_model_of(SAVED, torch.float32, ADAMW)
+    model = build_model_of(SAVED)
     try:
         model.load(directory)
     except CheckpointError as error:
@@ -106,39 +108,25 @@ def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -
     assert said.startswith(f"{victim}: missing")
 
 
-def in_wrong_places(folder: Path) -> dict[str, str]:
-    """What saves and loads say of what is no checkpoint, or that of other layers; the last save
-    goes through a link."""
-    said = {}
-    with built(seeded([linear] * 4), pp=2) as model:
-        said["files"] = error_of(lambda: model.save(folder / "papers"))
-        said["file"] = error_of(lambda: model.save(folder / "papers" / "draft.txt"))
-        said["link"] = error_of(lambda: model.save(folder / "latest"))
-    for name, count in (("more", 5), ("fewer", 3)):
-        with built(seeded([linear] * count), pp=2) as other:
-            said[name] = error_of(lambda m=other: m.load(folder / "latest"))  # type: ignore[misc]
-    return said
-
-
-def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(
-    world: World, tmp_path: Path
-) -> None:
+@on_ranks(2)
+def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(tmp_path: Path) -> None:
+    """The last save goes through a link."""
     draft, target = tmp_path / "papers" / "draft.txt", tmp_path / "large disk"
-    draft.parent.mkdir()
-    draft.write_text("years of work")
-    (tmp_path / "latest").symlink_to(target)  # which is not there yet
-    first, second = world.run(in_wrong_places, tmp_path, size=2)
-    assert first == second
-    for name, place in (("files", draft.parent), ("file", draft)):
-        said = first.pop(name)
-        assert said.startswith(f"CheckpointError: {place}: is there, but is no checkpoint")
+    if dist.get_rank() == 0:
+        draft.parent.mkdir()
+        draft.write_text("years of work")
+        (tmp_path / "latest").symlink_to(target)  # which is not there yet
+    dist.barrier()
+    with built(pp=2) as model:
+        for place in (draft.parent, draft):
+            said = error_of(partial(model.save, place))
+            assert said.startswith(f"CheckpointError: {place}: is there, but is no checkpoint")
+        model.save(tmp_path / "latest")
     assert draft.read_text() == "years of work"
-    assert not first.pop("link")
     assert (tmp_path / "latest").is_symlink()
     assert (target / ".metadata").is_file()
     missing = "Missing key in checkpoint state_dict: model.4.weight. (on rank 1)"
-    assert first.pop("more") == f"CheckpointError: {target}: {missing}"
-    assert first.pop("fewer").startswith(
-        f"CheckpointError: {target}: has model.3.bias, but the mod"
-    )
-    assert not first
+    for count, words in ((5, missing), (3, "has model.3.bias, but the mod")):
+        with built(seeded([linear] * count), pp=2) as other:
+            said = error_of(partial(other.load, tmp_path / "latest"))
+            assert said.startswith(f"CheckpointError: {target}: {words}")

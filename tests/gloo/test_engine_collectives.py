@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.gloo.engine_cases import Case, build_model_of, local_microbatches
-from tests.gloo.world import World
+from tests.gloo.cases import Case, build_model_of, local_microbatches
+from tests.gloo.world import World, on_ranks
 from zeropp.engine import flat, lanes
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.engine import Engine
@@ -98,7 +98,7 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int, int]:
         mock.patch.object(flat, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
     ):
-        engine = build_model_of(case, torch.float32).engine
+        engine = build_model_of(case).engine
         engine.step(local_microbatches(case, 0))
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             engine.step(local_microbatches(case, 1))
@@ -193,9 +193,10 @@ def settle(engine: Engine) -> None:
         one.settle()
 
 
-def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """What one step of this rank starts, and what its plan says."""
-    engine = build_model_of(case, torch.float32).engine
+@pytest.mark.parametrize("case", [*CASES, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str)
+@on_ranks(lambda case: case.world)
+def test_collectives_per_step_are_the_plans(case: Case) -> None:
+    engine = build_model_of(case).engine
     found: Counter[tuple[str, str]] = Counter()
     engine.step(local_microbatches(case, 0))
     settle(engine)
@@ -203,15 +204,9 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
         engine.step(local_microbatches(case, 1))
         settle(engine)
     expected = planned(case, engine)
+    assert sum(expected.values()) > 1
+    assert found == expected
     engine.close()
-    return found, expected
-
-
-@pytest.mark.parametrize("case", [*CASES, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str)
-def test_collectives_per_step_are_the_plans(case: Case, world: World) -> None:
-    for found, expected in world.run(counted_and_planned, case, size=case.world):
-        assert sum(expected.values()) > 1
-        assert found == expected
 
 
 def reductions_of(case: Case, order: str) -> tuple[list[int], list[float]]:
@@ -256,29 +251,16 @@ def test_replicas_are_reduced_in_the_order_of_the_program(world: World) -> None:
         assert planned[1] == moved[1]
 
 
-def refused(case: Case) -> str:
-    """What is said of a program without the reductions over the replicas."""
-    with pytest.raises(Exception, match="asks for") as error:
-        reductions_of(case, "none")
-    return str(error.value)
+@on_ranks(2)
+def test_a_program_that_misses_a_part_of_the_step_is_refused() -> None:
+    with pytest.raises(Exception, match="the plan asks for 0REDUCE_REPLICAS"):
+        reductions_of(Case(pp=1, replicate=2), "none")
 
 
-def test_a_program_that_misses_a_part_of_the_step_is_refused(world: World) -> None:
-    for message in world.run(refused, Case(pp=1, replicate=2), size=2):
-        assert "the plan asks for 0REDUCE_REPLICAS" in message
-
-
-def groups_left(case: Case) -> tuple[int, int]:
-    """Process groups of this rank while an engine is open, and after it has been closed."""
-    engine = build_model_of(case, torch.float32).engine
-    known = dist.distributed_c10d._world.pg_map
-    count = len(known)
+@on_ranks(8)
+def test_closing_destroys_every_process_group() -> None:
+    engine = build_model_of(Case(pp=4, shard=2, chunks=1, unit=4, tied=True)).engine
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 4
     engine.close()
-    return count, len(known)
-
-
-def test_closing_destroys_every_process_group(world: World) -> None:
-    case = Case(pp=4, shard=2, chunks=1, unit=4, tied=True)
-    for opened, left in world.run(groups_left, case, size=case.world):
-        assert opened > 4
-        assert left == 1  # the default group
+    assert len(groups) == 1  # the default group

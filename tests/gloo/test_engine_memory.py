@@ -8,11 +8,10 @@ from functools import partial
 from unittest import mock
 
 import pytest
-import torch
 
-from tests.gloo.engine_cases import Case, build_model_of, local_microbatches
-from tests.gloo.small_layers import error_of
-from tests.gloo.world import World
+from tests.gloo.cases import Case, build_model_of, local_microbatches
+from tests.gloo.models import error_of
+from tests.gloo.world import World, on_ranks
 from zeropp.engine import flat as sums
 from zeropp.engine.engine import Engine
 from zeropp.engine.flat import FlatParameters, Gathering, Sharded, Unsharded
@@ -35,7 +34,7 @@ class Peaks:
 
 
 def measure(case: Case) -> Peaks:
-    engine = build_model_of(case, torch.float32).engine
+    engine = build_model_of(case).engine
     flats = [chunk.flats for chunk in engine.chunks.values()]
     sizes = [sum(flat.layout.size * 4 for flat in lot) for lot in flats]
     peaks = Peaks(0, 0, 0, max(sizes), _resident(engine), 0)
@@ -100,62 +99,36 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
         assert large.gradients < once.gradients
 
 
-def buffers_of_steps(case: Case) -> tuple[int, list[int]]:
-    """The number of the model's flat buffers, and how many new ones for gradient sums each of three
-    steps makes."""
-    engine = build_model_of(case, torch.float32).engine
-    made = []
+@pytest.mark.parametrize("chunks", [1, 2])
+@on_ranks(1)
+def test_a_lone_rank_keeps_the_sums_of_its_only_chunk(chunks: int) -> None:
+    case = Case(pp=1, shard=1, chunks=chunks, layers=4, batch=4)
+    engine, made = build_model_of(case).engine, []
     for step in range(3):
         with mock.patch.object(sums, "zeros", wraps=sums.zeros) as zeros:
             engine.step(local_microbatches(case, step))
         made.append(zeros.call_count)
-    return len(engine.flats), made
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_lone_rank_keeps_the_sums_of_its_only_chunk(world: World, chunks: int) -> None:
-    case = Case(pp=1, shard=1, chunks=chunks, layers=4, batch=4)
-    ((flats, made),) = world.run(buffers_of_steps, case, size=1)
+    flats = len(engine.flats)
     assert flats >= chunks
     assert made == ([flats, 0, 0] if chunks == 1 else [flats] * 3)
 
 
-def transitions() -> list[tuple[type, str]]:
-    """The state of a buffer after each call, and what the call raises; the order is a step's, but
-    for those that are refused."""
-    flat = build_model_of(Case(pp=1, shard=2), torch.float32).engine.flats[0]
-    calls = [
-        FlatParameters.wait,
-        FlatParameters.reshard,
-        FlatParameters.unshard,
-        FlatParameters.unshard,
-        FlatParameters.wait,
-        FlatParameters.wait,  # of the next microbatch
-        FlatParameters.unshard,
-        FlatParameters.reshard,
-        FlatParameters.unshard,
-        FlatParameters.reshard,
-    ]
-    states = []
-    for call in calls:
-        error = error_of(partial(call, flat))
-        states.append((type(flat.state), error))
-    return states
-
-
-def test_a_buffer_is_used_and_freed_only_after_its_gather(world: World) -> None:
+@on_ranks(2)
+def test_a_buffer_is_used_and_freed_only_after_its_gather() -> None:
+    """The order is a step's, but for what is refused."""
+    flat = build_model_of(Case(pp=1, shard=2)).engine.flats[0]
     missing = "RuntimeError: parameters are used or freed without being gathered"
     twice = "RuntimeError: parameters are gathered while they are gathered already"
-    expected = [
-        (Sharded, missing),
-        (Sharded, missing),
-        (Gathering, ""),
-        (Gathering, twice),
-        (Unsharded, ""),
-        (Unsharded, ""),
-        (Unsharded, twice),
-        (Sharded, ""),
-        (Gathering, ""),
-        (Sharded, ""),
-    ]
-    assert world.run(transitions, size=2) == [expected] * 2
+    for call, state, said in (
+        (FlatParameters.wait, Sharded, missing),
+        (FlatParameters.reshard, Sharded, missing),
+        (FlatParameters.unshard, Gathering, ""),
+        (FlatParameters.unshard, Gathering, twice),
+        (FlatParameters.wait, Unsharded, ""),
+        (FlatParameters.wait, Unsharded, ""),  # of the next microbatch
+        (FlatParameters.unshard, Unsharded, twice),
+        (FlatParameters.reshard, Sharded, ""),
+        (FlatParameters.unshard, Gathering, ""),
+        (FlatParameters.reshard, Sharded, ""),
+    ):
+        assert (error_of(partial(call, flat)), type(flat.state)) == (said, state)

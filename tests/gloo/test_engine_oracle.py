@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from baselines.model import build_piece
 from baselines.torch_pp.private_names import Runtime, load_programs
-from tests.gloo.engine_cases import SEED, Case, loss_function, train, worst_error
+from tests.gloo.cases import SEED, Case, loss_function, train, worst_error
 from tests.gloo.world import World
 from zeropp.schedule.program import Op
 from zeropp.types.training import OptimizerConfig

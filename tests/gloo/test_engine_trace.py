@@ -10,8 +10,7 @@ import pytest
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
-from tests.gloo.contender_case import request
-from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
+from tests.gloo.cases import ADAMW, CLUSTER, LLAMA, TIED, Case, request
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.engine.flat_layout import ALIGNMENT
 from zeropp.price import price_plan
@@ -40,7 +39,6 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
 
 
 SIX = {"layers": 6}  # in fewer, what is kept beside the layers is too much of all
-LLAMA = {"family": "llama", "kv_heads": 2}
 SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "vocab": 2048}
 
 
@@ -55,9 +53,9 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
         (
             32,
             {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 4, "replicate_zero": 1},
-            LLAMA | {"tied_embeddings": True},
+            LLAMA | TIED,
         ),
-        (32, {"name": "fsdp", "shard": 16}, {"tied_embeddings": True}),
+        (32, {"name": "fsdp", "shard": 16}, TIED),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (8, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
         (

@@ -1,30 +1,46 @@
 """``train_step`` and ``eval_step`` in turn, against one process in fp64: layers with several
-tensors between them, keyword inputs, dropout, and sums as losses."""
+tensors between them, keyword inputs, dropout, and sums as losses; wrong keyword inputs and batches;
+and outputs of other number types than their layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.gloo.differences import largest
-from tests.gloo.step_cases import (
-    DEGREES,
-    Alone,
+import zeropp
+from tests.gloo.layers import WIDTH, One
+from tests.gloo.models import (
+    KINDS,
+    MICROBATCH,
     Batch,
     Course,
+    apart,
+    built,
     course_of,
+    data,
+    error_of,
     evaluated,
-    label,
-    parallel,
+    largest,
     ranks_of,
-    worst,
+    seeded,
+    with_keywords,
 )
 from tests.gloo.world import World
 from zeropp.train.parallel_model import ParallelModel
+
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 2, "chunks": 2, "split_backward": False, "recompute": "full"},
+    {"shard": 3, "chunks": 2, "unit": 1},
+    {"pp": 2, "replicate": 2, "replicate_zero": 1},
+    {"pp": 2, "shard": 2, "chunks": 2},
+    dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
+    | {"cluster": "a800"},
+]
 
 
 def uneven_rows(model: ParallelModel) -> slice:
@@ -35,8 +51,8 @@ def uneven_rows(model: ParallelModel) -> slice:
     return parts.get(model.data_parallel_rank, slice(0, 0))
 
 
-def same_outputs(model: ParallelModel, batch: Batch, expected: Tensor) -> bool:
-    """Whether this rank gets what one process gives for its rows, from both methods."""
+def check_outputs(model: ParallelModel, batch: Batch, expected: Tensor) -> None:
+    """Both methods must give this rank what one process gives for its rows."""
     rows = uneven_rows(model)
     inputs, targets, keywords = batch.part(rows)
     plain = model.forward_only(inputs, **keywords)
@@ -44,23 +60,12 @@ def same_outputs(model: ParallelModel, batch: Batch, expected: Tensor) -> bool:
         inputs, targets, outputs=lambda output: (output.argmax(-1), output[:, 0]), **keywords
     )
     ours = expected[rows]
-    return (
-        isinstance(plain, Tensor)
-        and plain.shape == ours.shape
-        and bool((plain - ours).abs().le(1e-12).all())
-        and torch.equal(less[0], ours.argmax(-1))
-        and less[1].shape == ours[:, 0].shape
-        and loss == model.eval_step(inputs, targets, **keywords)
-    )
-
-
-def outputs_of(degrees: dict[str, Any], expected: dict[str, Tensor]) -> list[bool]:
-    """For every kind of layers whether the outputs are those of one process."""
-    same = []
-    for kind, output in expected.items():
-        with parallel(kind, "mean", degrees) as model:
-            same.append(same_outputs(model, evaluated(kind, "mean", 0), output))
-    return same
+    assert isinstance(plain, Tensor)
+    assert plain.shape == ours.shape
+    assert (plain - ours).abs().le(1e-12).all()
+    assert torch.equal(less[0], ours.argmax(-1))
+    assert less[1].shape == ours[:, 0].shape
+    assert loss == model.eval_step(inputs, targets, **keywords)
 
 
 def train_and_evaluate(
@@ -71,7 +76,8 @@ def train_and_evaluate(
     errors = []
     for course in courses:
         kind, reduction = course.kind, course.reduction
-        with parallel(kind, reduction, degrees) as model:
+        with with_keywords(kind, reduction, degrees) as model:
+            check_outputs(model, evaluated(kind, reduction, 0), course.output)
             evaluation_errors, step_errors = [], []
             for step, expected in enumerate(course.evaluations):
                 batch = evaluated(kind, reduction, step)
@@ -85,12 +91,12 @@ def train_and_evaluate(
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
                 loss = float(model.train_step(inputs, targets, **keywords).loss)
                 step_errors.append(abs(loss / course.losses[step] - 1))
-            parameter_error = worst(model, course.parameters)
+            parameter_error = apart(dict(model.full_parameters()), course.parameters)
             errors.append((largest(evaluation_errors), largest(step_errors), parameter_error))
     return errors
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=label)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_steps_and_evaluations_are_those_of_one_process(
     world: World, degrees: dict[str, Any]
 ) -> None:
@@ -104,9 +110,96 @@ def test_steps_and_evaluations_are_those_of_one_process(
             assert parameters < 1e-6  # they come as fp32
 
 
-@pytest.mark.parametrize("degrees", DEGREES[:3], ids=label)
-def test_every_rank_gets_the_outputs_of_its_rows(world: World, degrees: dict[str, Any]) -> None:
-    expected = {kind: Alone(kind, "mean").output(evaluated(kind, "mean", 0))
-                for kind in ("keywords", "dropout")}  # fmt: skip
-    for same in world.run(outputs_of, degrees, expected, size=ranks_of(degrees)):
-        assert same == [True, True]
+def wrong_calls() -> dict[str, str]:
+    """What wrong keyword inputs and batches say."""
+    whole = Batch("keywords", "mean", 0)
+    inputs, targets, keywords = whole.part(slice(None))
+    first, _, given = whole.part(slice(MICROBATCH))
+
+    def build(more: dict[str, Tensor]) -> Callable[[], object]:
+        return lambda: built(seeded(KINDS["keywords"]), sample=first, sample_keywords=more, pp=2)
+
+    model = with_keywords("keywords", "mean", {"pp": 2})
+    short = {**keywords, "mask": keywords["mask"][:4]}
+    x, y, more = whole.part(slice(0, 4 + 2 * dist.get_rank()))
+    none, no_targets, nothing = whole.part(slice(0, 0))
+    calls: dict[str, Callable[[], object]] = {
+        "missing": build({"positions": given["positions"]}),
+        "nobody's": build({**given, "padding": given["mask"]}),
+        "a step's own": build({**given, "outputs": given["mask"]}),
+        "one row": build({**given, "mask": given["mask"][:1]}),
+        "left out": lambda: model.train_step(inputs, targets, mask=keywords["mask"]),
+        "short": lambda: model.train_step(inputs, targets, **short),
+        "uneven": lambda: model.eval_step(inputs, targets, **short),
+        "ranks differ": lambda: model.eval_step(x, y, **more),
+        "no rows": lambda: model.eval_step(none, no_targets, **nothing),
+    }
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+MESSAGES = {
+    "missing": "InfeasibleError: layers[1]: cannot be called with the output of the layer before",
+    "nobody's": "InfeasibleError: sample_keywords: 'padding' is named by no layer's forward",
+    "a step's own": "InfeasibleError: sample_keywords: 'outputs' is an argument of every",
+    "one row": "InfeasibleError: sample_keywords: 'mask' has shape (1, 8), but one row",
+    "left out": "TypeError: keyword inputs are ['mask'], but parallelize got",
+    "short": "ValueError: mask: 4 rows, but this rank trains on 12 rows",
+    "uneven": "ValueError: inputs: numbers of rows differ",
+    "ranks differ": "RowsError: eval_step: ranks of one pipeline were given different rows",
+    "no rows": "RowsError: inputs: no rank was given any rows",
+}
+
+
+def test_wrong_keywords_and_rows_are_one_error_on_every_rank(world: World) -> None:
+    first, second = world.run(wrong_calls, size=2)
+    assert first == second
+    assert set(first) == set(MESSAGES)
+    for name, message in MESSAGES.items():
+        assert first[name].startswith(message), first[name]
+
+
+class Scaled(One):
+    """Has a buffer that stays fp32, and so an output that is wider than what bf16 computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.get_buffer("scale")
+
+
+class Autocast(One):
+    """Casts inside, so its output is narrower than its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x).tanh()
+
+
+def number_types(degrees: dict[str, Any]) -> list[float]:
+    """Losses of layers whose outputs are of other types than their parameters or their inputs."""
+    losses = []
+    kinds: tuple[tuple[type[nn.Module], Literal["fp32", "bf16"]], ...] = (
+        (Scaled, "bf16"),
+        (Autocast, "fp32"),
+    )
+    for kind, precision in kinds:
+        layers = [layer.float() for layer in seeded([kind] * 6)]
+        inputs, targets = (part.float() for part in data())
+        with built(
+            layers, sample=inputs[:MICROBATCH], precision=precision,
+            optimizer=zeropp.OptimizerConfig("sgd", lr=0.5), **degrees,
+        ) as model:  # fmt: skip
+            rows = model.rows
+            results = [model.train_step(inputs[rows], targets[rows]) for _ in range(3)]
+            losses += [float(result.loss) for result in results]
+            losses.append(model.eval_step(inputs[rows], targets[rows]))
+    return losses
+
+
+def test_other_number_types_cross_stages(world: World) -> None:
+    (alone,) = world.run(number_types, {}, size=1)
+    assert alone[2] < alone[0]
+    for found in world.run(number_types, {"pp": 2, "chunks": 2}, size=2):
+        assert found == pytest.approx(alone, rel=1e-3)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from baselines.deepspeed_3d.private_names import OPS
 from baselines.torch_pp.trainer import CLASSES
-from tests.gloo.contender_case import IN_DEEPSPEEDS_INSTRUCTIONS, request
+from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, request
 from zeropp.schedule.program import Action, Op, for_torch
 
 DEEP = {"layers": 16}

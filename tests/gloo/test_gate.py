@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import yaml
 
 from baselines.zeropp.contender import ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts
+from tests.gloo.cases import TIED, request
+from tests.gloo.contender_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.gate_faults import FAULTS, SUBTLE, find
-from tests.gloo.megatron_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.world import WorkerError, World
 from tests.unit.test_extending import registered_example
-from tests.unit.toy_spec import mapping
 from zeropp.choose.contender import Contender
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
-TIED = {"tied_embeddings": True}
 # Faults that need something which not every configuration has.
 NEEDS = {
     "one data-parallel rank never updated": "dp",
@@ -140,7 +137,7 @@ FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"}, 8)
 SHARDS = Setting(2, {"shard": 2}, {"dp"})
 REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"})
 # Tensor parallelism on DTensors is slow on CPUs. So torch's pipelines meet the faults of data
-# parallelism without it in fp32, and one of each axis with both in bf16; test_torch_pp.py trains
+# parallelism without it in fp32, and one of each axis with both in bf16; test_contenders.py trains
 # with all three axes at once.
 TORCH_SHARDS = Setting(4, {"pp": 2, "shard": 2, "schedule": "1f1b"}, {"dp"})
 TORCH_TENSORS = Setting(4, {"pp": 2, "tp": 2, "schedule": "1f1b"}, {"tp", "tied"})
@@ -189,15 +186,11 @@ CASES += [
 
 
 def spec_of(case: Case, setting: Setting) -> RunSpec:
-    values = mapping()
-    values["model"] |= {"layers": setting.layers, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
-    values["model"] |= case.model
-    values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
-    values["data"] = {"kind": "synthetic"}
-    values["optimizer"] = {"weight_decay": 0.1, "clip_norm": 1.0}
-    values["contender"] = {"name": case.contender, **setting.knobs}
-    values |= {"num_gpus": setting.ranks, "precision": case.precision}
-    return spec_from_mapping(values | {"global_batch": setting.global_batch})
+    return request(
+        setting.ranks, {"name": case.contender, **setting.knobs}, precision=case.precision,
+        model={"layers": setting.layers, **case.model}, global_batch=setting.global_batch,
+        optimizer={"weight_decay": 0.1, "clip_norm": 1.0},
+    )  # fmt: skip
 
 
 def label(case: Case, setting: Setting) -> str:

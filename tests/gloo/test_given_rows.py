@@ -11,18 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-import zeropp
-from tests.gloo.small_layers import (
-    BATCH,
-    WIDTH,
-    built,
-    data,
-    error_of,
-    linear,
-    loss_function,
-    seeded,
-    step,
-)
+from tests.gloo.layers import ROWS, WIDTH, linear
+from tests.gloo.models import built, data, error_of, loss_function, seeded, step
 from tests.gloo.world import World
 from zeropp.engine.given_rows import _checksum
 
@@ -32,13 +22,13 @@ OTHER = 1  # the rank whose rows are others
 def sampled() -> list[str]:
     """What steps say to the rows of samplers: one over all ranks, one over the data-parallel
     ranks; and then to steps in which one part of one rank's batch is another."""
-    with built(seeded([linear] * 4), pp=2) as model:
+    with built(pp=2) as model:
         said = []
         everywhere = (dist.get_rank(), dist.get_world_size())
         for rank, size in (everywhere, (model.data_parallel_rank, model.data_parallel_size)):
-            indices: Any = range(2 * BATCH)
+            indices: Any = range(2 * ROWS)
             sampler: Any = DistributedSampler(indices, size, rank, shuffle=False)
-            rows = [*sampler][:BATCH]
+            rows = [*sampler][:ROWS]
             inputs, targets = (torch.cat([part, part + 1])[rows] for part in data())
             said.append(error_of(partial(model.train_step, inputs, targets)))
         inputs, targets = data()
@@ -79,17 +69,12 @@ def masked(rank: int) -> str:
     def loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
         return loss_function(output * mask, target)
 
-    mask = torch.ones(BATCH, 1, dtype=torch.float64)
-    with zeropp.parallelize(
-        seeded([linear] * 2), loss, sample=data()[0][:1], global_batch=BATCH, pp=2, replicate=2,
-        sample_keywords={"mask": mask[:1]},
-    ) as model:  # fmt: skip
+    mask = torch.ones(ROWS, 1, dtype=torch.float64)
+    given: dict[str, Any] = {"loss_fn": loss, "sample_keywords": {"mask": mask[:1]}}
+    with built(seeded([linear] * 2), pp=2, replicate=2, **given) as model:
         inputs, targets = (part[model.rows] for part in data())
-        return error_of(
-            lambda: model.train_step(
-                inputs, targets, mask=mask[model.rows] * (1 + (dist.get_rank() == rank))
-            )
-        )
+        own = mask[model.rows] * (1 + (dist.get_rank() == rank))
+        return error_of(lambda: model.train_step(inputs, targets, mask=own))
 
 
 def test_different_keyword_inputs_are_refused(world: World) -> None:

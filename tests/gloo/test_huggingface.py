@@ -23,13 +23,12 @@ from transformers import (
 from transformers.utils import logging
 
 import zeropp
-from tests.gloo.differences import largest
-from tests.gloo.topologies import ROWS, topology
+from tests.gloo.models import apart, topology
 from tests.gloo.world import World
 from zeropp import huggingface
 from zeropp.train.parallel_model import ParallelModel
 
-MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 2, 10, 60, 2, 1.0
+ROWS, MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 8, 2, 10, 60, 2, 1.0
 # How far gradients may be from one process's, in fp64. Gemma's norms add up the gradients of their
 # weights in fp32, so that it matters where a batch is cut: after ten steps of a plain loop, too. So
 # do Cohere's.
@@ -144,33 +143,34 @@ def alone(family: str, tied: bool, steps: int) -> tuple[dict[str, Tensor], dict[
 Expected = dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
 
 
+def parallel(layers: Any, **more: Any) -> ParallelModel:
+    """A model of tokens on this rank."""
+    given: dict[str, Any] = {"sample": batch(0)[0], "microbatch_size": MICROBATCH, **more}
+    loss_fn = given.pop("loss_fn", huggingface.token_loss)
+    return zeropp.parallelize(layers, loss_fn, global_batch=ROWS, **given)
+
+
 def train(drawn: dict[str, Any], expected: Expected, steps: int) -> dict[str, tuple[float, float]]:
     """How far parameters and gradients of each family are from those of one process."""
-    apart = {}
-    degrees = {name: value for name, value in drawn.items() if name not in ("microbatch", "tied")}
-    rows = drawn["microbatch"]
+    errors = {}
+    degrees = {name: value for name, value in drawn.items() if name != "tied"}
     for family, (parameters, gradients) in expected.items():
         layers = huggingface.layers(made(family, drawn["tied"]))
-        with zeropp.parallelize(
+        with parallel(
             layers,
-            huggingface.token_loss,
-            sample=batch(0)[0],
             sample_keywords={"attention_mask": batch(0)[2]},
-            microbatch_size=rows,
-            global_batch=ROWS,
             optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE / steps),
             **degrees,
         ) as model:
             for step in range(steps):
                 tokens, targets, mask = (one[model.rows] for one in batch(step))
                 model.train_step(tokens, targets, attention_mask=mask)
-            pairs = (model.full_parameters(), parameters), (model.gradients(), gradients)
-            first, second = (
-                largest([float((one - theirs[layers.own_name(n)]).abs().max()) for n, one in ours])
-                for ours, theirs in pairs
+            own = layers.own_name
+            errors[family] = (
+                apart({own(n): one for n, one in model.full_parameters()}, parameters),
+                apart({own(n): one for n, one in model.gradients()}, gradients),
             )
-            apart[family] = first, second
-    return apart
+    return errors
 
 
 def check(world: World, seed: int, families: Iterable[str], steps: int = STEPS) -> None:
@@ -178,9 +178,9 @@ def check(world: World, seed: int, families: Iterable[str], steps: int = STEPS) 
     drawn = topology(seed)
     expected = {family: alone(family, drawn["tied"], steps) for family in families}
     size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
-    for apart in world.run(train, drawn, expected, steps, size=size):
-        assert set(apart) == set(expected)
-        for family, (parameters, gradients) in apart.items():
+    for errors in world.run(train, drawn, expected, steps, size=size):
+        assert set(errors) == set(expected)
+        for family, (parameters, gradients) in errors.items():
             bound = BOUNDS.get(family, 1e-9)
             assert parameters < bound + 1e-6, (family, parameters, drawn)
             assert gradients < bound, (family, gradients, drawn)
@@ -252,14 +252,13 @@ def trained_classifier(folder: Path) -> Tensor:
     tokens, _, mask = batch(0)
     labels = torch.arange(ROWS) % 3
     layers = huggingface.layers(model)
-    with zeropp.parallelize(
-        layers, F.cross_entropy, sample=tokens, sample_keywords={"attention_mask": mask},
-        microbatch_size=2, global_batch=ROWS, pp=2,
+    with parallel(
+        layers, loss_fn=F.cross_entropy, sample_keywords={"attention_mask": mask}, pp=2,
         optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
-    ) as parallel:  # fmt: skip
-        parallel.train_step(tokens, labels, attention_mask=mask)
-        given = parallel.forward_only(tokens, attention_mask=mask)
-        layers.save_pretrained(parallel, folder)
+    ) as trained:  # fmt: skip
+        trained.train_step(tokens, labels, attention_mask=mask)
+        given = trained.forward_only(tokens, attention_mask=mask)
+        layers.save_pretrained(trained, folder)
     assert isinstance(given, Tensor)
     return given
 
@@ -278,8 +277,8 @@ def test_a_classifier_is_trained_and_saved(world: World, tmp_path: Path) -> None
     make: Any = AutoModelForSequenceClassification
     again = make.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        apart = again(tokens, attention_mask=mask).logits - expected.float()
-    assert float(apart.abs().max()) < 1e-4
+        difference = again(tokens, attention_mask=mask).logits - expected.float()
+    assert float(difference.abs().max()) < 1e-4
     assert huggingface.layers(tmp_path).tied is None
     with pytest.raises(zeropp.InfeasibleError, match="attention_mask: must be among the keyword"):
         through_layers(model, tokens)
@@ -310,16 +309,8 @@ def from_folder(
     rows, and what comes behind their tokens."""
     logging.disable_progress_bar()
     layers = huggingface.layers(folder / family)
-    with zeropp.parallelize(
-        layers,
-        huggingface.token_loss,
-        sample=batch(0)[0][:1],
-        microbatch_size=MICROBATCH,
-        global_batch=ROWS,
-        optimizer=zeropp.OptimizerConfig("sgd", lr=0.01),
-        pp=2,
-        shard=2,
-    ) as model:
+    sgd = zeropp.OptimizerConfig("sgd", lr=0.01)
+    with parallel(layers, sample=batch(0)[0][:1], optimizer=sgd, pp=2, shard=2) as model:
         tokens, targets, _ = (one[model.rows] for one in batch(0))
         model.train_step(tokens, targets)
         layers.save_pretrained(model, other / family)
@@ -365,9 +356,7 @@ def drawn() -> dict[str, float]:
     with torch.device("meta"):
         model = make.from_config(config_of("gemma3_text"), dtype=torch.float32)
     layers = huggingface.layers(model, seed=3)
-    with zeropp.parallelize(
-        layers, huggingface.token_loss, sample=batch(0)[0][:MICROBATCH], global_batch=ROWS, pp=2,
-    ) as model:  # fmt: skip
+    with parallel(layers, sample=batch(0)[0][:MICROBATCH], pp=2) as model:
         return {n: float(one.double().square().sum()) for n, one in model.full_parameters()}
 
 

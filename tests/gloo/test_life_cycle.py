@@ -1,137 +1,93 @@
-"""Models that are made from the same layers, one after another or at the same time, and steps from
-which nothing can be learnt."""
+"""Models that are made from the same layers, one after another or at the same time, on a user's
+mesh or device, and steps from which nothing can be learnt."""
 
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.gloo.small_layers import Kind, Scale, built, data, error_of, linear, seeded, step
-from tests.gloo.world import World
-from zeropp.train.parallel_model import ParallelModel
-
-SIZE = 2
+from tests.gloo.layers import ROWS, Kind, Scale, frozen, linear
+from tests.gloo.models import built, data, error_of, seeded, step, steps
+from tests.gloo.world import on_ranks
 
 
-def made_twice() -> tuple[str, list[float], list[float]]:
-    """What a second model of the same layers says, and the first one after it was closed; the
-    losses of the first one and then of another one of these layers; and the losses of one model
-    that is trained as long."""
+@on_ranks(2)
+def test_layers_belong_to_one_model_until_it_is_closed() -> None:
     layers = seeded([linear] * 4)
-    with built(layers, pp=SIZE) as first:
+    with built(layers, pp=2) as first:
         found = [step(first, 0)]
-        said = error_of(lambda: built(layers, pp=SIZE))
-        found.append(step(first, 1))
-    closed = {error_of(lambda: step(first)), error_of(first.full_state_dict)}
-    assert closed == {
-        "RuntimeError: this model was closed (create a new model, and load a checkpoint)"
-    }
-    with built(layers, pp=SIZE) as again:
-        found += [step(again, 2), step(again, 3)]
-    with built(seeded([linear] * 4), pp=SIZE) as alone:
-        return said, found, [step(alone, number) for number in range(4)]
-
-
-def test_layers_belong_to_one_model_until_it_is_closed(world: World) -> None:
-    for said, found, expected in world.run(made_twice, size=SIZE):
+        said = error_of(lambda: built(layers, pp=2))
         assert said.startswith("InfeasibleError: layers[0]: 'weight' belongs to another model that")
-        assert found == expected
-        assert len(set(found)) == 4
+        found.append(step(first, 1))
+    words = "RuntimeError: this model was closed (create a new model, and load a checkpoint)"
+    assert error_of(lambda: step(first)) == error_of(first.full_state_dict) == words
+    with built(layers, pp=2) as again:
+        found += steps(again, 2, 3)
+    with built(pp=2) as alone:
+        assert found == steps(alone, 0, 1, 2, 3)
+    assert len(set(found)) == 4
 
 
-def refused_by_a_peer() -> tuple[str, float]:
-    """What a model says of which rank 1 alone has a layer of another model; and its loss, made
-    again after that one was closed."""
+@on_ranks(2)
+def test_a_model_that_a_peer_has_refused_keeps_no_layers() -> None:
     taken, new = seeded([linear] * 2), seeded([linear])
-    with built(taken, pp=SIZE):
-        said = error_of(lambda: built([new[0], taken[1]], pp=SIZE))
-    with built([new[0], taken[1]], pp=SIZE) as model:
-        return said, step(model)
-
-
-def test_a_model_that_a_peer_has_refused_keeps_no_layers(world: World) -> None:
-    for said, loss in world.run(refused_by_a_peer, size=SIZE):
+    with built(taken, pp=2):
+        said = error_of(lambda: built([new[0], taken[1]], pp=2))
         assert said.startswith("InfeasibleError: layers[1]: 'weight' belongs to another model that")
-        assert loss > 0
+    with built([new[0], taken[1]], pp=2) as model:
+        assert step(model) > 0
 
 
-def made_after_sharding() -> dict[str, str]:
-    """What a model says to layers whose values an earlier model, now closed, has sharded, and to
-    copies that were taken of them between its steps."""
-    found = {}
-    lots: dict[str, list[Kind]] = {"linear": [linear] * 4, "scale": [Scale] * 4}
-    for name, kinds in lots.items():
-        layers = seeded(kinds)
-        with built(layers, shard=SIZE) as first:
-            step(first)
-            copies = copy.deepcopy(layers)
-        found[name] = error_of(lambda lot=layers: built(lot, shard=SIZE))  # type: ignore[misc]
-        found[f"{name} copied"] = error_of(lambda lot=copies: built(lot, pp=SIZE))  # type: ignore[misc]
-    return found
-
-
-def test_layers_without_values_are_refused(world: World) -> None:
-    for found in world.run(made_after_sharding, size=SIZE):
-        assert set(found) == {"linear", "scale", "linear copied", "scale copied"}
-        for name, said in found.items():
-            parameter = "weight" if name.startswith("linear") else "scale"
-            assert said.startswith(f"InfeasibleError: layers[0]: '{parameter}' has no values"), said
-            assert "\n" not in said
-
-
-def read_between_steps(degrees: dict[str, Any]) -> tuple[bool, list[float], list[float]]:
-    """Whether layers are NaN to whoever reads them between steps; and the losses of a model whose
-    layers were read and copied, and of one whose layers were left alone."""
-    losses: list[list[float]] = []
-    unread = []
-    for reads in (True, False):
-        layers = seeded([linear] * 4)
-        with built(layers, **degrees) as model:
-            losses.append([])
-            for number in range(3):
-                losses[-1].append(step(model, number))
-                if reads:
-                    copies = copy.deepcopy(layers)
-                    unread += [bool(p.isnan().all()) for one in copies for p in one.parameters()]
-                    unread += [bool(p.isnan().all()) for one in layers for p in one.parameters()]
-                    evaluated(model)
-    return len(unread) == 48 and all(unread), losses[0], losses[1]
-
-
-def evaluated(model: ParallelModel) -> float:
-    """The loss of a batch."""
-    inputs, targets = data(9)
-    return model.eval_step(inputs[model.rows], targets[model.rows])
+@pytest.mark.parametrize(("kind", "parameter"), [(linear, "weight"), (Scale, "scale")])
+@on_ranks(2)
+def test_layers_without_values_are_refused(kind: Kind, parameter: str) -> None:
+    """Those that an earlier model, now closed, has sharded, and copies that were taken of them
+    between its steps."""
+    layers = seeded([kind] * 4)
+    with built(layers, shard=2) as first:
+        step(first)
+        copies = copy.deepcopy(layers)
+    calls = partial(built, layers, shard=2), partial(built, copies, pp=2)
+    for said in map(error_of, calls):
+        assert said.startswith(f"InfeasibleError: layers[0]: '{parameter}' has no values"), said
+        assert "\n" not in said
 
 
 @pytest.mark.parametrize("degrees", [{"shard": 2}, {"shard": 2, "chunks": 2}], ids=str)
-def test_sharded_layers_can_be_read_between_steps(world: World, degrees: dict[str, Any]) -> None:
-    for unread, found, expected in world.run(read_between_steps, degrees, size=SIZE):
-        assert unread
-        assert found == expected
-        assert len(set(found)) == 3
+@on_ranks(2)
+def test_sharded_layers_can_be_read_between_steps(degrees: dict[str, Any]) -> None:
+    """They are NaN to whoever reads or copies them, and the losses are as where nobody does."""
+    layers, found = seeded([linear] * 4), []
+    with built(layers, **degrees) as model:
+        for number in range(3):
+            found.append(step(model, number))
+            for one in (*copy.deepcopy(layers), *layers):
+                assert all(parameter.isnan().all() for parameter in one.parameters())
+            model.eval_step(*(part[model.rows] for part in data(9)))
+    with built(**degrees) as model:
+        assert found == steps(model, 0, 1, 2)
+    assert len(set(found)) == 3
 
 
-def in_turn() -> tuple[list[float], list[float]]:
-    """Losses of two models, trained in turn; and of the same two, one after the other."""
-    degrees: list[dict[str, Any]] = [{"pp": SIZE}, {"shard": SIZE}]
+@on_ranks(2)
+def test_two_models_in_one_process() -> None:
+    """Trained in turn as one after the other."""
+    first, second = {"pp": 2}, {"shard": 2}
     layers = [seeded([linear] * 4), seeded([linear] * 3)]
-    with built(layers[0], **degrees[0]) as one, built(layers[1], **degrees[1]) as other:
+    with built(layers[0], **first) as one, built(layers[1], **second) as other:
         found = [step(model, number) for number in range(3) for model in (one, other)]
-    expected = []
-    for count, more in zip((4, 3), degrees, strict=True):
-        with built(seeded([linear] * count), **more) as model:
-            expected.append([step(model, number) for number in range(3)])
-    return found, [loss for pair in zip(*expected, strict=True) for loss in pair]
-
-
-def test_two_models_in_one_process(world: World) -> None:
-    for found, expected in world.run(in_turn, size=SIZE):
-        assert found == expected
-        assert len(found) == 6
+    with built(pp=2) as model:
+        assert found[::2] == steps(model, 0, 1, 2)
+    with built(seeded([linear] * 3), shard=2) as model:
+        assert found[1::2] == steps(model, 0, 1, 2)
 
 
 class Detaching(nn.Module):
@@ -141,11 +97,6 @@ class Detaching(nn.Module):
         return x.detach().tanh()
 
 
-def frozen() -> nn.Module:
-    """A layer that is not trained."""
-    return linear().requires_grad_(False)
-
-
 UNTRAINED: dict[str, list[Kind]] = {
     "all frozen": [frozen] * 4,
     "no parameters": [nn.Tanh] * 4,
@@ -153,18 +104,45 @@ UNTRAINED: dict[str, list[Kind]] = {
 }
 
 
-def untrained() -> dict[str, str]:
-    """What a step says where the loss depends on no trained parameter of the last stage."""
-    found = {}
-    for name, kinds in UNTRAINED.items():
-        with built(seeded(kinds)) as model:
-            assert model.eval_step(*data()) > 0
-            found[name] = error_of(lambda m=model: step(m))  # type: ignore[misc]
-    return found
+@pytest.mark.parametrize("name", UNTRAINED)
+@on_ranks(1)
+def test_a_loss_that_depends_on_nothing_trained(name: str) -> None:
+    with built(seeded(UNTRAINED[name])) as model:
+        assert model.eval_step(*data()) > 0
+        said = error_of(lambda: step(model))
+        assert "the loss depends on nothing that is trained" in said
 
 
-def test_a_loss_that_depends_on_nothing_trained(world: World) -> None:
-    (found,) = world.run(untrained, size=1)
-    assert set(found) == set(UNTRAINED)
-    for name, said in found.items():
-        assert "the loss depends on nothing that is trained" in said, (name, said)
+@on_ranks(4)
+def test_a_users_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+    with built(mesh=mesh) as model:
+        step(model)
+        assert model.data_parallel_size == 2
+        assert model.data_parallel_rank == dist.get_rank() % 2
+        first = ROWS // 2 * model.data_parallel_rank
+        assert (model.rows.start, model.rows.stop) == (first, first + ROWS // 2)
+
+
+@on_ranks(2)
+def test_a_cpu_with_an_index_is_the_cpu() -> None:
+    losses = []
+    for device in ("cpu:0", "cpu"):
+        with built(pp=2, device=device) as model:
+            losses.append(step(model))
+    assert losses[0] == losses[1] > 0
+
+
+@on_ranks(2)
+def test_steps_that_cannot_be_right() -> None:
+    model = built(pp=2, timeout=timedelta(seconds=5))
+    inputs, targets = data()
+    said = error_of(lambda: model.train_step(inputs[:3], targets[:3]))
+    assert said.startswith("ValueError: inputs: 3 rows, but this rank trains on 12")
+    with torch.no_grad():
+        said = error_of(lambda: model.train_step(inputs, targets))
+    assert said.startswith("RuntimeError: train_step: gradients are disabled")
+    # The first stage raises, and its peer waits for it no longer than told.
+    assert error_of(lambda: model.train_step(inputs[:, :3], targets))
+    said = error_of(lambda: model.train_step(inputs, targets))
+    assert said.startswith("RuntimeError: an earlier step raised")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,48 +14,32 @@ from benchmarks.launch.local import launch
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.running import SweepProgress
-from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
-from tests.unit.toy_spec import mapping
+from tests.gloo.cases import TEXT, request
 from zeropp.engine.update_rules import build_optimizer
 
 STEPS = 10
-TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "timeline": True}
+# Layers and sequences are as few as give every stage a piece and every pipeline two scheduling
+# units, because each costs every rank time in every step.
+CONFIGURATIONS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "zeropp 2x2": (4, {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2, "unit": 2}, 4),
+    "deepspeed 2x2x2": (8, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}, 2),
+}
 GATED = "zeropp 2x2"  # test_gate.py has the axes of all contenders; it takes long
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A contender on some ranks. Layers and sequences are as few as give every stage a piece and
-    every pipeline two scheduling units, because each costs every rank time in every step."""
-
-    ranks: int
-    name: str
-    degrees: dict[str, Any]
-    layers: int = 4
-
-    def spec(self, *, gate: bool = True) -> RunSpec:
-        """The run of this configuration; microbatches of one sequence."""
-        values = mapping()
-        values["model"] |= {"layers": self.layers, "seq": 32}
-        values["contender"] = {"name": self.name, **self.degrees}
-        values |= {"num_gpus": self.ranks, "global_batch": 8}
-        return spec_from_mapping(values | {"data": TEXT, "measure": MEASURE | {"gate": gate}})
-
-
-CONFIGURATIONS = {
-    "zeropp 2x2": Configuration(4, "zeropp", {"pp": 2, "shard": 2, "chunks": 2, "unit": 2}),
-    "deepspeed 2x2x2": Configuration(
-        8, "deepspeed_3d", {"tp": 2, "pp": 2, "replicate_zero": 1}, layers=2
-    ),
-}
+def spec_of(ranks: int, contender: dict[str, Any], layers: int, *, gate: bool = True) -> RunSpec:
+    """A run on real text; microbatches of one sequence."""
+    model = {"layers": layers, "hidden": 64, "ffn": 256, "vocab": 256, "seq": 32}
+    return request(ranks, contender, model=model, data=TEXT, measure=MEASURE | {"gate": gate})
 
 
 @cache
 def losses_of_one_process(layers: int) -> list[float]:
     """The loss curve of one process, the whole global batch at once."""
-    spec = Configuration(1, "zeropp", {}, layers).spec()
+    spec = spec_of(1, {"name": "zeropp", "pp": 1}, layers)
     model = build_model(spec.model, spec.seed)
     optimizer = build_optimizer(model.parameters(), spec.optimizer)
     batches, losses = open_batches(spec), []
@@ -74,8 +57,8 @@ def losses_of_one_process(layers: int) -> list[float]:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_loss_curve_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     gated, case = name == GATED, CONFIGURATIONS[name]
-    expected = losses_of_one_process(case.layers)
-    point = plan_point(case.spec(gate=gated))
+    expected = losses_of_one_process(case[-1])
+    point = plan_point(spec_of(*case, gate=gated))
     assert point.plan is not None, point.reason
     with SweepProgress(1) as progress:
         (record,) = launch([point], LocalOptions(), tmp_path, progress)

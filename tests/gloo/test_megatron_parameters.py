@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 
 from baselines.megatron_core.parameters import contents_of
 from baselines.model import build_piece
-from tests.gloo.contender_case import request
+from tests.gloo.cases import request
 from zeropp.types.shape import ModelShape
 
 BLOCK = {  # as Megatron-Core's own layers and as Transformer Engine's name them

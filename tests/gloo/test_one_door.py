@@ -18,7 +18,7 @@ from baselines.model import build_piece, cross_entropy
 from baselines.zeropp.contender import ZEROPP, size
 from baselines.zeropp.trainer import ZeroppTrainer
 from benchmarks.specification.run_spec import RunSpec
-from tests.gloo.contender_case import SEED, batch, request
+from tests.gloo.cases import LLAMA, SEED, local_batch, request
 from tests.gloo.world import World
 from zeropp.engine.settings import Settings, read_keywords
 from zeropp.engine.walk import walk
@@ -32,7 +32,6 @@ from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig, Trainer
 
 MOST_LINES = 8_700
-LLAMA = {"family": "llama", "kv_heads": 2}
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pipeline of shards": ({"pp": 2, "shard": 2, "chunks": 2, "unit": 2}, {}, "fp32"),
     "dropout": ({"pp": 2, "shard": 2, "recompute": "full"}, {"dropout": 0.1}, "fp32"),
@@ -115,10 +114,7 @@ def digests(trainer: Trainer, plan: Plan) -> list[float]:
     """Losses and gradient norms of three steps on this rank, and a digest of its parameters."""
     numbers: list[float] = []
     for step in range(3):
-        rows = plan.global_batch // plan.layout.dp
-        first = rows * plan.layout.dp_index(torch.distributed.get_rank())
-        mine = (part[first : first + rows] for part in batch(plan.shape, plan.global_batch, step))
-        result = trainer.step(*mine)
+        result = trainer.step(*local_batch(plan, step))
         numbers += [float(result.loss), float(result.grad_norm)]
     parameters = {name: value.numpy().tobytes() for name, value in trainer.full_parameters()}
     assert parameters

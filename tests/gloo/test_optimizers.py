@@ -3,7 +3,6 @@ that a step does not use has a gradient of zeros there."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
 
-import zeropp
-from tests.gloo.world import World
+from tests.gloo.layers import WIDTH, One, linear
+from tests.gloo.models import built, error_of, seeded
+from tests.gloo.world import World, on_ranks
 from zeropp.engine.users_optimizer import try_optimizer
 from zeropp.train.parallel_model import ParallelModel
-from zeropp.types.layout import InfeasibleError
 
-LAYERS, WIDTH, ROWS, STEPS = 4, 6, 8, 2
+LAYERS, ROWS, STEPS = 4, 8, 2
 LEGS = 3  # of as many steps, each in another topology; most optimizers train for two
 TOPOLOGIES: list[dict[str, Any]] = [
     {"pp": 2, "shard": 2, "chunks": 2},
@@ -114,17 +113,16 @@ KINDS = {name: of_all(make) for name, make in ELEMENTWISE.items()} | WHOLE
 KINDS["two fused"] = two_fused
 
 
-class Choosing(nn.Module):
+class Choosing(One):
     """Uses one parameter from a late step on, one now and then, and one never."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.never, self.late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(WIDTH))
         self.expert = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, late: Tensor, rare: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+        y = self.linear(x)
         if bool(rare.any()):
             y = y + self.expert(x).tanh()
         return y * self.late if bool(late.any()) else y
@@ -132,9 +130,7 @@ class Choosing(nn.Module):
 
 def made() -> list[nn.Module]:
     """Layers, equal on every rank."""
-    torch.manual_seed(4)
-    ends = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    return [layer.double() for layer in [ends[0], *(Choosing() for _ in range(2)), ends[1]]]
+    return seeded([linear, Choosing, Choosing, linear])
 
 
 def data(step: int) -> dict[str, Tensor]:
@@ -151,7 +147,7 @@ def data(step: int) -> dict[str, Tensor]:
 @cache
 def alone(kind: str) -> list[dict[str, Tensor]]:
     """Training in one process: the parameters after every leg."""
-    model = nn.ModuleList(copy.deepcopy(made()))
+    model = nn.ModuleList(made())
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "others": []}
     for name, parameter in model.named_parameters():
         index, _, own = name.partition(".")
@@ -175,9 +171,8 @@ def alone(kind: str) -> list[dict[str, Tensor]]:
 
 def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
     batch = data(0)
-    return zeropp.parallelize(
+    return built(
         made(),
-        F.mse_loss,
         sample=batch["inputs"][:1],
         sample_keywords={name: batch[name][:1] for name in ("late", "rare")},
         global_batch=ROWS,
@@ -293,25 +288,12 @@ WRONG: dict[str, Any] = {
 }
 
 
-def refused() -> list[str]:
-    """What ``parallelize`` says to optimizers that cannot update a model that is cut."""
-    said = []
-    for make in WRONG.values():
-        with pytest.raises(InfeasibleError) as caught:
-            zeropp.parallelize(
-                made()[:1], F.mse_loss, sample=data(0)["inputs"][:1], global_batch=ROWS,
-                optimizer=make, shard=2,
-            )  # fmt: skip
-        said.append(str(caught.value))
-    return said
-
-
-def test_an_optimizer_that_no_rank_could_run_is_refused(world: World) -> None:
-    first, second = world.run(refused, size=2)
-    assert first == second
-    for said, words in zip(first, WRONG, strict=True):
-        assert said.startswith(f"optimizer: {words}"), said
-        assert "\n" not in said
+@pytest.mark.parametrize("words", WRONG)
+@on_ranks(2)
+def test_an_optimizer_that_no_rank_could_run_is_refused(words: str) -> None:
+    said = error_of(lambda: built(seeded([linear]), optimizer=WRONG[words], shard=2))
+    assert said.startswith(f"InfeasibleError: optimizer: {words}"), said
+    assert "\n" not in said
 
 
 def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
@@ -331,30 +313,20 @@ def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
     assert try_optimizer(begins_with_0, ["matrices", "others"], cpu).whole
 
 
-def scheduled(kind: str) -> tuple[list[float], int, list[str]]:
-    """The learning rates of two optimizers after steps of one scheduler, how many parameters they
-    have whole here, and what a NaN in a batch leaves as it was."""
+@pytest.mark.parametrize("kind", ["muon and adamw", "two fused"])
+@on_ranks(2)
+def test_two_optimizers_are_scheduled_and_skipped_as_one(kind: str) -> None:
     with parallel(kind, {"shard": 2}) as model:
         schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda step: 1 / (1 + step))
         inputs, targets, late, rare = (part[model.rows] for part in data(0).values())
         for _ in range(2):
             model.train_step(inputs, targets, late=late, rare=rare)
             schedule.step()
+        rates = [group["lr"] for group in model.optimizer.param_groups]
+        assert rates == pytest.approx([0.05 / 3, 0.02 / 3])
         before = dict(model.full_parameters())
         model.train_step(inputs * torch.nan, targets, late=late, rare=rare)
-        after = dict(model.full_parameters())
-        whole = [flat.whole for flat in model.engine.flats if flat.whole is not None]
+        assert all(torch.equal(before[name], one) for name, one in model.full_parameters())
         assert int(model.skipped_steps) == 1
-        return (
-            [group["lr"] for group in model.optimizer.param_groups],
-            sum(len(one.shards) for one in whole),
-            [name for name in before if not torch.equal(before[name], after[name])],
-        )
-
-
-@pytest.mark.parametrize("kind", ["muon and adamw", "two fused"])
-def test_two_optimizers_are_scheduled_and_skipped_as_one(world: World, kind: str) -> None:
-    (rates, first, changed), (_, second, _) = world.run(scheduled, kind, size=2)
-    assert rates == pytest.approx([0.05 / 3, 0.02 / 3])
-    assert (first, second) == ((2, 2) if kind in WHOLE else (0, 0))  # of four matrices
-    assert changed == []
+        whole = [flat.whole for flat in model.engine.flats if flat.whole is not None]
+        assert sum(len(one.shards) for one in whole) == (2 if kind in WHOLE else 0)  # of four

@@ -14,95 +14,198 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.small_layers import WIDTH, built, data, error_of, linear, seeded
-from tests.gloo.world import World
+from tests.gloo.layers import WIDTH, linear
+from tests.gloo.models import built, data, error_of, seeded
+from tests.gloo.world import World, on_ranks
 
 
-def wrong_calls() -> dict[str, dict[str, Any]]:
-    """Arguments that ``parallelize`` refuses, on this rank; what they do not set is right."""
-    layers, rank = seeded([linear] * 4), dist.get_rank()
+def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
+    """What ``parallelize`` says to arguments on this rank; what they do not set is right. A mesh is
+    named by its axis."""
+    layers = seeded([linear] * 4)
     lent: Any = layers[1]
-    other = [*layers[:3], nn.Linear(WIDTH, WIDTH).double()]
-    other[3].weight = layers[0].weight
+    other = seeded([linear] * 4)
+    other[3].weight = other[0].weight
+    unequal = seeded([linear] * 4)
+    next(unequal[2].parameters()).data[0, 0] += float(rank)
     tuples = seeded([linear, lambda: nn.LSTM(WIDTH, WIDTH), linear, linear])
     optimizer = zeropp.OptimizerConfig("sgd", lr=0.1 + rank)
-    return {
-        "same layer twice": {"layers": [layers[0], layers[1], layers[1], layers[3]]},
-        "shared parameter": {"layers": other},
-        "short weights": {"weights": [1.0, 1.0]},
-        "zero weight": {"weights": [1.0, 0.0, 1.0, 1.0]},
-        "tied to nothing": {"tied": ((0, "weight"), (3, "no_such"))},
-        "tied in one layer": {"tied": ((1, "weight"), (1, "bias"))},
-        "tied to no parameter of a function": {
-            "layers": [*layers[:3], lambda: linear().double()],
-            "tied": ((0, "weight"), (3, "wieght")),
-        },
-        "tied to another shape": {"tied": ((0, "weight"), (3, "bias"))},
-        "tied to a frozen one": {
-            "layers": [*layers[:3], lambda: linear().double().requires_grad_(False)],
-            "tied": ((0, "weight"), (3, "weight")),
-        },
-        "16 bits": {
-            "layers": [layer.bfloat16() for layer in seeded([linear] * 4)],
-            "sample": data()[0][:1].bfloat16(),
-        },
-        "other values": {"shard": 2},
-        "other rate": {"optimizer": optimizer, "pp": 2},
-        "other knob": {"pp": 2, "unit": 1 + rank},
-        "unknown knob": {"pp": 2, "tp": 2},
-        "misspelled knob": {"global_bacth": 4},
-        "no CUDA device": {"device": "cuda:7"},
-        "no device": {"device": "gpu"},
-        "two functions of one module": {"layers": [linear_of_64, lambda: lent, lambda: lent]},
-        "two functions around one parameter": {
-            "layers": [linear_of_64, lambda: nn.Sequential(lent), lambda: nn.Sequential(lent)]
-        },
-        "function and module": {"layers": [*layers[:2], lambda: lent]},
-        "function of tensors": {"layers": [*layers[:2], torch.tanh]},
-        "lambda of tensors": {"layers": [*layers[:2], lambda x: x * 2]},
-        "clamp in place": {"layers": in_the_middle(Clamping(data=True))},
-        "clamp under no_grad": {"layers": in_the_middle(Clamping(data=False))},
-        "other data": {"layers": in_the_middle(Renewing())},
-        "tuple": {"layers": tuples, "pp": 2},
-        "no layers": {"layers": []},
-        "one layer": {"layers": layers[0]},
-        "no batch": {"global_batch": 0},
-        "half a row": {"global_batch": 2.5},
-        "no sample": {"sample": data()[0][:0]},
-        "optimizer class": {"optimizer": torch.optim.AdamW},
-        "optimizer instance": {"optimizer": torch.optim.AdamW(layers[0].parameters())},
-        "no optimizer": {"optimizer": lambda groups: None},
-        "half a seed": {"dropout_seed": 0.5},
-        "no seed": {"layers": in_the_middle(nn.Dropout(0.1)), "dropout_seed": None},
-        "no schedule": {"lr_schedule": 0.1},
-        "seconds": {"timeout": 5},
-        "wrong width": {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)},
-        "too many ranks": {"pp": 3},
-        "small cap": {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
-        "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 4},
-        "mesh of another axis": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
-        "no values": {"layers": [layers[0], linear().double().to("meta"), *layers[2:]]},
-        "in place": {"layers": in_the_middle(nn.ReLU(inplace=True)), "recompute": "full"},
-        "product in place": {
-            "layers": in_the_middle(nn.Sequential(linear(), nn.ReLU(inplace=True))),
-            "recompute": "selective",
-        },
-        "layer of another's parameter": {"layers": [*layers[:3], Borrowing(layers[0])]},
-        "layer of another's parameter in a closure": {
-            "layers": [*layers[:3], Calling(lambda x: x @ lent.weight)]
-        },
-        "no loss": {"loss_fn": None},
-        "numbers as layers": {"layers": [1, 2]},
-        "buffers twice": {"layers": in_the_middle(Counting()), "recompute": "full"},
-        "other groups": {"group_of": (lambda name, one: "all") if rank else by_size},
-        "other schedule": {"lr_schedule": lambda step: 1.0 + rank},
-        "other optimizer": {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
-        "other loss": {"loss_fn": F.l1_loss if rank else F.mse_loss},
-        "other code of a loss": {"loss_fn": twice_on(rank)},
-        "other loss module": {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
-        "other argument of a loss": {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
-        "recurrent": {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
-    }
+    return [
+        (
+            "layers[2]: shares 'weight' with layers[1]",
+            {"layers": [layers[0], layers[1], layers[1], layers[3]]},
+        ),
+        ("layers[3]: shares 'weight' with layers[0]", {"layers": other}),
+        ("weights: 2 numbers for 4 layers", {"weights": [1.0, 1.0]}),
+        ("every weight must be more than 0", {"weights": [1.0, 0.0, 1.0, 1.0]}),
+        ("layers[3] has no parameter 'no_such'", {"tied": ((0, "weight"), (3, "no_such"))}),
+        (
+            "must name parameters of two layers, which are numbered from 0 to 3",
+            {"tied": ((1, "weight"), (1, "bias"))},
+        ),
+        (
+            "layers[3] has no parameter 'wieght'",
+            {
+                "layers": [*layers[:3], lambda: linear().double()],
+                "tied": ((0, "weight"), (3, "wieght")),
+            },
+        ),
+        (
+            "both must have the same shape and type, and both be trained",
+            {"tied": ((0, "weight"), (3, "bias"))},
+        ),
+        (
+            "trained=False); both must have the same shape and type",
+            {
+                "layers": [*layers[:3], lambda: linear().double().requires_grad_(False)],
+                "tied": ((0, "weight"), (3, "weight")),
+            },
+        ),
+        (
+            "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
+            {
+                "layers": [layer.bfloat16() for layer in seeded([linear] * 4)],
+                "sample": data()[0][:1].bfloat16(),
+            },
+        ),
+        ("layers[2]: 'weight' is not the same on ranks 0 and 1", {"layers": unequal, "shard": 2}),
+        ("optimizer: ranks differ: rank 0 has", {"optimizer": optimizer, "pp": 2}),
+        ("unit: ranks differ: rank 0 has 1 where rank 1 has 2; every", {"pp": 2, "unit": 1 + rank}),
+        (
+            "TypeError: parallelize: got an unexpected keyword argument "
+            "'tp' (see zeropp.engine.settings.Settings)",
+            {"pp": 2, "tp": 2},
+        ),
+        (
+            "unexpected keyword argument 'global_bacth' (did you mean 'global_batch'?)",
+            {"global_bacth": 4},
+        ),
+        ("InfeasibleError: device='cuda:7': ", {"device": "cuda:7"}),
+        ("InfeasibleError: device='gpu': is none of torch's devices", {"device": "gpu"}),
+        (
+            "layers[2]: shares 'weight' with layers[1], but layers are trai",
+            {"layers": [linear_of_64, lambda: lent, lambda: lent]},
+        ),
+        (
+            "layers[2]: shares '0.weight' with layers[1], but layer",
+            {"layers": [linear_of_64, lambda: nn.Sequential(lent), lambda: nn.Sequential(lent)]},
+        ),
+        (
+            "layers[2]: shares 'weight' with layers[1], but layers are trained",
+            {"layers": [*layers[:2], lambda: lent]},
+        ),
+        (
+            "layers[2]: cannot be made, but its sizes are found so: ",
+            {"layers": [*layers[:2], torch.tanh]},
+        ),
+        (
+            "a function without arguments that makes one: put a function of tensors i",
+            {"layers": [*layers[:2], lambda x: x * 2]},
+        ),
+        (
+            "layers[2]: its forward changes 'weight', which no rank would keep",
+            {"layers": in_the_middle(Clamping(data=True))},
+        ),
+        (
+            "layers[2]: its forward changes 'weight', which no rank would keep",
+            {"layers": in_the_middle(Clamping(data=False))},
+        ),
+        (
+            "layers[2]: its forward changes 'weight', which no rank would keep",
+            {"layers": in_the_middle(Renewing())},
+        ),
+        ("layers[1]: returns tuple", {"layers": tuples, "pp": 2}),
+        ("layers=[]", {"layers": []}),
+        ("layers: must be a list of modules", {"layers": layers[0]}),
+        ("global_batch=0: must be at least 1", {"global_batch": 0}),
+        ("global_batch=2.5: must be a whole number", {"global_batch": 2.5}),
+        ("sample: must be a tensor of inputs", {"sample": data()[0][:0]}),
+        ("must be a OptimizerConfig or a function of (Mapping)", {"optimizer": torch.optim.AdamW}),
+        (
+            "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
+            {"optimizer": torch.optim.AdamW(layers[0].parameters())},
+        ),
+        (
+            "optimizer: gives NoneType, but a torch.optim.Optimizer is needed, or a list",
+            {"optimizer": lambda groups: None},
+        ),
+        ("dropout_seed=0.5: must be a whole number", {"dropout_seed": 0.5}),
+        (
+            "dropout_seed=None: layers[2] draws random numbers (give a seed)",
+            {"layers": in_the_middle(nn.Dropout(0.1)), "dropout_seed": None},
+        ),
+        ("lr_schedule=0.1: must be a function of (int)", {"lr_schedule": 0.1}),
+        ("timeout=5: must be a timedelta", {"timeout": 5}),
+        ("layers[0]: cannot be called", {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)}),
+        ("must be the number of ranks, 2", {"pp": 3}),
+        (
+            "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
+            {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
+        ),
+        ("pp=4: the mesh has it, too", {"mesh": "pp", "pp": 4}),
+        ("they must be named among", {"mesh": "tp"}),
+        (
+            "layers[1]: 'weight' is on the meta device and has no values",
+            {"layers": [layers[0], linear().double().to("meta"), *layers[2:]]},
+        ),
+        (
+            "layers[2]: cannot be recomputed with recompute='full': one of the variables",
+            {"layers": in_the_middle(nn.ReLU(inplace=True)), "recompute": "full"},
+        ),
+        (
+            "layers[2]: cannot be recomputed with recompute='selective': Tensor cached",
+            {
+                "layers": in_the_middle(nn.Sequential(linear(), nn.ReLU(inplace=True))),
+                "recompute": "selective",
+            },
+        ),
+        (
+            "layers[3]: reads 'weight' of layers[0], which only that",
+            {"layers": [*layers[:3], Borrowing(layers[0])]},
+        ),
+        (
+            "layers[3]: reads 'weight' of layers[1], which",
+            {"layers": [*layers[:3], Calling(lambda x: x @ lent.weight)]},
+        ),
+        (
+            "loss_fn=None: must be a function of (output of the last layer, targets)",
+            {"loss_fn": None},
+        ),
+        (
+            "layers[0]: must be a module, or a function that makes one, but is int",
+            {"layers": [1, 2]},
+        ),
+        (
+            "its forward changes the buffer 'calls', and would do so twice",
+            {"layers": in_the_middle(Counting()), "recompute": "full"},
+        ),
+        (
+            "group_of: ranks differ: rank 0 has",
+            {"group_of": (lambda name, one: "all") if rank else by_size},
+        ),
+        (
+            "lr_schedule: ranks differ: rank 0 has [1.0, 1.0] where",
+            {"lr_schedule": lambda step: 1.0 + rank},
+        ),
+        (
+            "optimizer: ranks differ: rank 0 has",
+            {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
+        ),
+        ("loss_fn: ranks differ: rank 0 has", {"loss_fn": F.l1_loss if rank else F.mse_loss}),
+        ("loss_fn: ranks differ: rank 0 has twice_on", {"loss_fn": twice_on(rank)}),
+        (
+            "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
+            {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
+        ),
+        (
+            "loss_fn: ranks differ: rank 0 has",
+            {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
+        ),
+        (
+            "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
+            {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
+        ),
+    ]
 
 
 def twice_on(rank: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -189,122 +292,34 @@ def in_the_middle(layer: nn.Module) -> list[nn.Module]:
     return seeded([linear, linear, lambda: layer, linear])
 
 
-def refused(case: str) -> str:
-    """What ``parallelize`` says to one of the wrong calls, on this rank."""
-    layers = seeded([linear] * 4)
-    if case == "other values":
-        with torch.no_grad():
-            next(layers[2].parameters())[0, 0] += float(dist.get_rank())
-    arguments = {"layers": layers, **wrong_calls()[case]}
-    if not {"pp", "shard", "mesh"} & set(arguments):
-        arguments["pp"] = 2
-    return error_of(lambda: built(arguments.pop("layers"), **arguments))
-
-
-REFUSALS = {
-    "same layer twice": "layers[2]: shares 'weight' with layers[1]",
-    "shared parameter": "layers[3]: shares 'weight' with layers[0]",
-    "short weights": "weights: 2 numbers for 4 layers",
-    "zero weight": "every weight must be more than 0",
-    "tied to nothing": "layers[3] has no parameter 'no_such'",
-    "tied to no parameter of a function": "layers[3] has no parameter 'wieght'",
-    "tied to another shape": "both must have the same shape and type, and both be trained",
-    "tied to a frozen one": "trained=False); both must have the same shape and type",
-    "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
-    "tied in one layer": "must name parameters of two layers, which are numbered from 0 to 3",
-    "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
-    "other rate": "optimizer: ranks differ: rank 0 has",
-    "other knob": "unit: ranks differ: rank 0 has 1 where rank 1 has 2; every",
-    "unknown knob": "TypeError: parallelize: got an unexpected keyword argument 'tp' (see zeropp."
-    "engine.settings.Settings)",
-    "misspelled knob": "unexpected keyword argument 'global_bacth' (did you mean 'global_batch'?)",
-    "tuple": "layers[1]: returns tuple",
-    "no layers": "layers=[]",
-    "one layer": "layers: must be a list of modules",
-    "no batch": "global_batch=0: must be at least 1",
-    "half a row": "global_batch=2.5: must be a whole number",
-    "no sample": "sample: must be a tensor of inputs",
-    "optimizer class": "must be a OptimizerConfig or a function of (Mapping)",
-    "optimizer instance": "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
-    "no optimizer": "optimizer: gives NoneType, but a torch.optim.Optimizer is needed, or a list",
-    "half a seed": "dropout_seed=0.5: must be a whole number",
-    "no seed": "dropout_seed=None: layers[2] draws random numbers (give a seed)",
-    "no schedule": "lr_schedule=0.1: must be a function of (int)",
-    "seconds": "timeout=5: must be a timedelta",
-    "wrong width": "layers[0]: cannot be called",
-    "too many ranks": "must be the number of ranks, 2",
-    "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
-    "mesh and degree": "pp=4: the mesh has it, too",
-    "mesh of another axis": "they must be named among",
-    "no values": "layers[1]: 'weight' is on the meta device and has no values",
-    "in place": "layers[2]: cannot be recomputed with recompute='full': one of the variables",
-    "product in place": "layers[2]: cannot be recomputed with recompute='selective': Tensor cached",
-    "layer of another's parameter": "layers[3]: reads 'weight' of layers[0], which only that",
-    "layer of another's parameter in a closure": "layers[3]: reads 'weight' of layers[1], which",
-    "no loss": "loss_fn=None: must be a function of (output of the last layer, targets)",
-    "numbers as layers": "layers[0]: must be a module, or a function that makes one, but is int",
-    "buffers twice": "its forward changes the buffer 'calls', and would do so twice",
-    "no CUDA device": "InfeasibleError: device='cuda:7': ",
-    "no device": "InfeasibleError: device='gpu': is none of torch's devices",
-    "two functions of one module": "layers[2]: shares 'weight' with layers[1], but layers are trai",
-    "two functions around one parameter": "layers[2]: shares '0.weight' with layers[1], but layer",
-    "function and module": "layers[2]: shares 'weight' with layers[1], but layers are trained",
-    "function of tensors": "layers[2]: cannot be made, but its sizes are found so: ",
-    "lambda of tensors": "a function without arguments that makes one: put a function of tensors i",
-    "clamp in place": "layers[2]: its forward changes 'weight', which no rank would keep",
-    "clamp under no_grad": "layers[2]: its forward changes 'weight', which no rank would keep",
-    "other data": "layers[2]: its forward changes 'weight', which no rank would keep",
-    "other groups": "group_of: ranks differ: rank 0 has",
-    "other schedule": "lr_schedule: ranks differ: rank 0 has [1.0, 1.0] where",
-    "other optimizer": "optimizer: ranks differ: rank 0 has",
-    "other loss": "loss_fn: ranks differ: rank 0 has",
-    "other code of a loss": "loss_fn: ranks differ: rank 0 has twice_on",
-    "other loss module": "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
-    "other argument of a loss": "loss_fn: ranks differ: rank 0 has",
-    "recurrent": "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
-}
-
-
-def wrong_moments() -> tuple[dict[str, str], float]:
-    """What a model says to calls in which it could not train rightly, and the loss of a step after
-    all of them."""
-    said = {}
+@on_ranks(2)
+def test_a_call_at_a_wrong_moment_is_an_error_and_no_more() -> None:
+    inputs, targets = data()
     with torch.inference_mode():
-        said["made in inference mode"] = error_of(lambda: built(seeded([linear] * 4), pp=2))
-    with built(seeded([linear] * 4), pp=2) as model:
-        inputs, targets = data()
+        said = error_of(lambda: built(pp=2))
+        assert said.startswith("RuntimeError: parallelize: torch.infer")
+    with built(pp=2) as model:
+        autocast = "RuntimeError: train_step, eval_step: torch.autocast is enabled"
         with torch.autocast("cpu", torch.bfloat16):
-            said["autocast"] = error_of(lambda: model.train_step(inputs, targets))
-            said["evaluation in autocast"] = error_of(lambda: model.eval_step(inputs, targets))
+            assert error_of(lambda: model.train_step(inputs, targets)).startswith(autocast)
+            assert error_of(lambda: model.eval_step(inputs, targets)).startswith(autocast)
         with torch.inference_mode():
-            said["inference mode"] = error_of(lambda: model.train_step(inputs, targets))
-            said["loading in inference mode"] = error_of(lambda: model.load("nowhere"))
+            said = error_of(lambda: model.train_step(inputs, targets))
+            assert said.startswith("RuntimeError: train_step: gradients are disabled")
+            said = error_of(lambda: model.load("nowhere"))
+            assert said.startswith("RuntimeError: load: torch.inference_")
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-        said["graph"] = error_of(lambda: model.train_step(inputs * scale, targets))
-        said["sparse"] = error_of(lambda: model.train_step(inputs.to_sparse(), targets))
-        said["update of one's own"] = error_of(lambda: model.optimizer.step())
-        return said, float(model.train_step(inputs, targets).loss)
+        said = error_of(lambda: model.train_step(inputs * scale, targets))
+        assert said.startswith("ValueError: inputs: was computed from something that")
+        said = error_of(lambda: model.train_step(inputs.to_sparse(), targets))
+        assert said.startswith("TypeError: inputs: must be a dense tensor")
+        said = error_of(lambda: model.optimizer.step())
+        assert said.startswith("RuntimeError: optimizer.step: train_step")
+        assert float(model.train_step(inputs, targets).loss) > 0
 
 
-def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:
-    found = world.run(wrong_moments, size=2)
-    autocast = "RuntimeError: train_step, eval_step: torch.autocast is enabled"
-    for said, loss in found:
-        assert said == found[0][0]
-        assert said["made in inference mode"].startswith("RuntimeError: parallelize: torch.infer")
-        assert said["autocast"].startswith(autocast)
-        assert said["evaluation in autocast"].startswith(autocast)
-        assert said["inference mode"].startswith("RuntimeError: train_step: gradients are disabled")
-        assert said["loading in inference mode"].startswith("RuntimeError: load: torch.inference_")
-        assert said["graph"].startswith("ValueError: inputs: was computed from something that")
-        assert said["sparse"].startswith("TypeError: inputs: must be a dense tensor")
-        assert said["update of one's own"].startswith("RuntimeError: optimizer.step: train_step")
-        assert len(said) == 8
-        assert loss > 0
-
-
-def loss_that_reads_a_layer() -> str:
-    """What the first step says to a loss with a penalty on the weights of a layer."""
+@on_ranks(2)
+def test_a_loss_that_reads_a_layer_is_refused() -> None:
     layers = seeded([linear] * 4)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -312,51 +327,48 @@ def loss_that_reads_a_layer() -> str:
         return F.mse_loss(output, target) + 0.1 * weight.square().sum()  # type: ignore[no-any-return]
 
     with built(layers, pp=2, loss_fn=loss) as model:
-        return error_of(lambda: model.train_step(*data()))
-
-
-def test_a_loss_that_reads_a_layer_is_refused(world: World) -> None:
-    for said in world.run(loss_that_reads_a_layer, size=2):
+        said = error_of(lambda: model.train_step(*data()))
         assert said.startswith("InfeasibleError: loss_fn: reads 'weight' of layers[1], which only")
 
 
-def a_rate_of_its_own() -> list[str]:
-    """What steps say while one rank alone has another learning rate, and afterwards."""
-    with built(seeded([linear] * 4), pp=2) as model:
+@on_ranks(2)
+def test_a_learning_rate_that_one_rank_has_is_refused_in_the_step() -> None:
+    with built(pp=2) as model:
         group = model.optimizer.param_groups[0]
-        rate, said = group["lr"], []
-        for factor in (float(dist.get_rank()), 1.0):
-            group["lr"] = rate * factor
-            said.append(error_of(lambda: model.train_step(*data())))
-        return said
+        rate = group["lr"]
+        group["lr"] = rate * dist.get_rank()
+        said = error_of(lambda: model.train_step(*data()))
+        assert said.startswith("ValueError: train_step: the optimizer of ranks [1] has other")
+        group["lr"] = rate
+        model.train_step(*data())
 
 
-def test_a_learning_rate_that_one_rank_has_is_refused_in_the_step(world: World) -> None:
-    for refused, accepted in world.run(a_rate_of_its_own, size=2):
-        assert refused.startswith("ValueError: train_step: the optimizer of ranks [1] has other")
-        assert accepted == ""
-
-
-def wrong_arguments() -> list[str]:
-    """What calls say that give something without a name, and that leave something out."""
+@on_ranks(1)
+def test_arguments_need_their_names() -> None:
     layers, sample = seeded([linear] * 2), data()[0][:1]
     parallelize: Any = zeropp.parallelize
-    return [
-        error_of(lambda: parallelize(layers, F.mse_loss, sample, 4)),
-        error_of(lambda: parallelize(layers, F.mse_loss, sample=sample)),
-    ]
+    said = error_of(lambda: parallelize(layers, F.mse_loss, sample, 4))
+    assert said.startswith("TypeError: parallelize: takes two positional arguments, layers and")
+    said = error_of(lambda: parallelize(layers, F.mse_loss, sample=sample))
+    assert said == "TypeError: parallelize: global_batch must be given"
 
 
-def test_arguments_need_their_names(world: World) -> None:
-    (said,) = world.run(wrong_arguments, size=1)
-    assert said[0].startswith("TypeError: parallelize: takes two positional arguments, layers and")
-    assert said[1] == "TypeError: parallelize: global_batch must be given"
+def refused(number: int) -> str:
+    """What ``parallelize`` says to one of the wrong calls, on this rank."""
+    _, arguments = wrong_calls(dist.get_rank())[number]
+    if "mesh" in arguments:
+        arguments["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=(arguments["mesh"],))
+    elif not {"pp", "shard"} & set(arguments):
+        arguments["pp"] = 2
+    return error_of(lambda: built(**{"layers": seeded([linear] * 4), **arguments}))
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_wrong_call_is_one_error_on_every_rank(world: World, case: str) -> None:
-    said = world.run(refused, case, size=2)
-    expected = REFUSALS[case].replace("layers[0]: 'w", "layers[2]: 'w")
-    assert all(expected in message for message in said), said
+WORDS = [words for words, _ in wrong_calls(0)]
+
+
+@pytest.mark.parametrize(("number", "words"), [*enumerate(WORDS)], ids=WORDS)
+def test_a_wrong_call_is_one_error_on_every_rank(world: World, number: int, words: str) -> None:
+    said = world.run(refused, number, size=2)
+    assert all(words in message for message in said), said
     assert all("\n" not in message for message in said)
     assert len(set(said)) == 1

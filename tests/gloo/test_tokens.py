@@ -3,7 +3,7 @@ fp64: losses, gradients, parameters and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,25 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.differences import largest
-from tests.gloo.small_layers import error_of
-from tests.gloo.topologies import LAYERS, ROWS, topology
+from tests.gloo.layers import WIDTH, One
+from tests.gloo.models import apart, error_of, largest, ranks_of, seeded, topology
 from tests.gloo.world import World
 from zeropp.train.parallel_model import ParallelModel
 
-WIDTH, LENGTH, VOCABULARY, STEPS = 8, 6, 11, 3
+LAYERS, ROWS, LENGTH, VOCABULARY, STEPS = 6, 8, 6, 11, 3
 SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
 MUON = "muon"  # with AdamW for what are no matrices of blocks, clipped as SGD is
 TIED = (0, "weight"), (LAYERS - 1, "weight")
 DISTRIBUTIONS = ("any", "first rows", "one label")
 
 
-class Balanced(nn.Module):
+class Balanced(One):
     """A block that also gives a loss of its own: a sum over its tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mixed = torch.tanh(self.linear(x))
@@ -49,12 +44,12 @@ class Block(Balanced):
 
 def made(tied: bool) -> list[nn.Module]:
     """Layers in fp64, equal on every rank."""
-    torch.manual_seed(3)
-    kinds: list[Callable[[], nn.Module]] = [Balanced, Block, Block, Balanced]
-    first, last = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    first = lambda: nn.Embedding(VOCABULARY, WIDTH)  # noqa: E731
+    last = lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)  # noqa: E731
+    layers = seeded([first, Balanced, Block, Block, Balanced, last])
     if tied:
-        last.weight = first.weight
-    return [layer.double() for layer in (first, *(kind() for kind in kinds), last)]
+        layers[-1].weight = layers[0].weight
+    return layers
 
 
 def data(step: int, distribution: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -90,14 +85,13 @@ def muon_and_adamw(groups: Mapping[str, list[nn.Parameter]]) -> list[torch.optim
     return [muon, torch.optim.AdamW(groups["others"], lr=0.05)]
 
 
-def parallel(tied: bool, microbatch: int, *, kind: str = "sgd", **degrees: Any) -> ParallelModel:
+def parallel(*, tied: bool = False, kind: str = "sgd", **degrees: Any) -> ParallelModel:
     optimizer: Any = {"optimizer": SGD}
     if kind == MUON:
         optimizer = {"optimizer": muon_and_adamw, "group_of": group_of, "clip_norm": SGD.clip_norm}
     return zeropp.parallelize(
         made(tied), degrees.pop("loss_fn", token_loss), loss_reduction="tokens", **optimizer,
-        sample=data(0, "any")[0][:microbatch], global_batch=ROWS, tied=TIED if tied else None,
-        **degrees,
+        sample=data(0, "any")[0], global_batch=ROWS, tied=TIED if tied else None, **degrees,
     )  # fmt: skip
 
 
@@ -148,43 +142,33 @@ def alone(tied: bool, distribution: str, kind: str = "sgd") -> Course:
 
 def errors(seed: int, distribution: str, kind: str, expected: Course) -> tuple[float, float, float]:
     """How far this rank's numbers, gradients and parameters are from those of one process."""
-    degrees = topology(seed)
-    with parallel(degrees.pop("tied"), degrees.pop("microbatch"), kind=kind, **degrees) as model:
-        apart = []
+    with parallel(kind=kind, **topology(seed)) as model:
+        relative = []
         for step, numbers in enumerate(expected.numbers):
             share = slice(model.data_parallel_rank, None, model.data_parallel_size)
             loss = model.eval_step(*(part[share] for part in data(100 + step, distribution, 7)))
             result = model.train_step(*(part[model.rows] for part in data(step, distribution)))
             ours = float(result.loss), float(result.grad_norm), loss
-            apart += [abs(a / b - 1) for a, b in zip(ours, numbers, strict=True)]
+            relative += [abs(a / b - 1) for a, b in zip(ours, numbers, strict=True)]
         gradients, parameters = dict(model.gradients()), dict(model.full_parameters())
     assert gradients.keys() == parameters.keys()
-    pairs = (gradients, expected.gradients), (parameters, expected.parameters)
-    first, second = (
-        largest(float((value - theirs[name]).abs().max()) for name, value in named.items())
-        for named, theirs in pairs
-    )
-    return largest(apart), first, second
-
-
-def check(world: World, seed: int) -> None:
-    """Hold a random topology to one process. Parameters are given in fp32."""
-    drawn = topology(seed)
-    courses = [*((distribution, "sgd") for distribution in DISTRIBUTIONS), ("any", MUON)]
-    for distribution, kind in courses:
-        expected = alone(drawn["tied"], distribution, kind)
-        size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
-        for numbers, gradients, parameters in world.run(
-            errors, seed, distribution, kind, expected, size=size
-        ):
-            assert numbers < 1e-9, (numbers, distribution, kind, drawn)
-            assert gradients < 1e-9, (gradients, distribution, kind, drawn)
-            assert parameters < 1e-6, (parameters, distribution, kind, drawn)
+    own = apart(gradients, expected.gradients), apart(parameters, expected.parameters)
+    return largest(relative), *own
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_topologies_are_one_process(world: World, seed: int) -> None:
-    check(world, seed)
+    """Parameters are given in fp32."""
+    drawn = topology(seed)
+    courses = [*((distribution, "sgd") for distribution in DISTRIBUTIONS), ("any", MUON)]
+    for distribution, kind in courses:
+        expected = alone(drawn["tied"], distribution, kind)
+        for numbers, gradients, parameters in world.run(
+            errors, seed, distribution, kind, expected, size=ranks_of(drawn)
+        ):
+            assert numbers < 1e-9, (numbers, distribution, kind, drawn)
+            assert gradients < 1e-9, (gradients, distribution, kind, drawn)
+            assert parameters < 1e-6, (parameters, distribution, kind, drawn)
 
 
 def in_bf16() -> tuple[float, float]:
@@ -213,10 +197,10 @@ def unusual() -> tuple[dict[str, str], list[float], int]:
     }
     messages = {}
     for name, function in losses.items():
-        model = parallel(False, 2, pp=2, loss_fn=function)
+        model = parallel(microbatch_size=2, pp=2, loss_fn=function)
         messages[name] = error_of(lambda m=model: m.train_step(*data(0, "any")))  # type: ignore[misc]
     numbers = []
-    with parallel(False, 2, pp=2, loss_fn=lambda logits, _: (logits.sum(), 0)) as model:
+    with parallel(microbatch_size=2, pp=2, loss_fn=lambda logits, _: (logits.sum(), 0)) as model:
         before = dict(model.full_parameters())
         result = model.train_step(*data(0, "any"))
         numbers += [float(result.loss), model.eval_step(*data(0, "any"))]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.specification.contenders import CONTENDERS
-from tests.gloo.contender_case import CPU, SEED, batch, request
+from tests.gloo.cases import CPU, SEED, batch, request
 from tests.gloo.world import World
 from zeropp.emulate import trace
 from zeropp.emulate.kernels import tensors_in

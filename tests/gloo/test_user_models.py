@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +14,57 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
 
-import zeropp
-from tests.gloo.cuts import Make, beside_cuts
-from tests.gloo.user_layers import (
+from tests.gloo.layers import (
+    ROWS,
     WIDTH,
     Conjugates,
     GivesComplex,
     GivesParameter,
+    Kind,
     TakesComplex,
     TakesTwo,
     TwoTypes,
     linear,
 )
-from tests.gloo.user_models import (
+from tests.gloo.models import (
     MICROBATCH,
     MODELS,
-    RATE,
     REFUSED,
-    ROWS,
     STEPS,
     alone,
+    apart,
+    beside_cuts,
+    built,
     data,
+    error_of,
     kinds_of,
-    made,
+    ranks_of,
+    seeded,
+    step,
+    steps,
+    trained_alone,
 )
-from tests.gloo.world import World
-from zeropp.train.parallel_model import ParallelModel
+from tests.gloo.world import World, on_ranks
 
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},
     {"pp": 2, "chunks": 4, "split_backward": False},
     {"pp": 2, "shard": 2, "chunks": 3},
     {"pp": 2, "replicate": 2, "replicate_zero": 1, "recompute": "full"},
+    {"shard": 3},
+    {"pp": 3, "replicate": 2},
 ]
-
-
-def parallel(
-    kinds: Sequence[Make], tokens: bool = False, scale: float = 1.0, **more: Any
-) -> ParallelModel:
-    usual: dict[str, Any] = {
-        "optimizer": lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
-        "loss_fn": F.mse_loss,
-    }
-    arguments = {**usual, **more}
-    return zeropp.parallelize(
-        made(kinds, scale),
-        arguments.pop("loss_fn"),
-        sample=data(0, tokens)[0][:MICROBATCH],
-        global_batch=ROWS,
-        **arguments,
-    )
 
 
 def train(degrees: dict[str, Any], place: Path) -> None:
     """Train and save each model."""
     for name, what in MODELS.items():
         kinds = kinds_of(name, degrees)
-        weights = [1.0] * len(kinds)
-        with parallel(kinds, scale=what.scale, weights=weights, **degrees) as model:
-            for step in range(STEPS):
-                inputs, targets = data(step)
-                model.train_step(inputs[model.rows], targets[model.rows])
+        with built(
+            seeded(kinds, what.scale), sample=data()[0][:MICROBATCH], weights=[1.0] * len(kinds),
+            **degrees,
+        ) as model:  # fmt: skip
+            steps(model, *range(STEPS))
             model.save(place / name)
 
 
@@ -82,16 +72,16 @@ def train(degrees: dict[str, Any], place: Path) -> None:
 def test_unusual_layers_are_those_of_one_process(
     world: World, degrees: dict[str, Any], tmp_path: Path
 ) -> None:
-    size = prod(degrees.get(axis, 1) for axis in ("pp", "shard", "replicate"))
-    world.run(train, degrees, tmp_path, size=size)
+    world.run(train, degrees, tmp_path, size=ranks_of(degrees))
     for name, what in MODELS.items():
         kinds = kinds_of(name, degrees)
         expected = alone(name, kinds)
-        found = {key: torch.empty_like(value) for key, value in expected.items()}
+        found = {key: torch.full_like(value, torch.nan) for key, value in expected.items()}
         load({"model": found}, checkpoint_id=str(tmp_path / name), no_dist=True)
         for key, value in expected.items():
-            apart = float((found[key] - value).abs().max())
-            assert apart < what.tolerance, (name, key, kinds[int(key.partition(".")[0])])
+            if value.numel():
+                error = apart({key: found[key]}, expected)
+                assert error < what.tolerance, (name, key, kinds[int(key.partition(".")[0])])
 
 
 def test_every_layer_stands_beside_a_cut() -> None:
@@ -107,80 +97,107 @@ def test_every_layer_stands_beside_a_cut() -> None:
     assert pairs.issuperset(handed_on)
 
 
-def gone_on(place: Path) -> list[tuple[float, float]]:
-    """Losses of a model of two number types and of one that goes on from its checkpoint; then the
-    learning rate, a tensor, as it was saved and as it was loaded."""
+class Tokens(nn.Module):
+    """Integers in, integers out: nothing before it can have a gradient."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (tokens + 1) % 5
+
+
+def embed() -> nn.Module:
+    """An embedding behind it."""
+    return nn.Embedding(5, WIDTH)
+
+
+class Forgetful(nn.Module):
+    """A layer whose output does not depend on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value.expand(x.shape)
+
+
+def in_place() -> nn.Module:
+    """Changes what it is given."""
+    return nn.ReLU(inplace=True)
+
+
+IN_PLACE = [linear, in_place, linear, in_place]
+INTEGERS = [Tokens, Tokens, embed, linear]
+FORGETFUL = [linear, linear, Forgetful, linear]
+
+
+@pytest.mark.parametrize("kinds", [INTEGERS, FORGETFUL, IN_PLACE], ids=["int", "forgets", "place"])
+@pytest.mark.parametrize("pp", [2, 4])
+@on_ranks(lambda pp: pp)
+def test_boundaries_with_no_gradient_or_work_in_place(pp: int, kinds: list[Kind]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randint(5, (ROWS,), generator=generator) if Tokens in kinds else data()[0]
+    batches = [(inputs, data()[1])] * 2
+    expected = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
+    model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
+    for batch in batches:
+        model.train_step(*batch)
+    own = dict(model.full_parameters())
+    assert not own or apart(own, dict(expected.named_parameters())) < 1e-6  # they come as fp32
+
+
+@on_ranks(2)
+def test_two_types_and_a_rate_in_a_tensor_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     rate = lambda groups: torch.optim.AdamW(groups["all"], lr=torch.tensor(0.01), amsgrad=True)  # noqa: E731
+    kinds = [linear, TwoTypes, TwoTypes, linear]
     with (
-        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as first,
-        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as second,
+        built(seeded(kinds), shard=2, optimizer=rate) as first,
+        built(seeded(kinds), shard=2, optimizer=rate) as second,
     ):
-        step(first, 0)
+        step(first)
         first.optimizer.param_groups[0]["lr"].fill_(0.005)
-        first.save(place)
-        second.load(place)
-        losses = [(step(first, number), step(second, number)) for number in (1, 2)]
-        first_rate, second_rate = (
-            float(model.optimizer.param_groups[0]["lr"]) for model in (first, second)
-        )
-        return [*losses, (first_rate, second_rate)]
-
-
-def step(model: ParallelModel, number: int) -> float:
-    """The loss of one step."""
-    inputs, targets = data(number)
-    return float(model.train_step(inputs[model.rows], targets[model.rows]).loss)
-
-
-def test_two_types_and_a_rate_in_a_tensor_go_on_from_a_checkpoint(
-    world: World, tmp_path: Path
-) -> None:
-    for found in world.run(gone_on, tmp_path / "saved", size=2):
-        assert len(found) == 3
-        assert all(one == other for one, other in found)
-
-
-def said_by(call: Callable[[], object]) -> str:
-    """What a call raises, also where torch warns of what our own checks do; empty for nothing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Casting complex values")
-            call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        first.save(tmp_path / "saved")
+        second.load(tmp_path / "saved")
+        assert steps(first, 1, 2) == steps(second, 1, 2)
+        rates = [float(model.optimizer.param_groups[0]["lr"]) for model in (first, second)]
+        assert rates[0] == rates[1] == pytest.approx(0.005)
 
 
 def refused() -> dict[str, str]:
-    """What ``parallelize`` says to layers and optimizers that cannot be trained rightly."""
-    found = {}
-    for name, (kinds, _) in REFUSED.items():
-        tokens = name == "max_norm"
-        found[name] = said_by(lambda k=kinds, t=tokens: parallel(k, t, pp=2))  # type: ignore[misc]
+    """What ``parallelize`` says to layers and optimizers that cannot be trained rightly, also where
+    torch warns of what our own checks do."""
     group_of = lambda name, parameter: "wide" if parameter.dim() > 1 else "narrow"  # noqa: E731
-    loss = nn.Linear(WIDTH, 1)
-    found["loss"] = said_by(lambda: parallel([linear] * 4, pp=2, loss_fn=loss))
-    found["group"] = said_by(lambda: parallel([linear] * 4, pp=2, group_of=group_of))
-    make: Any = lambda: nn.LazyLinear(WIDTH)  # noqa: E731
-    sample = data(0)[0][:1]
-    found["made lazy"] = said_by(
-        lambda: zeropp.parallelize([make], F.mse_loss, sample=sample, global_batch=2, shard=2)
-    )
-    return found
+    calls: dict[str, Callable[[], Any]] = {
+        "loss": lambda: built(pp=2, loss_fn=nn.Linear(WIDTH, 1)),
+        "group": lambda: built(
+            pp=2, group_of=group_of, optimizer=lambda groups: torch.optim.SGD(groups["all"])
+        ),
+        "made lazy": lambda: built([lambda: nn.LazyLinear(WIDTH)], shard=2),
+    }
+
+    def call(kinds: Sequence[Kind], tokens: bool) -> Any:
+        inputs = torch.arange(MICROBATCH) if tokens else data()[0][:MICROBATCH]
+        return built(seeded(kinds), sample=inputs, pp=2)
+
+    for name, (kinds, _) in REFUSED.items():
+        calls[name] = partial(call, kinds, name == "max_norm")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Casting complex values")
+        return {name: error_of(call) for name, call in calls.items()}
 
 
 def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     first, second = world.run(refused, size=2)
     assert first == second
-    assert set(first) == {*REFUSED, "group", "loss", "made lazy"}
-    for name, (_, words) in REFUSED.items():
-        assert first[name].startswith(f"InfeasibleError: {words}"), first[name]
-    words = "InfeasibleError: optimizer: asks for group 'all', but there is 'narrow' and 'wide'"
-    assert first["group"] == words
-    assert first["made lazy"].startswith("InfeasibleError: layers[0]: 'weight' has no shape yet")
-    words = "InfeasibleError: loss_fn: has the parameter 'weight', which nothing would train"
-    assert first["loss"].startswith(words)
-    assert all("\n" not in message for message in first.values())
+    for name, words in {
+        **{name: words for name, (_, words) in REFUSED.items()},
+        "group": "optimizer: asks for group 'all', but there is 'narrow' and 'wide'",
+        "made lazy": "layers[0]: 'weight' has no shape yet",
+        "loss": "loss_fn: has the parameter 'weight', which nothing would train",
+    }.items():
+        said = first.pop(name)
+        assert said.startswith(f"InfeasibleError: {words}"), said
+        assert "\n" not in said
+    assert not first
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
@@ -199,17 +216,9 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
-def wrong_losses() -> dict[str, str]:
-    """What a step says to loss functions that give no loss."""
-    found = {}
-    for name, (function, _) in LOSSES.items():
-        with parallel([linear] * 4, loss_fn=function) as model:
-            found[name] = said_by(lambda m=model: m.train_step(*data(0)))  # type: ignore[misc]
-    return found
-
-
-def test_a_loss_that_is_none_is_an_error(world: World) -> None:
-    (found,) = world.run(wrong_losses, size=1)
-    assert set(found) == set(LOSSES)
-    for name, (_, words) in LOSSES.items():
-        assert found[name].startswith(words)
+@pytest.mark.parametrize("name", LOSSES)
+@on_ranks(1)
+def test_a_loss_that_is_none_is_an_error(name: str) -> None:
+    function, words = LOSSES[name]
+    with built(loss_fn=function, sample=data()[0][:MICROBATCH]) as model:
+        assert error_of(lambda: model.train_step(*data())).startswith(words)

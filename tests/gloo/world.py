@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import os
+import reprlib
 import signal
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import update_wrapper
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -35,12 +39,9 @@ PRELOADED = [
     "torch.profiler",
     "zeropp.train.api",
     "pytest",
-    "tests.gloo.contender_case",
-    "tests.gloo.engine_cases",
+    "tests.gloo.cases",
     "tests.gloo.gate_faults",
-    "tests.gloo.stateful_cases",
-    "tests.gloo.step_cases",
-    "tests.gloo.user_models",
+    "tests.gloo.models",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "tests.gloo.frozen",  # the last one
@@ -148,6 +149,31 @@ class World:
         self._workers.clear()
 
 
+def on_ranks(size: int | Callable[..., int]) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function that runs on so many ranks of ``world``, and must hold on each;
+    ``size`` may be a function of the test's first parameter."""
+
+    def test_of(body: Callable[..., None]) -> Any:
+        signature = inspect.signature(body)
+        names = [*signature.parameters]
+
+        def test(world: World, **given: Any) -> None:
+            count = size if isinstance(size, int) else size(given[names[0]])
+            world.run(_run_body, body.__module__, body.__name__, given, size=count)
+
+        update_wrapper(test, body)
+        own = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
+        parameters = [*signature.parameters.values(), own]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return test_of
+
+
+def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
+
+
 def _serve(pipe: Connection, port: int) -> None:
     """Life of a worker: tasks until the pipe closes."""
     import torch
@@ -168,10 +194,20 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         try:
             packed = _packed((True, _run_task(store, *task)))
-        except BaseException:
-            packed = _packed((False, traceback.format_exc()))
+        except BaseException as error:
+            packed = _packed((False, traceback.format_exc() + _values(error)))
         pipe.send_bytes(packed)
         gc.collect()
+
+
+def _values(error: BaseException) -> str:
+    """The variables that a failed assertion saw, which pytest does not show of other processes."""
+    if not isinstance(error, AssertionError) or error.__traceback__ is None:
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    show = reprlib.Repr()
+    show.maxother = show.maxstring = 200
+    return "\n".join(f"{name} = {show.repr(value)}" for name, value in frame.f_locals.items())
 
 
 def _packed(reply: tuple[bool, Any]) -> bytes:

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from baselines.torch_pp.private_names import PlannedStage
 from baselines.torch_pp.trainer import TorchPipelineTrainer
-from tests.gloo.contender_case import CPU, SEED, batch, request
+from tests.gloo.cases import CPU, SEED, local_batch, request
 from tests.gloo.world import World
 from tests.unit.device_orders import check, logs_of, one_group
 from zeropp.emulate import watch
@@ -21,9 +21,7 @@ from zeropp.types.training import OptimizerConfig
 def watched(plan: Plan) -> tuple[str, tuple[str, ...]]:
     """What is found in two steps of a trainer, and what its host waits for in one."""
     trainer = TorchPipelineTrainer(plan, OptimizerConfig(), CPU, SEED)
-    rows = plan.num_microbatches * plan.microbatch_size
-    mine = slice(rows * (first := plan.layout.dp_index(dist.get_rank())), rows * (first + 1))
-    inputs, targets = (part[mine] for part in batch(plan.shape, plan.global_batch, 0))
+    inputs, targets = local_batch(plan, 0)
     report = watch(lambda: trainer.step(inputs, targets), times=2)
     return str(report), report.host_waits[dist.get_rank()]
 

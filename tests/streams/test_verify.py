@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
 
-from tests.gloo.world import World
+from tests.gloo.world import World, on_ranks
 from zeropp import emulate
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.emulation import as_on_cuda
@@ -217,7 +217,9 @@ def test_torch_is_as_before_afterwards() -> None:
     assert before == (torch.cuda.Stream, torch.cpu.stream, dist.isend, torch.UntypedStorage.resize_)
 
 
-def asynchronous(wait: bool) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2)
+def test_asynchronous_collectives_and_batches(wait: bool) -> None:
     """A sum that runs beside compute, and messages of both directions in one batch."""
 
     def step() -> None:
@@ -235,10 +237,13 @@ def asynchronous(wait: bool) -> tuple[list[str], bool]:
         y.add_(1)
 
     report = emulate.watch(step)
-    return [text.split(":")[1].strip() for text in report.faults], not report.hangs
+    faults = [text.split(":")[1].strip() for text in report.faults]
+    assert faults == ([] if wait else ["race", "race"])
+    assert not report.hangs
 
 
-def imported_by_name() -> list[str]:
+@on_ranks(2)
+def test_functions_that_were_imported_by_name_are_seen() -> None:
     """A reduction of the engine, which has its function by name, is not waited for."""
 
     def step() -> None:
@@ -246,20 +251,13 @@ def imported_by_name() -> list[str]:
         reduce_scatter_single(y, x, async_op=True)
         y.add_(1)
 
-    return [text.split(":")[1].strip() for text in emulate.watch(step).faults]
+    assert [text.split(":")[1].strip() for text in emulate.watch(step).faults] == ["race"] * 2
 
 
-def test_functions_that_were_imported_by_name_are_seen(world: World) -> None:
-    assert world.run(imported_by_name, size=2) == [["race"] * 2] * 2
+@on_ranks(2)
+def test_what_a_host_waits_for() -> None:
+    """Masks, whose count it has to know, and a barrier, as on NCCL; not a choice of rows."""
 
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_asynchronous_collectives_and_batches(world: World, wait: bool) -> None:
-    found = world.run(asynchronous, wait, size=2)
-    assert found == [([] if wait else ["race", "race"], True)] * 2
-
-
-def waiting() -> tuple[str, ...]:
     def step() -> None:
         x = torch.ones(4)
         x[x > 0].add_(1)
@@ -267,17 +265,13 @@ def waiting() -> tuple[str, ...]:
         x[torch.tensor([0, 1])].add_(1)
         dist.barrier()
 
-    return emulate.watch(step).host_waits[0]
-
-
-def test_what_a_host_waits_for(world: World) -> None:
-    """Masks, whose count it has to know, and a barrier, as on NCCL; not a choice of rows."""
     given = "a number that aten::{} gives the host".format
     expected = (given("index"), given("masked_select"), "barrier")
-    assert world.run(waiting, size=2) == [expected] * 2
+    assert emulate.watch(step).host_waits[0] == expected
 
 
-def crossed() -> tuple[bool, str]:
+@on_ranks(2)
+def test_sends_that_wait_for_each_other_hang() -> None:
     """Both ranks send first, in one group: on NCCL neither message leaves."""
 
     def step() -> None:
@@ -288,13 +282,8 @@ def crossed() -> tuple[bool, str]:
             work.wait()
 
     report = emulate.watch(step)
-    return report.is_clean, str(report)
-
-
-def test_sends_that_wait_for_each_other_hang(world: World) -> None:
-    (clean, text), *_ = world.run(crossed, size=2)
-    assert not clean
-    assert "hang: rank 0: the host has issued all; waiting: isend 1" in text
+    assert not report.is_clean
+    assert "hang: rank 0: the host has issued all; waiting: isend 1" in str(report)
 
 
 def gathered(types: list[torch.dtype], rank: int) -> list[Issued]:

@@ -1,5 +1,5 @@
 """The answers of docs/questions.md: every command ends as the page says. Its code is run by
-tests/gloo/test_questions.py."""
+tests/gloo/test_docs.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.specification.contenders import CONTENDERS
-from tests.gloo.contender_case import request
+from tests.gloo.cases import request
 from zeropp.emulate.log import Issued
 from zeropp.emulate.trace import trace_ranks
 from zeropp.types.training import OptimizerConfig

@@ -1,8 +1,10 @@
-"""Layers that a user of PyTorch might hand in, each unusual in its own way."""
+"""Layers that a user of PyTorch might hand in: plain ones, and each other one unusual in its own
+way."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +13,23 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 6
+WIDTH, ROWS = 8, 12  # of every model, and of a global batch
+Kind = Callable[[], nn.Module]
 
 
 def linear() -> nn.Module:
+    """A plain layer."""
     return nn.Linear(WIDTH, WIDTH)
+
+
+class One(nn.Module):
+    """One linear layer, for those below."""
+
+    linear: Callable[[Tensor], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
 
 class Pair(nn.Module):
@@ -24,6 +38,160 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Scale(nn.Module):
+    """A layer whose only parameter is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Masked(One):
+    """Takes a mask by name, and is otherwise a residual layer with dropout."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(self.linear(x).masked_fill(mask, 0.3))
+        return dropped + x
+
+
+class Placed(nn.Module):
+    """Takes positions by name alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, x: Tensor, *, positions: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(positions)
+        return x + embedded
+
+
+class Wrapping(nn.Module):
+    """Hands all that it takes to the layer inside, as ``torch.compile`` and other wrappers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.adapters = inner, nn.ModuleDict()
+
+    def forward(self, *inputs: Tensor, **keywords: Tensor) -> Tensor:
+        output: Tensor = self.inner(*inputs, **keywords)
+        return output
+
+
+class Fork(One):
+    """Gives two tensors with gradients, and one of whole numbers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.linear(x)
+        return x, x.sin(), (x > 0).long().sum(-1)
+
+
+class Both(One):
+    """Takes three tensors and gives three; the second input of the last one goes unused."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.unused, self.embedding = unused, nn.Embedding(WIDTH + 1, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = torch.tanh(self.linear(a)) + self.embedding(counts)
+        return found if self.unused else found + b, found * 0.5, counts
+
+
+class Join(nn.Module):
+    """Takes three tensors and gives one again."""
+
+    def forward(self, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+        return a * counts[:, None].to(a.dtype)
+
+
+class Counting(One):
+    """Holds a buffer that a checkpoint has, and one that it has not; its bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_parameter("linear.bias").requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.get_buffer("seen").add_(1).clone()
+        return self.linear(x).tanh()
+
+
+class Remembering(One):
+    """Caches a tensor in its first forward, as rotary embeddings do."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.full((WIDTH,), 0.7, dtype=x.dtype, device=x.device)
+        return self.linear(x) * self.scale
+
+
+class Branching(One):
+    """Looks at values, as a router of experts does: no trial without values can run it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if float(x.detach().sum()) > -1e9 else x
+
+
+class InPlace(One):
+    """An activation that overwrites what a biased linear layer gave for a tensor of three
+    dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x[:, None]), inplace=True)[:, 0] + x
+
+
+class Unused(One):
+    """Holds a parameter that no forward uses, a scalar one, an empty one, and a buffer that is one
+    number in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("places", torch.ones(1, dtype=torch.long).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+def half_frozen() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def expanded() -> nn.Module:
+    """A linear layer whose weight is one row in memory, at first."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight = nn.Parameter(torch.randn(1, WIDTH, dtype=torch.float64).expand(WIDTH, WIDTH))
+    return layer
+
+
+def group_norm() -> nn.Module:
+    return nn.GroupNorm(2, WIDTH)
 
 
 class Detached(Pair):
@@ -40,7 +208,7 @@ class Sometimes(Pair):
         return self.a(x) if bool(x.sum() > 0) else x.detach() * 0.1
 
 
-class Frozen(Pair):
+class Adapted(Pair):
     """A low-rank adapter over a frozen weight."""
 
     def __init__(self) -> None:
@@ -125,34 +293,26 @@ class TwoTypes(Pair):
         return self.a(x) + self.b(x.float()).to(x.dtype)  # type: ignore[no-any-return]
 
 
-class GivesParameter(nn.Module):
+class GivesParameter(One):
     """Hands a parameter on to the next layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x), self.scale
 
 
-class TakesTwo(nn.Module):
+class TakesTwo(One):
     """Takes what the layer above gives."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.linear(x) * scale  # type: ignore[no-any-return]
+        return self.linear(x) * scale
 
 
-class GivesComplex(nn.Module):
+class GivesComplex(One):
     """Hands complex numbers on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.complex(self.linear(x), x)

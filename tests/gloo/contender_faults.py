@@ -1,4 +1,5 @@
-"""Faults in how gradients are reduced: tied weights that are summed wrongly, a lost reduction."""
+"""Faults inside of contenders that raise no error: gradients that are reduced wrongly, and what a
+careless adapter of Megatron-Core does."""
 
 from __future__ import annotations
 
@@ -6,17 +7,23 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as instructions
-from torch import Tensor
+from torch import Tensor, nn
 
 from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
 from baselines.deepspeed_3d.pipeline import PipelineTrainer
-from baselines.megatron_core.trainer import MegatronTrainer
-from tests.gloo.gate_place import Fault, Place, Prepare
+from baselines.megatron_core import trainer as megatron
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.gate import run_gate
+from tests.gloo.gate_place import Fault, Place, Prepare, patched, prepared
 
 _TIED = (
     "zeropp.engine.tied.TiedWeights.sum_gradients",
@@ -90,7 +97,7 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
         if isinstance(trainer, OrdinaryTrainer):
             engine = trainer._engine
             engine.allreduce_gradients = _alone(engine.allreduce_gradients)
-        if isinstance(trainer, MegatronTrainer) and place.pp == 0:
+        if isinstance(trainer, megatron.MegatronTrainer) and place.pp == 0:
             buckets = trainer._chunks[0].bucket_groups[0]
             buckets.finish_grad_sync = _emptied(buckets)
         return trainer
@@ -130,3 +137,62 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **keywords)
 
     return run
+
+
+def _without_norm(place: Place, trainer: Any) -> None:
+    """Without clipping, the optimizer that others are chained around takes no norm."""
+    (inner,) = trainer._inner
+    inner.config.clip_grad = 0.0
+    trainer._optimizer.step = lambda: (True, inner.step()[1] or 0.0, None)
+
+
+def _with_stale_weights(place: Place, trainer: Any) -> None:
+    for chunk in trainer._chunks:
+        chunk.start_param_sync = lambda *_, **__: None
+
+
+def _with_batched_messages(place: Place, trainer: Any) -> None:
+    trainer._config.overlap_p2p_comm, trainer._config.batch_p2p_comm = False, True
+
+
+def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    tokens, labels = next(batches)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+
+    def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return model(tokens, positions, None, labels=labels), loss
+
+
+def gate_without_last_reduction(spec: RunSpec) -> None:
+    """On a rank: the gate of a Megatron-Core whose gradients are never finalised."""
+    with mock.patch.object(megatron, "finalize_model_grads"):
+        run_gate(spec, CONTENDERS[spec.contender.name], open_batches(spec), torch.device("cpu"))
+
+
+def _uninitialised(place: Place, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: replace(original(*arguments), perform_initialization=False)
+
+
+class _UnmarkedNorm:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        return nn.LayerNorm(hidden_size, eps=eps)
+
+
+MEGATRON_FAULTS: dict[str, Fault] = {
+    "no clipping, and so no norm": prepared(_without_norm),
+    "weights read before they are gathered": prepared(_with_stale_weights),
+    "messages of interleaved stages batched": prepared(_with_batched_messages),
+    "the loss divided by the schedule": patched(
+        megatron, "_forward_step", lambda *_: _aliased_loss
+    ),
+    "parameters not initialised by Megatron-Core": patched(
+        megatron, "_transformer_config", _uninitialised
+    ),
+    "norms not marked for sequence parallelism": patched(
+        megatron, "Norm", lambda *_: _UnmarkedNorm
+    ),
+    "Megatron-Core's own Adam": patched(megatron, "_step_with", lambda *_: lambda *__: None),
+}
