@@ -74,7 +74,10 @@ def of_rank(times: Times, preset: Cluster, *, half: bool) -> dict[str, tuple[flo
         share = stream / device.memory_bandwidth_gb_s
         found["device.memory_efficiency"] = share, times.stream.spread
     if times.beside is not None:
-        found["device.overlap_slowdown"] = _slowdown(times), times.beside.spread
+        # The share by which products took longer while the gather ran.
+        longer_s = times.beside.seconds - times.alone.seconds
+        slowdown = min(1.0, max(0.0, longer_s / min(times.alone.seconds, times.gather.seconds)))
+        found["device.overlap_slowdown"] = slowdown, times.beside.spread
     for part, group in (("intra", "within a node"), ("inter", "across nodes")):
         if group in times.group_sizes:
             link, nominal_gb_s = getattr(preset, part), _nominal_gb_s(times, preset, part)
@@ -83,8 +86,12 @@ def of_rank(times: Times, preset: Cluster, *, half: bool) -> dict[str, tuple[flo
             found[f"{part}.latency_us"] = start_us, spread
             found[f"{part}.efficiency"] = gb_s / nominal_gb_s, spread
             if part == "intra":
-                gain = _reduction_gain(times, group, start_us, gb_s)
-                found["reduction_gain"] = gain, spread
+                # How much faster the largest all-reduce is than two passes at the gathers' rate.
+                size = times.group_sizes[group]
+                count = max(count for _, name, count in times.collectives if name == group)
+                reduced_s = times.collectives["all_reduce", group, count].seconds - 1e-6 * start_us
+                passes_s = 2 * (size - 1) / size * count / (1e9 * gb_s)
+                found["reduction_gain"] = passes_s / max(reduced_s, 1e-9), spread
     return found
 
 
@@ -95,13 +102,6 @@ def _product_rate(times: Times, preset: Cluster) -> float:
     if preset.device.units > 1:
         return max(flops[sizes] / of.seconds for sizes, of in times.products.items())
     return sum(flops.values()) / sum(of.seconds for of in times.products.values())
-
-
-def _slowdown(times: Times) -> float:
-    """The share by which products took longer while the gather ran."""
-    assert times.beside is not None
-    shorter = min(times.alone.seconds, times.gather.seconds)
-    return min(1.0, max(0.0, (times.beside.seconds - times.alone.seconds) / shorter))
 
 
 def _nominal_gb_s(times: Times, preset: Cluster, part: str) -> float:
@@ -126,14 +126,6 @@ def _line(times: Times, group: str, link: Link) -> tuple[float, float]:
     per_byte, start_s = np.polyfit(moved, seconds, 1, w=1 / seconds)
     start_us = 1e6 * start_s - (size - 1) * link.hop_us
     return max(1.0, float(start_us)), 1e-9 / max(float(per_byte), 1e-15)
-
-
-def _reduction_gain(times: Times, group: str, start_us: float, gb_s: float) -> float:
-    """How much faster the largest all-reduce is than two passes at the gathers' rate."""
-    size = times.group_sizes[group]
-    count = max(count for _, name, count in times.collectives if name == group)
-    reduced_s = times.collectives["all_reduce", group, count].seconds - 1e-6 * start_us
-    return 2 * (size - 1) / size * count / (1e9 * gb_s) / max(reduced_s, 1e-9)
 
 
 def calibrated(preset: Cluster, name: str, constants: Sequence[Constant]) -> Cluster:

@@ -27,7 +27,16 @@ def main() -> int:
     if arguments.compare and (arguments.runs or arguments.table):
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
     if arguments.tensorboard or arguments.wandb:
-        return _track(runs, arguments)
+        from benchmarks.report.trackers import to_tensorboard, to_wandb
+
+        sent = 0
+        if arguments.tensorboard:
+            sent = to_tensorboard(runs, arguments.tensorboard)
+            print(f"{sent} records as runs in {arguments.tensorboard}")
+        if arguments.wandb:
+            sent = to_wandb(runs, arguments.wandb)
+            print(f"{sent} records as runs of the project {arguments.wandb}")
+        return 0 if sent else 1
     out = arguments.out or Path("results/reports", arguments.table or "latest")
     check_writable("--out", out)
     try:
@@ -64,19 +73,6 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         where = ", ".join(map(str, runs))
         raise SpecError(f"{where}: no records (zeropp run makes them, or name another folder)")
     return 0
-
-
-def _track(runs: list[Path], arguments: argparse.Namespace) -> int:
-    from benchmarks.report.trackers import to_tensorboard, to_wandb
-
-    sent = 0
-    if arguments.tensorboard:
-        sent = to_tensorboard(runs, arguments.tensorboard)
-        print(f"{sent} records as runs in {arguments.tensorboard}")
-    if arguments.wandb:
-        sent = to_wandb(runs, arguments.wandb)
-        print(f"{sent} records as runs of the project {arguments.wandb}")
-    return 0 if sent else 1
 
 
 def _knobs(words: str) -> dict[str, str]:

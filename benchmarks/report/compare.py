@@ -6,16 +6,17 @@ cluster, and by the cluster, too, if both sets ran on the same clusters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.records.samples import Summary, ratio_of_medians
+from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save
 from benchmarks.report.frame import CELL, latest_ok, load_frame
@@ -79,44 +80,43 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     if set(before["cluster"]) == set(after["cluster"]):
         keys.append("cluster")
     old, new = (
-        f.drop_duplicates(keys, keep="last").set_index(keys, drop=False) for f in (before, after)
+        {tuple(row[key] for key in keys): row for row in frame.to_dict("records")}
+        for frame in (before, after)
     )
-    if not old.index.intersection(new.index).size:
+    if not old.keys() & new.keys():
         return pd.DataFrame()
     lines = []
-    for key in old.index.union(new.index, sort=True):
+    for key in sorted(old.keys() | new.keys()):
+        first, last = old.get(key), new.get(key)
+        either = first or last
+        assert either is not None
         line = dict(zip(keys, key, strict=True))
-        either = old.loc[key] if key in old.index else new.loc[key]
         line |= {"on_cpu": either["on_cpu"], "default_degrees": False}
-        if key in old.index and key in new.index:
-            line |= _change(old.loc[key], new.loc[key])
+        line |= {"ratio": np.nan, "memory_ratio": np.nan}
+        if first is None or last is None:
+            line["verdict"] = "only before" if last is None else "only after"
         else:
-            side = "before" if key in old.index else "after"
-            line |= {"ratio": np.nan, "memory_ratio": np.nan, "verdict": f"only {side}"}
+            line |= _change(first, last)
         lines.append(line)
     return pd.DataFrame(lines)
 
 
-def _change(old: pd.Series, new: pd.Series) -> dict[str, object]:
-    line: dict[str, object] = {"ratio": np.nan, "memory_ratio": np.nan}
+def _change(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    line: dict[str, Any] = {}
     if old["memory_kind"] == new["memory_kind"] and pd.notna(old["peak_gib"]):
         line["memory_ratio"] = new["peak_gib"] / old["peak_gib"]
     if old["status"] != "ok" or new["status"] != "ok":
         same = old["status"] == new["status"]
-        line["verdict"] = old["status"] if same else f"{old['status']} -> {new['status']}"
-        return line
+        return line | {"verdict": old["status"] if same else f"{old['status']} -> {new['status']}"}
     ratio = ratio_of_medians(old["samples_step_s"], new["samples_step_s"])
     line |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "spread": ratio.spread}
-    line["verdict"] = _verdict(ratio, measured=new["evidence"] == "measured")
-    return line
-
-
-def _verdict(ratio: Summary, *, measured: bool) -> str:
-    if measured and ratio.doubt:
-        return f"unsettled: {ratio.doubt}"
-    if ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < LEAST_CHANGE:
-        return "no difference shown"
-    return "faster" if ratio.median > 1.0 else "slower"
+    if new["evidence"] == "measured" and ratio.doubt:
+        verdict = f"unsettled: {ratio.doubt}"
+    elif ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < LEAST_CHANGE:
+        verdict = "no difference shown"
+    else:
+        verdict = "faster" if ratio.median > 1.0 else "slower"
+    return line | {"verdict": verdict}
 
 
 def comparison_table(changes: pd.DataFrame) -> Table:
