@@ -3,6 +3,7 @@ one is quick, and what one contender leaves in a process does not meet the next.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server, which imports what ranks need while pytest imports the tests; not in a
     process that only hands tests out to others."""
     if config.getoption("dist", "no") == "no":
+        # Else torch, before it compiles for a CPU, compiles six programs to find out which vectors
+        # the compiler has.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         start_server()
 
 

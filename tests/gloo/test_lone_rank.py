@@ -50,8 +50,6 @@ def test_lone_ranks_compute_what_the_simulator_takes(
     # A rank alone would take every core, and threads that wait for each other in each small product
     # take many times as long where other tests run.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # Else torch compiles six programs to find out which vectors the compiler has.
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     values = changed("cluster.device.peak_fp32_tflops", 0.1)
     values["model"] |= {"layers": 8, "hidden": 128, "ffn": 512}
     values |= {"contender": {"name": name, **CONTENDERS[name]}, "num_gpus": 64}
