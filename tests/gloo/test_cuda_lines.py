@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp.emulate import emulated
-from zeropp.engine import collectives, errors, given_rows, preflight_cuda
+from zeropp.engine import collectives, errors, given_rows
+from zeropp.engine import engine as engines
 from zeropp.engine.chunk import StepSeeds, seed_piece
 from zeropp.engine.deferred import add_wide_product
 from zeropp.engine.engine import Engine
@@ -22,7 +23,7 @@ from zeropp.engine.lanes import make_lanes
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import Updater
 from zeropp.engine.warm_up import warm_up
-from zeropp.train import api
+from zeropp.train import placing
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import Layout
 
@@ -88,10 +89,10 @@ def test_a_count_of_tokens_is_filled_in_on_the_device() -> None:
 def test_what_cuda_was_told_is_checked_before_anything_is_made() -> None:
     engine = stand_in(_device=GPU, _layout=stand_in(pp=2))
     with (
-        mock.patch.object(preflight_cuda, "check_cuda", side_effect=StopIteration) as checked,
-        pytest.raises(StopIteration),
+        mock.patch.object(engines, "check_cuda", side_effect=EOFError) as checked,
+        pytest.raises(EOFError),
     ):
-        Engine._make_own(engine, [], stand_in(), stand_in(), ExitStack())
+        next(Engine._make_own(engine, [], stand_in(), stand_in(), ExitStack()))
     checked.assert_called_once_with(2)
 
 
@@ -128,7 +129,7 @@ def test_the_current_device_is_that_of_the_model() -> None:
     given = {"device_count": 2, "current_device": 1, "set_device": None}
     stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
     with backends(BOTH), mock.patch.multiple(torch.cuda, **stand_ins):
-        assert api._device(None, None) == GPU
+        assert placing.device_of(None, None) == GPU
         ParallelModel._check_ready(stand_in(engine=stand_in(lanes=stand_in(device=GPU))))
     assert stand_ins["set_device"].call_args_list == [mock.call(GPU)] * 2  # and in every thread
 

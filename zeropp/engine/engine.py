@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffers
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.errors import ErrorBarrier, T, together
+from zeropp.engine.errors import ErrorBarrier, T, agreed
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.given_rows import GivenRows, RowsError
@@ -25,6 +25,7 @@ from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import ParameterUpdate, Updater
+from zeropp.engine.preflight_cuda import check_cuda
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.settings import ParameterName, Settings
 from zeropp.engine.sharding import make_flats
@@ -119,7 +120,7 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
-            together(lambda: self._make_own(sizes, plan, settings, undo))
+            agreed(self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
             tied = None
@@ -310,11 +311,10 @@ class Engine:
 
     def _make_own(
         self, sizes: Sequence[LayerSizes], plan: Plan, settings: Settings, undo: ExitStack
-    ) -> None:
-        """Make what a rank makes without the others: lanes, chunks and the optimizer."""
+    ) -> Generator[dict[str, str], None, None]:
+        """Make what a rank makes without the others: lanes, chunks and the optimizer. Yields the
+        optimizer's settings, which must be equal on all ranks."""
         if self._device.type == "cuda":
-            from zeropp.engine.preflight_cuda import check_cuda
-
             check_cuda(self._layout.pp)
         _claim(self._layers, undo)
         self.lanes = make_lanes(self._device, undo)
@@ -341,6 +341,7 @@ class Engine:
             clip_norm=settings.clip_norm,
             lr_schedule=settings.lr_schedule,
         )
+        yield {"optimizer": self.updater.described()}
 
     def _chunk(
         self,

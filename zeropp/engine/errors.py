@@ -10,7 +10,7 @@ launcher, or the timeout of the process groups, ends the others.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ from zeropp.engine.collectives import all_gather_single
 from zeropp.types.layout import InfeasibleError
 
 T = TypeVar("T")
+_SHOWN = 60  # characters of a value in a message
 _REPORT = timedelta(seconds=10)  # for the ranks that have come to say so, once one is late
 
 
@@ -40,8 +41,58 @@ def together(work: Callable[[], T]) -> T:
     failed += failure is not None
     dist.all_reduce(failed)
     if failure is not None or float(failed):
-        _raise_everywhere(failure, None)
+        _raise_everywhere(failure, gathered(_report(failure)))
     return result[0]
+
+
+def agreed(steps: Generator[Mapping[str, str], None, T]) -> T:
+    """What ``steps`` returns on this rank, once all ranks have run theirs and met once.
+
+    ``steps`` looks at what this rank was given, without collectives, and yields descriptions by
+    field, which must be equal on all ranks. Every rank raises for what comes first in it: an error
+    before a description as in ``together``, and InfeasibleError, with the field's name, for a
+    description that differs.
+    """
+    said: list[Mapping[str, str]] = []
+
+    def run() -> T:
+        while True:
+            try:
+                said.append(next(steps))
+            except StopIteration as end:
+                made: T = end.value
+                return made
+
+    result, failure = _attempt(run)
+    told = gathered((said, _report(failure)))
+    for place in range(1 + max(len(descriptions) for descriptions, _ in told)):
+        reports = [report if len(given) == place else _report(None) for given, report in told]
+        if any(summary for _, summary in reports):
+            _raise_everywhere(failure if len(said) == place else None, reports)
+        if all(len(given) > place for given, _ in told):
+            _compare([given[place] for given, _ in told])
+    return result[0]
+
+
+def _compare(fields: Sequence[Mapping[str, str]]) -> None:
+    """Raise InfeasibleError for a field whose description is not the same on all ranks."""
+    for rank, others in enumerate(fields):
+        for name, text in fields[0].items():
+            if text != others[name]:
+                ours, theirs = _difference(text, others[name])
+                raise InfeasibleError(
+                    f"{name}: ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; "
+                    "every rank must call parallelize with equal arguments and layers of equal "
+                    "values"
+                )
+
+
+def _difference(first: str, second: str) -> tuple[str, str]:
+    """The part in which two texts differ, shortened, with a little of the text before it."""
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
+    return first[start : start + _SHOWN], second[start : start + _SHOWN]
 
 
 class ErrorBarrier:
@@ -83,7 +134,7 @@ class ErrorBarrier:
                 "same methods in the same order)"
             )
         if any(failed for _, failed, *_ in rows):
-            _raise_everywhere(failure, self._groups[0])
+            _raise_everywhere(failure, gathered(_report(failure), self._groups[0]))
         return result[0], [rank_numbers for _, _, *rank_numbers in rows]
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -111,11 +162,11 @@ class ErrorBarrier:
             dist.destroy_process_group(self._groups.pop())
 
 
-def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """The texts of all ranks, by rank. All ranks must call it."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text, group=group)
-    return texts
+def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, by rank, as pickle carries them. All ranks must call it."""
+    values: list[T] = [own] * dist.get_world_size()
+    dist.all_gather_object(values, own, group=group)
+    return values
 
 
 def free_frames(error: BaseException) -> None:
@@ -133,16 +184,20 @@ def _attempt(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
         return [], error
 
 
-def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None) -> NoReturn:
+def _report(error: Exception | None) -> tuple[str, str]:
+    """The refusal that every rank is to raise, if the error is one, and the error in one line."""
+    lines = str(error).strip().splitlines()[:1] if error is not None else []
+    summary = "" if error is None else ": ".join([type(error).__name__, *lines])
+    return str(error) if isinstance(error, InfeasibleError) else "", summary
+
+
+def _raise_everywhere(error: Exception | None, reports: Sequence[tuple[str, str]]) -> NoReturn:
     """After work that failed on some rank, raise what reports it on this rank."""
-    refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)
+    refusals, summaries = zip(*reports, strict=True)
     for rank, refusal in enumerate(refusals):
         if refusal:
             everywhere = len(set(refusals)) == 1
             raise InfeasibleError(refusal if everywhere else f"{refusal} (on rank {rank})")
-    lines = str(error).strip().splitlines()[:1] if error is not None else []
-    summary = "" if error is None else ": ".join([type(error).__name__, *lines])
-    summaries = gathered_texts(summary, group)
     if error is not None:
         raise error
     rank, line = next((rank, line) for rank, line in enumerate(summaries) if line)

@@ -1,8 +1,7 @@
-"""Checks the layers of ``parallelize``, and compares them over the ranks, before anything is built.
+"""Checks of the arguments of ``parallelize``, and of the values of layers over the ranks.
 
 If only one rank raised for a wrong argument, the others would wait for it in a collective. So the
-caller runs these checks in ``errors.together``: every rank tells the others what it found, and all
-raise the same error.
+caller runs these checks in ``errors.agreed``: all ranks raise what one of them has found.
 """
 
 from __future__ import annotations
@@ -15,55 +14,29 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.collectives import as_sent
-from zeropp.engine.errors import together
+from zeropp.engine.errors import gathered, together
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Precision
 
 Tied = tuple[ParameterName, ParameterName]
-_SHOWN = 60  # characters of a value in a message
 
 
-def compare(describe: Callable[[], Mapping[str, str]]) -> None:
-    """Raise the same InfeasibleError on every rank, with the field's name, if the description of a
-    field is not the same on all; all ranks must call it."""
-    own = together(describe)
-    fields: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(fields, own)
-    for rank, others in enumerate(fields):
-        for name, text in fields[0].items():
-            if text != others[name]:
-                ours, theirs = _difference(text, others[name])
-                raise InfeasibleError(
-                    f"{name}: ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; "
-                    "every rank must call parallelize with equal arguments and layers of equal "
-                    "values"
-                )
+def with_equal_values(make: Callable[[], dict[int, nn.Module]]) -> dict[int, nn.Module]:
+    """The layers that ``make`` gives this rank, by their index in the model; refuses ranks that
+    hold the same layer with other values. All ranks must call it."""
 
+    def made() -> tuple[dict[int, nn.Module], dict[int, dict[str, object]]]:
+        held = make()
+        return held, {index: _values(index, layer) for index, layer in held.items()}
 
-def _difference(first: str, second: str) -> tuple[str, str]:
-    """The part in which two texts differ, shortened, with a little of the text before it."""
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-    start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
-    return first[start : start + _SHOWN], second[start : start + _SHOWN]
-
-
-def compare_values(held_here: Mapping[int, nn.Module]) -> None:
-    """Refuse ranks that hold the same layer, by its index in the model, with other values; all
-    ranks must call it."""
-    own_values = together(
-        lambda: {index: _values(index, layer) for index, layer in held_here.items()}
-    )
-    held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, own_values)
+    held, own = together(made)
     first: dict[int, tuple[int, dict[str, object]]] = {}
-    for rank, layers in enumerate(held):
+    for rank, layers in enumerate(gathered(own)):
         for index, values in layers.items():
             owner, expected = first.setdefault(index, (rank, values))
             for name in expected | values:
@@ -72,6 +45,7 @@ def compare_values(held_here: Mapping[int, nn.Module]) -> None:
                         f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
                         "(seed all ranks alike before the layers are made, or load a checkpoint)"
                     )
+    return held
 
 
 def _values(index: int, layer: nn.Module) -> dict[str, object]:

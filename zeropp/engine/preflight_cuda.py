@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.engine.cuda_settings import CUDA_MISSED
-from zeropp.engine.errors import gathered_texts
+from zeropp.engine.errors import gathered
 from zeropp.types.layout import InfeasibleError
 
 _STREAMS = 8  # of a pipeline rank: compute, three lanes, messages to and from two neighbours
@@ -57,7 +57,7 @@ def check_own_gpu(*, on_cuda: bool) -> None:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         own_gpu = f"{device.uuid} of {socket.gethostname()}"
     group = dist.new_group(backend="gloo", group_desc="zeropp devices")
-    gpus = gathered_texts(own_gpu, group)
+    gpus = gathered(own_gpu, group)
     dist.destroy_process_group(group)
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):

@@ -7,91 +7,35 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine import preflight, walk
-from zeropp.engine.collectives import connect_lazily
 from zeropp.engine.engine import Engine, groups_of
-from zeropp.engine.errors import together
+from zeropp.engine.errors import agreed
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.values import keywords_of
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
+from zeropp.train.keywords import check_call, with_keywords_of
 from zeropp.train.parallel_model import ParallelModel
+from zeropp.train.placing import device_of, meet
 from zeropp.train.stages import check_ranks, own_layers, plan_layers
-from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute, if_auto
 
-if TYPE_CHECKING:
-    from zeropp.emulate.recorder import Recorder
 
-P = ParamSpec("P")
-_Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
-
-
-def _with_keywords(
-    settings: Callable[P, Settings],
-) -> Callable[[_Build], Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]]:
-    """A decorator: the function takes the fields of ``Settings`` as keywords, and is given an
-    object of it, and the names of the keywords that are ``auto``."""
-
-    def decorate(
-        build: _Build,
-    ) -> Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]:
-        @wraps(build)
-        def call(
-            layers: Sequence[Layer], loss_fn: LossFunction, /, *args: P.args, **keywords: P.kwargs
-        ) -> ParallelModel:
-            if not dist.is_initialized():
-                raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-            connect_lazily(dist.get_world_size())
-            _use(keywords.get("device"))
-            if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
-                from zeropp.engine.preflight_cuda import check_own_gpu
-
-                check_own_gpu(on_cuda=_on_cuda(keywords.get("device"), keywords.get("mesh")))
-            together(lambda: _check_call(args, keywords, inspect.signature(settings).parameters))
-            made = together(lambda: read_keywords(layers, keywords, loss_fn))
-            return build(layers, loss_fn, made, asked_for(keywords))
-
-        first = list(inspect.signature(build).parameters.values())[:2]
-        rest = inspect.signature(settings).parameters.values()
-        call.__signature__ = inspect.Signature([*first, *rest])  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
-def _check_call(args: Sequence[Any], keywords: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise TypeError for arguments without a name, and for names that ``parallelize`` has not."""
-    if args:
-        raise TypeError(
-            "parallelize: takes two positional arguments, layers and the loss function; all others "
-            "are keywords (sample=..., global_batch=...)"
-        )
-    for name in keywords:
-        if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see zeropp.engine.settings.Settings"
-            raise TypeError(f"parallelize: got an unexpected keyword argument {name!r} ({hint})")
-    if missing := [name for name in ("sample", "global_batch") if name not in keywords]:
-        raise TypeError(f"parallelize: {' and '.join(missing)} must be given")
-
-
-@_with_keywords(Settings)
+@with_keywords_of(Settings)
 def parallelize(
-    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    positional: Sequence[Any],
+    keywords: dict[str, Any],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -106,29 +50,56 @@ def parallelize(
     Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
-    together(lambda: preflight.check_inference("parallelize"))
-    together(lambda: preflight.check_layers(layers, settings.weights, settings.tied))
-    preflight.compare(
-        lambda: {
-            **settings.described(),
-            "layers": f"{len(layers)} layers",
-            "auto": str(sorted(asked)),
-            "loss_fn": preflight.describe_function(loss_fn),
-        }
-    )
-    device = together(lambda: _device(settings.device, settings.mesh))
-    settings = replace(settings, device=device)
-    settings, sizes = together(lambda: _sized(layers, loss_fn, settings, asked))
-    plan, chosen = together(lambda: make_plan(settings, asked, sizes, dist.get_world_size()))
-    preflight.compare(lambda: _functions(settings, sizes) | {"optimizer": str(plan.whole_groups)})
-    held = together(lambda: own_layers(layers, plan, device, settings.tied))
-    preflight.compare_values(held)
+    meet(keywords)
+    given = agreed(_planned(layers, loss_fn, positional, keywords))
+    settings, device, sizes, plan, chosen = given
+    own = partial(own_layers, layers, plan, device, settings.tied)
+    held = preflight.with_equal_values(own)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
     loss = Loss(loss_fn, settings.loss_reduction, owners)
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    model = ParallelModel(engine, plan, frozenset(settings.sample_keywords), chosen)
-    preflight.compare(lambda: {"optimizer": engine.updater.described()})
-    return model
+    return ParallelModel(engine, plan, frozenset(settings.sample_keywords), chosen)
+
+
+class _Planned(NamedTuple):
+    """What a rank makes of the arguments of ``parallelize`` before it meets the others."""
+
+    settings: Settings
+    device: torch.device
+    sizes: Sequence[LayerSizes]
+    plan: Plan
+    chosen: str  # a line about what was ``auto``
+
+
+def _planned(
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    positional: Sequence[Any],
+    keywords: dict[str, Any],
+) -> Generator[dict[str, str], None, _Planned]:
+    """Read, check and plan; yields what must be equal on all ranks."""
+    check_call(Settings, positional, keywords)
+    settings, asked = read_keywords(layers, keywords, loss_fn), asked_for(keywords)
+    preflight.check_inference("parallelize")
+    preflight.check_layers(layers, settings.weights, settings.tied)
+    yield {
+        **settings.described(),
+        "layers": f"{len(layers)} layers",
+        "auto": str(sorted(asked)),
+        "loss_fn": preflight.describe_function(loss_fn),
+    }
+    device = device_of(settings.device, settings.mesh)
+    settings = replace(settings, device=device)
+    settings, sizes = _sized(layers, loss_fn, settings, asked)
+    plan, chosen = make_plan(settings, asked, sizes, dist.get_world_size())
+    schedule = settings.lr_schedule
+    factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
+    yield {
+        "group_of": str(groups_of(settings, sizes)),
+        "lr_schedule": str(factors),
+        "optimizer": str(plan.whole_groups),
+    }
+    return _Planned(settings, device, sizes, plan, chosen)
 
 
 def _sized(
@@ -149,11 +120,16 @@ def _sizes(
     """The sizes of all layers; what could not be trained is refused."""
     preflight.check_loss(loss_fn)
     recompute: Recompute = if_auto(settings.recompute, "full")
+    recorder = None
+    if _is_priced(settings, asked):
+        from zeropp.emulate.recorder import Recorder  # not loaded where nothing is priced
+
+        recorder = Recorder
     sizes = walk.walk(
         layers,
         *settings.microbatch,
         recompute,
-        recorder=_recorder() if _is_priced(settings, asked) else None,
+        recorder=recorder,
         measure_saved=bool(asked),
         tied=settings.tied,
     )
@@ -163,12 +139,6 @@ def _sizes(
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
     preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
     return sizes
-
-
-def _recorder() -> type[Recorder]:
-    from zeropp.emulate.recorder import Recorder  # not loaded where nothing is priced
-
-    return Recorder
 
 
 def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:
@@ -190,57 +160,3 @@ def make_plan(
         plan = plan_layers(settings, sizes)
     plan.check()
     return plan, chosen
-
-
-def _functions(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, str]:
-    """What the caller's functions give, which must be equal on all ranks."""
-    schedule = settings.lr_schedule
-    factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
-    return {"group_of": str(groups_of(settings, sizes)), "lr_schedule": str(factors)}
-
-
-def _on_cuda(asked: Any, mesh: Any) -> bool:
-    """Whether this rank trains on a GPU; the arguments may be wrong still."""
-    if asked is not None:
-        return str(asked).startswith("cuda")
-    if isinstance(mesh, DeviceMesh):
-        return mesh.device_type == "cuda"
-    return "nccl" in str(dist.get_backend_config())
-
-
-def _use(asked: Any) -> None:
-    """Make a CUDA device that was asked for by its number the current one of this process, because
-    the collectives that compare the arguments may need it. Others are refused by ``_device``."""
-    with suppress(Exception):
-        if asked is not None and torch.device(asked).index is not None:
-            torch.cuda.set_device(asked)
-
-
-def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    """Where this rank trains: as asked, else where its process group's tensors live.
-
-    A CUDA device becomes this process's current one, because streams and events are those of the
-    current device where none is named.
-    """
-    try:
-        device = torch.device(asked or ("cuda" if _on_cuda(None, mesh) else "cpu"))
-    except RuntimeError:  # whose message has all of torch's types of devices
-        raise InfeasibleError(f"device={asked!r}: is none of torch's devices (cuda, cpu)") from None
-    known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
-    if device.type not in known:
-        raise InfeasibleError(
-            f"device={str(device)!r}: the process group has no backend for it, only for "
-            f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
-        )
-    if device.type == "cpu":
-        return torch.device("cpu")  # tensors on the CPU have no index
-    if device.type == "cuda":
-        if (device.index or 0) >= (count := torch.cuda.device_count()):
-            raise InfeasibleError(
-                f"device={str(device)!r}: this process sees {count} CUDA devices (take a torch "
-                "with CUDA, or look at CUDA_VISIBLE_DEVICES)"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-    return device

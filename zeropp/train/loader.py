@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from zeropp.engine import preflight
-from zeropp.engine.errors import together
+from zeropp.engine.errors import agreed
 from zeropp.types.layout import InfeasibleError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def make_loader(
 ) -> DataLoader[Any]:
     """See ``ParallelModel.loader``."""
 
-    def described() -> dict[str, str]:
+    def made() -> Generator[dict[str, str], None, DataLoader[Any]]:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InfeasibleError(
                 f"dataset: {type(dataset).__name__} has no length or no rows by number (give each "
@@ -62,8 +61,8 @@ def make_loader(
                 f"dataset: has {count} rows, fewer than global_batch={model.plan.global_batch}"
             )
         told = {"shuffle": shuffle, "seed": seed, "resume": resume}
-        return {"dataset": f"{count} rows", **{name: str(value) for name, value in told.items()}}
+        yield {"dataset": f"{count} rows", **{name: str(value) for name, value in told.items()}}
+        rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
+        return DataLoader(dataset, batch_sampler=rows, **options)
 
-    preflight.compare(described)
-    rows = RowsOfSteps(model, len(dataset), shuffle=shuffle, seed=seed, resume=resume)
-    return together(lambda: DataLoader(dataset, batch_sampler=rows, **options))
+    return agreed(made())

@@ -1,0 +1,68 @@
+"""On which device this rank trains, and what must hold before ranks can meet at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropp.engine.collectives import connect_lazily
+from zeropp.engine.preflight_cuda import check_own_gpu
+from zeropp.types.layout import InfeasibleError
+
+
+def meet(keywords: Mapping[str, Any]) -> None:
+    """Make the first collective possible; the keywords may be wrong still. Raises RuntimeError
+    without a process group, and InfeasibleError on all ranks where two share a GPU."""
+    if not dist.is_initialized():
+        raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    connect_lazily(dist.get_world_size())
+    asked = keywords.get("device")
+    with suppress(Exception):  # ``device_of`` refuses what is no device
+        if asked is not None and torch.device(asked).index is not None:
+            torch.cuda.set_device(asked)  # which the collectives that compare arguments may need
+    if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
+        check_own_gpu(on_cuda=on_cuda(asked, keywords.get("mesh")))
+
+
+def on_cuda(asked: Any, mesh: Any) -> bool:
+    """Whether this rank trains on a GPU; the arguments may be wrong still."""
+    if asked is not None:
+        return str(asked).startswith("cuda")
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type == "cuda"
+    return "nccl" in str(dist.get_backend_config())
+
+
+def device_of(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    """Where this rank trains: as asked, else where its process group's tensors live.
+
+    A CUDA device becomes this process's current one, because streams and events are those of the
+    current device where none is named. Raises InfeasibleError for a device that is not there.
+    """
+    try:
+        device = torch.device(asked or ("cuda" if on_cuda(None, mesh) else "cpu"))
+    except RuntimeError:  # whose message has all of torch's types of devices
+        raise InfeasibleError(f"device={asked!r}: is none of torch's devices (cuda, cpu)") from None
+    known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+    if device.type not in known:
+        raise InfeasibleError(
+            f"device={str(device)!r}: the process group has no backend for it, only for "
+            f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
+        )
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors on the CPU have no index
+    if device.type == "cuda":
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise InfeasibleError(
+                f"device={str(device)!r}: this process sees {count} CUDA devices (take a torch "
+                "with CUDA, or look at CUDA_VISIBLE_DEVICES)"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
