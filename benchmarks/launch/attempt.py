@@ -289,17 +289,16 @@ def finish_attempt(
     spec or the header cannot be read, and OSError if nothing can be written.
     """
     record = _assembled(directory, ending, slurm, num_ranks)
+    if record.write(directory / "record.json"):
+        return record
     try:
-        record.write(directory / "record.json")
-    except FileExistsError:
-        try:
-            closed = read_record(directory / "record.json")
-            was = f"{closed.status}: {closed.reason}"
-        except RecordError as error:
-            was = f"what cannot be read ({error})"
-        late, note = f"{record.record_id}/late", f"closed before its end as {was}"
-        record = replace(record, record_id=late, notes=[*record.notes, note])
-        record.write(directory / "record-late.json")
+        closed = read_record(directory / "record.json")
+        was = f"{closed.status}: {closed.reason}"
+    except RecordError as error:
+        was = f"what cannot be read ({error})"
+    notes = [*record.notes, f"closed before its end as {was}"]
+    record = replace(record, record_id=f"{record.record_id}/late", notes=notes)
+    record.write(directory / "record-late.json")
     return record
 
 
@@ -309,11 +308,7 @@ def close_attempt(
     """Write the record of an attempt whose own process can no longer do it; returns None if it has
     got a record meanwhile. Raises as ``finish_attempt`` does."""
     record = _assembled(directory, ending, slurm, None)
-    try:
-        record.write(directory / "record.json")
-    except FileExistsError:
-        return None
-    return record
+    return record if record.write(directory / "record.json") else None
 
 
 def close_abandoned(runs_dir: Path) -> list[str]:

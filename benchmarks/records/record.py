@@ -128,10 +128,20 @@ class RunRecord:
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; else empty
     notes: list[str] = field(default_factory=list)  # what else a reader must know, in lines
 
-    def write(self, path: Path) -> None:
-        """Write the record atomically, so that a reader sees all of it or nothing. Raises
-        FileExistsError if the file exists, since no record is ever overwritten."""
-        create_atomically(path, json.dumps(vars(self), default=vars, indent=1))
+    def write(self, path: Path) -> bool:
+        """Write the record atomically, so that a reader sees all of it or nothing. Returns False if
+        the file exists, since no record is ever overwritten: of two processes that write it at the
+        same time, only one succeeds. Every record gets onto disk here. Raises OSError."""
+        with _temporary_beside(path, json.dumps(vars(self), default=vars, indent=1)) as temporary:
+            try:
+                path.hardlink_to(temporary)
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without hard links
+                if path.exists():
+                    return False
+                temporary.replace(path)
+        return True
 
 
 def now() -> str:
@@ -144,20 +154,6 @@ def write_atomically(path: Path, text: str) -> None:
     leaves nothing behind, if the disk is full or read-only."""
     with _temporary_beside(path, text) as temporary:
         temporary.replace(path)
-
-
-def create_atomically(path: Path, text: str) -> None:
-    """Like ``write_atomically``, but raises FileExistsError if the file exists: of two processes
-    that create it at the same time, only one succeeds."""
-    with _temporary_beside(path, text) as temporary:
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            if path.exists():
-                raise FileExistsError(path) from None
-            temporary.replace(path)
 
 
 @contextmanager

@@ -328,8 +328,9 @@ def _close(point: SubmittedPoint, view: View, known: list[EndedJob]) -> Iterator
     job, over = view.queued.get(point.job), [ended for ended in known if ended.is_over]
     has_ended = bool(known) and known[-1].is_over
     attempts = point.attempts()
-    if not attempts and (has_ended or not known):
-        yield _write_unstarted(point, over[-1] if over else None)
+    is_unstarted = not attempts and (has_ended or not known)
+    if is_unstarted and (record := _write_unstarted(point, over[-1] if over else None)):
+        yield record
     for number, attempt in enumerate(attempts):
         if job is None:
             is_over = has_ended or (view.sees(point) and not is_alive(attempt))
@@ -344,8 +345,8 @@ def _close(point: SubmittedPoint, view: View, known: list[EndedJob]) -> Iterator
             yield record
 
 
-def _write_unstarted(point: SubmittedPoint, ended: EndedJob | None) -> RunRecord:
-    """Record a job that left the queue before its script began."""
+def _write_unstarted(point: SubmittedPoint, ended: EndedJob | None) -> RunRecord | None:
+    """Record a job that left the queue before its script began; None if somebody else has."""
     name = f"{attempt_name(point.directory)}-0"
     spec, header = frozen(point.directory / "specs" / point.spec_id)
     attempt = point.point / name
@@ -357,8 +358,7 @@ def _write_unstarted(point: SubmittedPoint, ended: EndedJob | None) -> RunRecord
         ending = ending_by_state(ended) or killed_script(ended) or unexplained
     slurm = {"job": point.job, "restart": 0, "nodes": "", "log": str(point.log), "state": state}
     record = make_record(point.spec_id, name, spec, header, ending, slurm=slurm)
-    record.write(attempt / "record.json")
-    return record
+    return record if record.write(attempt / "record.json") else None
 
 
 def _is_recorded(attempt: Path) -> bool:
