@@ -172,20 +172,12 @@ def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
     )
 
 
-_KEYS = {
-    "model": Column("model", "model", is_key=True),
-    "num_gpus": Column("num_gpus", "GPUs", form=display.count, is_key=True),
-    "cluster": Column("cluster", "cluster", is_key=True),
-    "global_batch": Column("global_batch", "batch", form=display.count, is_key=True),
-    "seq": Column("seq", "sequence", form=display.count, is_key=True),
-    "precision": Column("precision", "precision", is_key=True),
-}
+_KEYS = ("model", "num_gpus", "cluster", "global_batch", "seq", "precision")
 # The columns of the paper's table of which ``Options.columns`` chooses; others are empty then.
 _CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
 _ALWAYS = ("model", "num_gpus")
 _WITH_INTERVALS = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "speedup")
 _COLUMNS = (
-    *_KEYS.values(),
     Column("parameters", "parameters", form=display.count),
     Column("evidence", "evidence"),
     Column("basis", "basis"),
@@ -217,7 +209,13 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
         compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
-    return table("paper", "Comparison", _COLUMNS, compared.assign(base=options.base, label=labels))
+    columns = (*_key_columns(rows).values(), *_COLUMNS)
+    return table("paper", "Comparison", columns, compared.assign(base=options.base, label=labels))
+
+
+def _key_columns(rows: pd.DataFrame) -> dict[str, Column]:
+    columns = {column.name: column for column in key_columns(rows)}
+    return {name: columns[name] for name in _KEYS}
 
 
 def _check(option: str, asked: Iterable[str], known: Iterable[str]) -> None:
@@ -239,27 +237,24 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     speeds = rows.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
     contenders = sorted(speeds.index, key=lambda name: (name != SUBJECT, -speeds[name]))
     # In the caption: keys that never vary, or follow from the model, as a sequence length may.
-    varying = {
-        key: (rows.groupby("model" if key == "seq" else "evidence")[key].nunique() > 1).any()
-        for key in _KEYS
-    }
-    keys = [key for key in _KEYS if key in _ALWAYS or varying[key]]
+    keys, constant = list[Column](), list[Column]()
+    for key, column in _key_columns(rows).items():
+        values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique()
+        (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
     metrics = _metrics(rows)
     groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
     for row in rows.to_dict("records"):  # once, because pandas takes long for every call
         cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
     lines = [_line(cell, keys, metrics, groups) for cell in cells.values()]
-    worker = display.worker_word(rows)
     cluster = display.cluster_label(rows["cluster"].iloc[0])
-    heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
     shown = [metric for group in groups.values() for metric in group]
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
-        caption=_caption(rows, evidence, keys=keys, metrics=metrics, base=base),
-        heads=(*heads, *(metric.head for metric in shown)),
-        numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in shown)),
+        caption=_caption(rows, evidence, constant=constant, metrics=metrics, base=base),
+        heads=tuple(column.head for column in (*keys, *shown)),
+        numeric=tuple(column.form is not None for column in (*keys, *shown)),
         rows=tuple(cells for cells, _ in lines),
         records=tuple(records for _, records in lines),
         groups=(
@@ -281,7 +276,7 @@ def _group(
 
 def _line(
     cell: Mapping[str, Mapping[Any, Any]],
-    keys: list[str],
+    keys: Sequence[Column],
     metrics: Sequence[Column],
     groups: dict[str, list[Column]],
 ) -> tuple[tuple[TextCell, ...], tuple[str, ...]]:
@@ -289,7 +284,7 @@ def _line(
     made."""
     best = {metric.name: _best(metric, cell.values()) for metric in metrics}
     first = next(iter(cell.values()))
-    cells = [_KEYS[key].cell(first) for key in keys]
+    cells = [key.cell(first) for key in keys]
     for contender, group in groups.items():
         row = cell.get(contender)
         if row is not None and row["status"] == "ok":
@@ -319,24 +314,28 @@ def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _caption(
-    rows: pd.DataFrame, evidence: str, *, keys: list[str], metrics: Sequence[Column], base: str
+    rows: pd.DataFrame,
+    evidence: str,
+    *,
+    constant: Sequence[Column],
+    metrics: Sequence[Column],
+    base: str,
 ) -> str:
     """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
     tuned."""
-    constant = []
-    for key in _KEYS:
-        if key == "seq" and key not in keys and rows["seq"].nunique() > 1:
+    same = []
+    for key in constant:
+        text = key.cell({key.name: rows[key.name].iloc[0]}).text
+        if key.name == "seq" and rows["seq"].nunique() > 1:  # each model has its own
             pairs = rows.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
-            of = ", ".join(f"{seq} ({display.model_label(str(model))})" for model, seq in pairs)
-            constant.append(f"sequence {of}")
-        elif key not in keys:
-            constant.append(f"{_KEYS[key].head} {_KEYS[key].cell({key: rows[key].iloc[0]}).text}")
+            text = ", ".join(f"{seq} ({display.model_label(str(model))})" for model, seq in pairs)
+        same.append(f"{key.head} {text}")
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(rows["memory_kind"]) if kind]
     parts = [f"{evidence.capitalize()}"]
     if rows["tokens_per_s_per_gpu_low"].notna().any():
         parts[0] += ", medians of timed steps"
-    if constant:
-        parts.append("all rows: " + ", ".join(constant))
+    if same:
+        parts.append("all rows: " + ", ".join(same))
     worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics
     words = {flops.name: f"{flops.head} (of the model)"}
     rates = [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]
