@@ -5,6 +5,6 @@ for the contenders that run here a trainer per rank. In a folder read ``contende
 can be set, from knobs to a Plan, what the tuner tries), then ``trainer`` (what runs per rank).
 ``public_3d`` is priced and does not run.
 The modules beside the folders are what several contenders share: ``fsdp2`` (FSDP2), ``blocks``
-(recomputation and compilation), ``tensor_parallel`` (which degrees are possible), ``private_names``
+(recomputation and compilation), ``private_names``
 (names that torch may change).
 """

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Annotated, Any, Literal, TypeVar
 
-from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
     check_stages,
+    check_tensor_parallel,
     one_order,
     recomputed_blocks,
     resolve_degrees,

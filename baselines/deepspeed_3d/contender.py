@@ -9,11 +9,11 @@ from itertools import product
 from math import prod
 from typing import Annotated, Literal
 
-from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
     asked_degrees,
     check_stages,
+    check_tensor_parallel,
     one_order,
     recomputed_blocks,
     resolve_degrees,
@@ -186,7 +186,10 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
     unsent: list[Action] = []
     slot = -1
     for action in program:
-        previous, slot = slot, _slot(action, last)
+        assert action.microbatch is not None
+        # Each pass takes one slot.
+        first = stage if action.op is Op.FORWARD else 2 * last + 1 - stage
+        previous, slot = slot, first + 2 * action.microbatch
         received, sent = _transfers(action, last)
         receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
         out += (*received, *unsent) if receive_first else (*unsent, *received)
@@ -194,13 +197,6 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
         unsent = sent
     sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
     return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
-
-
-def _slot(action: Action, last: int) -> int:
-    """The time slot of a forward or backward pass; each takes one slot."""
-    assert action.microbatch is not None
-    first = action.stage if action.op is Op.FORWARD else 2 * last + 1 - action.stage
-    return first + 2 * action.microbatch
 
 
 def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:

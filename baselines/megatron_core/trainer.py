@@ -46,6 +46,8 @@ from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult
 
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+
 
 class FusedAttention(nn.Module):
     """Core attention by torch's fused kernel, as in every other contender. Megatron-Core leaves
@@ -88,7 +90,15 @@ class MegatronTrainer(ActionRecorder):
         self._passes: dict[int, tuple[int, int]] = {}  # (stage, microbatch) by the output's id
         if device.type == "cpu":
             private_names.run_on_cpu()
-        _join_groups(plan)
+        layout = plan.layout
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.chunks if layout.chunks > 1 else None,
+            order="tp-cp-ep-dp-pp" if layout.placement == "dp_inner" else "tp-cp-ep-pp-dp",
+            create_gloo_process_groups=False,
+        )
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._config = _transformer_config(plan, device)
@@ -266,19 +276,6 @@ class MegatronTrainer(ActionRecorder):
         return result
 
 
-def _join_groups(plan: Plan) -> None:
-    """Let Megatron-Core make its process groups, with ranks numbered as in the plan."""
-    layout = plan.layout
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.tp,
-        layout.pp,
-        layout.chunks if layout.chunks > 1 else None,
-        order="tp-cp-ep-dp-pp" if layout.placement == "dp_inner" else "tp-cp-ep-pp-dp",
-        create_gloo_process_groups=False,
-    )
-
-
 def _step_with(inner: Any, config: OptimizerConfig) -> None:
     """Let one of Megatron-Core's optimizers step torch's instead of the Adam that it was made with,
     over the same shards."""
@@ -345,7 +342,8 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "bf16": plan.precision == "bf16",
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "activation_func": _activation(shape.gates, fused=fused),
+        # Megatron-Core's fused GELU has the tanh form, whatever it is given.
+        "activation_func": F.silu if shape.gates == 2 else F.gelu if fused else _tanh_gelu,
         "gradient_accumulation_fusion": engine,
         "cross_entropy_loss_fusion": engine,
         "cross_entropy_fusion_impl": "te" if engine else "native",
@@ -373,13 +371,6 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
     config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config
-
-
-def _activation(gates: int, *, fused: bool) -> Callable[[Tensor], Tensor]:
-    """The non-linearity. Megatron-Core's fused GELU has the tanh form, whatever it is given."""
-    if gates == 2:
-        return F.silu
-    return F.gelu if fused else partial(F.gelu, approximate="tanh")
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:

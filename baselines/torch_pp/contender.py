@@ -9,11 +9,11 @@ from itertools import product
 from typing import Annotated, Literal
 
 from baselines.fsdp import contender as fsdp
-from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
     check_stages,
+    check_tensor_parallel,
     default_chunks,
     one_order,
     recomputed_blocks,
@@ -91,6 +91,7 @@ UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
 SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev", "zeropp")
 SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD[:-1])  # torch's own; ZeroPP's is tried where it is asked for
 _V_SHAPED = ("zbv", "dualpipev")
+_FIXED_CHUNKS = {"1f1b": 1, "zbv": 2, "dualpipev": 2}
 _ACTIVE_STAGES = 3
 # The entry of ``zeropp.price.programs`` that prices each of the two contenders of this folder.
 _PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d"}
@@ -106,9 +107,10 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
     schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
     _refuse(knobs, schedule)
+    simple_chunks = _FIXED_CHUNKS.get(schedule, default_chunks(task, degrees))
     layout = replace(
         degrees,
-        chunks=if_auto(knobs.chunks, _simple_chunks(task, degrees, schedule)),
+        chunks=if_auto(knobs.chunks, simple_chunks),
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
@@ -257,15 +259,13 @@ def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> S
         name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
     )
     if name == "looped_bfs":  # torch runs the backwards of a stage last in, first out
-        programs = (_reverse_backwards(program) for program in schedule.programs)
+        programs = []
+        for program in schedule.programs:
+            forwards = [action for action in program if action.op is Op.FORWARD]
+            backwards = [action for action in program if action.op is not Op.FORWARD]
+            programs.append((*forwards, *sorted(backwards, reverse=True)))
         return replace(schedule, programs=tuple(programs))
     return schedule
-
-
-def _reverse_backwards(program: RankProgram) -> RankProgram:
-    forwards = [action for action in program if action.op is Op.FORWARD]
-    backwards = [action for action in program if action.op is not Op.FORWARD]
-    return (*forwards, *sorted(backwards, reverse=True))
 
 
 def _simple_schedule(
@@ -276,14 +276,8 @@ def _simple_schedule(
     return "interleaved_1f1b" if chunks > 1 and microbatches % degrees.pp == 0 else "1f1b"
 
 
-def _simple_chunks(task: Task, degrees: Layout, schedule: TorchSchedule) -> int:
-    if schedule in _V_SHAPED:
-        return 2
-    return 1 if schedule == "1f1b" else default_chunks(task, degrees)
-
-
 def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
-    fixed = {"1f1b": 1, "zbv": 2, "dualpipev": 2}.get(schedule, knobs.chunks)
+    fixed = _FIXED_CHUNKS.get(schedule, knobs.chunks)
     if knobs.chunks not in ("auto", fixed):
         raise InfeasibleError(
             f"contender.chunks={knobs.chunks}: {schedule} has {fixed} per rank (use {fixed})"

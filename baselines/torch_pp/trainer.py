@@ -4,10 +4,9 @@ stages for it, feeds it batches and reads its gradients, counters and times."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
-from zeropp.schedule.program import Action, Op, Schedule
+from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult
 
 
@@ -79,8 +78,12 @@ class TiedEnds:
             self.copy = chunks[last].get_parameter(f"pieces.{head}.output.weight")
             self._weights.append(self.copy)
         source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
-        with torch.no_grad():
-            self._make_equal(source)
+        with torch.no_grad():  # the copy has the embedding's initial values
+            if group is not None:
+                dist.broadcast(local(self._weights[0].data), source, group=group)
+            elif len(self._weights) == 2:
+                original, copy = self._weights
+                local(copy.data).copy_(local(original.data))
 
     def sum_gradients(self) -> None:
         """Replace the gradients of both weights by their sum. All ranks must call it."""
@@ -90,13 +93,6 @@ class TiedEnds:
         elif len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
-
-    def _make_equal(self, source: int) -> None:
-        if self._group is not None:
-            dist.broadcast(local(self._weights[0].data), source, group=self._group)
-        elif len(self._weights) == 2:
-            original, copy = self._weights
-            local(copy.data).copy_(local(original.data))
 
 
 def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -109,44 +105,31 @@ def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) ->
     are sharded over the sequence, and so are the activations that pipeline stages send each other.
     """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[str, ParallelStyle] = {}
     if isinstance(piece, Block):
-        styles = _block_styles(between)
+        for region in ("attention", "mlp"):  # its input is gathered once for all its projections
+            styles[region] = PrepareModuleInput(
+                input_layouts=(between,), desired_input_layouts=(Replicate(),)
+            )
+        for name in ("attention.query", "attention.key", "attention.value", "mlp.up", "mlp.gate"):
+            styles[name] = ColwiseParallel()
+        for name in ("attention.output", "mlp.down"):
+            styles[name] = RowwiseParallel(output_layouts=between)
     elif isinstance(piece, Embedding):
-        styles = _embedding_styles(between)
+        styles["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        if sequence_parallel:  # positions have no batch dimension: dimension 0 is the sequence
+            positions = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+            styles["positions"] = positions
     else:
         # Logits stay cut by the vocabulary: ``loss_parallel`` computes the loss on the parts.
-        styles = {
-            "output": ColwiseParallel(
-                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-            )
-        }
+        styles["output"] = ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        )
     if sequence_parallel:
         names = [name for name, _ in piece.named_children() if name.endswith("norm")]
         styles |= {name: SequenceParallel() for name in names}
     present = {name: style for name, style in styles.items() if _has(piece, name)}
     parallelize_module(piece, mesh, present)
-
-
-def _block_styles(between: Placement) -> dict[str, ParallelStyle]:
-    # The input of a region (attention or MLP) is gathered once for all of its projections.
-    styles: dict[str, ParallelStyle] = {
-        region: PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-        for region in ("attention", "mlp")
-    }
-    for name in ("attention.query", "attention.key", "attention.value", "mlp.up", "mlp.gate"):
-        styles[name] = ColwiseParallel()
-    for name in ("attention.output", "mlp.down"):
-        styles[name] = RowwiseParallel(output_layouts=between)
-    return styles
-
-
-def _embedding_styles(between: Placement) -> dict[str, ParallelStyle]:
-    styles: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    }
-    if between == Shard(1):  # the position embedding has no batch dimension: dimension 0 is seq
-        styles["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-    return styles
 
 
 def _has(piece: nn.Module, name: str) -> bool:
@@ -196,9 +179,14 @@ class TorchPipelineTrainer(ActionRecorder):
             loss_fn=lambda logits, y: cross_entropy(logits, y) / plan.num_microbatches,
             scale_grads=False,
         )
-        if plan.schedule.name not in CLASSES:
-            self._load(plan.schedule)
+        if plan.schedule.name not in CLASSES:  # it is given as a user's file would be
+            with TemporaryDirectory() as folder:
+                file = Path(folder, "schedule.csv")
+                file.write_text(plan.schedule.to_csv(), encoding="utf-8")
+                load_programs(self._schedule, file, "compute_comms")
         self._tied = TiedEnds(plan, dict(self._chunks)) if plan.shape.tied_embeddings else None
+        # The head's copy of tied embeddings, if this rank holds it.
+        self._copy = self._tied.copy if self._tied else None
         self._parameters = [p for chunk in self._chunks.values() for p in chunk.parameters()]
         self._optimizer = build_optimizer(self._parameters, optimizer)
 
@@ -210,7 +198,7 @@ class TorchPipelineTrainer(ActionRecorder):
         first = (inputs.contiguous(),) if 0 in self._chunks else ()  # torch 2.11 compares strides
         last = plan.schedule.num_stages - 1 in self._chunks
         self._begin_step()
-        with self._loss_context():
+        with loss_parallel() if plan.layout.tp > 1 else nullcontext():
             self._schedule.step(
                 *first, target=targets if last else None, losses=losses, return_outputs=False
             )
@@ -237,18 +225,6 @@ class TorchPipelineTrainer(ActionRecorder):
                 whole = full(parameter.detach())
                 if parameter is not self._copy:
                     yield name, whole.float().cpu()
-
-    @property
-    def _copy(self) -> nn.Parameter | None:
-        """The head's copy of tied embeddings, if this rank holds it."""
-        return self._tied.copy if self._tied is not None else None
-
-    def _load(self, schedule: Schedule) -> None:
-        """Give torch's runtime a schedule that it has no class for, as a user's file would."""
-        with TemporaryDirectory() as folder:
-            file = Path(folder, "schedule.csv")
-            file.write_text(schedule.to_csv(), encoding="utf-8")
-            load_programs(self._schedule, file, "compute_comms")
 
     def _build_chunk(self, stage: int, seed: int) -> _StageModule:
         """Build the pieces of a stage, each cut and sharded before the next one is made."""
@@ -297,9 +273,6 @@ class TorchPipelineTrainer(ActionRecorder):
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         size = (plan.microbatch_size, seq, width)
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-
-    def _loss_context(self) -> AbstractContextManager[Any]:
-        return loss_parallel() if self._plan.layout.tp > 1 else nullcontext()
 
     def _observe(self, op: Op, stage: int, microbatch: int | None, start: float) -> None:
         if op.is_compute:

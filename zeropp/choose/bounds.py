@@ -24,7 +24,6 @@ from zeropp.schedule.program import (
     Op,
     RankProgram,
     Schedule,
-    StageCost,
 )
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
@@ -87,17 +86,15 @@ def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
     return price.stages[stage].unshard if plan.layout.shard > 1 else 0.0
 
 
-# How long a step takes at least because its ranks may hold few activations.
-#
-# An activation is held from the start of its forward, through all later stages and back, to the end
-# of its weight gradient. The longer this is, and the fewer may be held at a time, the longer is the
-# step.
-
-
 def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
     """Seconds until the rank that holds ``stages`` can have its last weight gradient, whatever the
-    order is, by the plan's activation cap. Without a limit the units do not matter, so that the
-    bound of a family, which has none, holds for its members."""
+    order is, by the plan's activation cap.
+
+    An activation is held from the start of its forward, through all later stages and back, to the
+    end of its weight gradient. The longer this is, and the fewer may be held at a time, the longer
+    is the step. Without a limit the units do not matter, so that the bound of a family, which has
+    none, holds for its members.
+    """
     held = plan.num_microbatches * sum(map(latency.held, stages)) / plan.activation_cap
     least = latency.to[stages[0]] + held
     limited = plan.activation_cap < plan.num_microbatches * len(stages)
@@ -130,10 +127,6 @@ def _unit_by_unit_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) 
     units = plan.num_microbatches // unit  # the whole ones
     turns = units * turn + (units - 1) * (weight + freed * each)
     return latency.to[last] + turns + after if units else 0.0
-
-
-# A lower bound of a plan's memory for every order of actions that the contenders' planners make,
-# with which the tuner drops plans that cannot fit. Tests compare it with the simulator.
 
 
 def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
@@ -331,7 +324,8 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     for rank, end in enumerate(ends):
         stages = plan.schedule.stages_of(rank)
         first = stages[0]
-        beside = _link_s(plan, price, stages)
+        beside = sum(price.stages[s].reduce_grad for s in stages) * _reductions(plan)
+        beside += sum(price.stages[s].unshard * n for s, n in _gathers(plan, stages))
         work, slowed = _work_s(plan, price, stages)
         copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * slowed
         start = max(latency.to[first], first_gather_s(plan, price, first))
@@ -384,12 +378,11 @@ class _Ends:
         return cls(
             min(price.stages[s].reduce_grad + price.stages[s].reduce_replicas for s in stages),
             min(price.stages[s].reduce_replicas for s in stages),
-            sum(_after_reductions_s(price.stages[s]) for s in stages),
+            sum(
+                cost.reduce_tied + cost.gather_whole + cost.update + cost.gather_updated
+                for cost in (price.stages[s] for s in stages)
+            ),
         )
-
-
-def _after_reductions_s(cost: StageCost) -> float:
-    return cost.reduce_tied + cost.gather_whole + cost.update + cost.gather_updated
 
 
 def _capped_s(
@@ -442,13 +435,6 @@ def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple
     slowed = price.stragglers * (1.0 + price.overlap_slowdown * share)
     tensor = sum(price.extras[s].tensor for s in stages) * m
     return (work - tensor + copied) * slowed + tensor, slowed
-
-
-def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
-    """The least seconds of a rank's reductions and gathers."""
-    costs = price.stages
-    reduced = sum(costs[s].reduce_grad for s in stages) * _reductions(plan)
-    return reduced + sum(costs[s].unshard * n for s, n in _gathers(plan, stages))
 
 
 def _reductions(plan: SizedPlan) -> int:

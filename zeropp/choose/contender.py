@@ -188,16 +188,12 @@ def describe(plan: SizedPlan) -> str:
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":
-        words.append(f"{plan.recompute} recompute{_some(plan)}")
+        words.append(f"{plan.recompute} recompute")
+        if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage
+            words.append(f"of {sum(plan.recomputed)} blocks")
+        elif plan.recomputed:
+            words.append(f"of {max(plan.recomputed_per_stage)} blocks per stage")
     return " ".join(words)
-
-
-def _some(plan: SizedPlan) -> str:
-    if not plan.recomputed:
-        return ""
-    if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
-        return f" of {sum(plan.recomputed)} blocks"
-    return f" of {max(plan.recomputed_per_stage)} blocks per stage"
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:

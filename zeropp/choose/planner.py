@@ -21,6 +21,7 @@ from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import Schedule, StageCost
 from zeropp.types.layout import InfeasibleError, Layout, divisors
 from zeropp.types.literals import Auto, Axis, if_auto
+from zeropp.types.shape import ModelShape
 
 _AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
 
@@ -79,7 +80,13 @@ def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
                 "degrees do not multiply to the GPUs",
             )
         degrees[axis], rest = degree, rest // degree
-    for axis, limit in _limits(task, degrees).items():
+    node = task.cluster.gpus_per_node
+    limits: dict[Axis, int] = {  # in the order in which the axes are filled
+        "pp": min(max(2, task.num_gpus // node), task.shape.layers),
+        "shard": max(1, node // degrees.get("tp", 1)),
+        "replicate": task.num_gpus,
+    }
+    for axis, limit in limits.items():
         if requests.get(axis) == "auto":
             degrees[axis] = max(d for d in divisors(rest) if d <= limit)
             rest //= degrees[axis]
@@ -91,16 +98,6 @@ def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
             "degrees do not multiply to the GPUs",
         )
     return degrees
-
-
-def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
-    """The largest degree that the rules allow each axis, in the order in which they are filled."""
-    node = task.cluster.gpus_per_node
-    return {
-        "pp": min(max(2, task.num_gpus // node), task.shape.layers),
-        "shard": max(1, node // degrees.get("tp", 1)),
-        "replicate": task.num_gpus,
-    }
 
 
 def check_stages(task: Task, layout: Layout) -> None:
@@ -120,6 +117,21 @@ def check_stages(task: Task, layout: Layout) -> None:
             f"{task.shape.name} (try contender.pp <= {layers})"
         )
     raise InfeasibleError(message, "more stages than layers")
+
+
+def check_tensor_parallel(shape: ModelShape, layout: Layout) -> None:
+    """Raise InfeasibleError unless ``layout.tp`` divides the heads, the key/value heads, the MLP's
+    width, the vocabulary and, with sequence parallelism, the sequence length."""
+    cut = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn, "vocab": shape.vocab}
+    if layout.sequence_parallel:
+        cut["seq"] = shape.seq
+    for field, size in cut.items():
+        if size % layout.tp:
+            fits = [d for d in divisors(shape.kv_heads) if not any(n % d for n in cut.values())]
+            raise InfeasibleError(
+                f"contender.tp={layout.tp}: must divide model.{field}={size} "
+                f"(try {', '.join(map(str, fits))})"
+            )
 
 
 def default_chunks(task: Task, layout: Layout) -> int:

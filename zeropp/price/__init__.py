@@ -15,9 +15,9 @@ Read in this order, from the smallest formula to the whole price:
   parallelism add to a stage.
 * ``activations``: bytes of a microbatch's tensors; ``memory``: of a stage's parameters and
   gradients, and of the whole stage.
-* ``cuts``: stages of equal work.
 * ``compute_limit``: the throughput of a device if only the model's own kernels took time.
-* ``price``: ``price_plan``, which puts them together; ``plan_price`` is the type of a price.
+* ``price``: ``price_plan``, which puts them together, and ``cut_by_cost``, stages of equal work;
+  ``plan_price`` is the type of a price.
 * ``simulator``: ``simulate(plan, cluster)`` prices a plan and runs its programs in the event loop
   (``zeropp.schedule.event_loop``); ``peak_memory`` follows the bytes that a rank holds from action
   to action; ``lost_time`` says why the step takes longer than the compute limit, by causes that
@@ -27,10 +27,9 @@ Read in this order, from the smallest formula to the whole price:
 """
 
 from zeropp.price.compute_limit import ComputeLimit, compute_limit
-from zeropp.price.cuts import cut_by_cost
 from zeropp.price.flops import balanced_cuts, model_flops_per_token, parameter_count
 from zeropp.price.plan_price import PlanPrice, StageExtras, StageMemory, StepBytes, StepTimes
-from zeropp.price.price import pass_times, plan_bytes, price_plan, time_plan
+from zeropp.price.price import cut_by_cost, pass_times, plan_bytes, price_plan, time_plan
 
 __all__ = [
     "ComputeLimit",

@@ -110,13 +110,21 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         # the first slice is exposed, the others slow products
         collective *= 1 / work.tp + slowdown
     elif program.overlap_input_gradient:
-        more -= (1 - slowdown) * sum(min(last, seconds) for seconds in _column_weights_s(work))
+        *before, _, up, _ = linears(work)
+        weights_s = [
+            sum(matmul_s(work.device, work.precision, m=k, k=work.tokens, n=n) for k, n in products)
+            for products in (before, [up])  # column-parallel: before attention and in the MLP
+        ]
+        more -= (1 - slowdown) * sum(min(last, seconds) for seconds in weights_s)
     again = {"none": 0.0, "selective": float(program.selective == "mlp"), "full": 2.0}
     if program.stops_recomputing:  # before the last sum, of which slices are half a collective
         again["full"] -= 0.5 if work.sequence_parallel else 1.0
     if program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += collective
-    logits = _logits_s(cluster, among, work)
+    logits = 0.0
+    if not program.vocab_parallel:
+        size = work.tokens * work.shape.vocab * element_bytes(work.precision)
+        logits = gather_s(cluster, among, size) + stream_s(cluster.device, 4.0 * size, kernels=2)
     return TensorTimes(
         collective=collective,
         forward=2 * collective,
@@ -124,24 +132,6 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         again=again[work.recompute] * collective,
         logits=logits,
     )
-
-
-def _column_weights_s(work: Work) -> list[float]:
-    """Seconds of the weight gradients of a block's column-parallel products: those before attention
-    and in the MLP."""
-    *before, _, up, _ = linears(work)
-    return [
-        sum(matmul_s(work.device, work.precision, m=k, k=work.tokens, n=n) for k, n in products)
-        for products in (before, [up])
-    ]
-
-
-def _logits_s(cluster: Cluster, among: Group, work: Work) -> float:
-    """Seconds in which the logits of a microbatch are gathered and copied."""
-    if work.program.vocab_parallel:
-        return 0.0
-    size = work.tokens * work.shape.vocab * element_bytes(work.precision)
-    return gather_s(cluster, among, size) + stream_s(cluster.device, 4.0 * size, kernels=2)
 
 
 _FP32 = 4
@@ -197,7 +187,9 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     # FSDP2 copies and casts tensor by tensor where nothing is sharded.
     kernels = len(sizes) * (tensors_of(work) if program.fsdp_hooks and shards == 1 else 1)
     if program.shard_copies:  # every byte is read once and written once
-        sent, made = wire["reduce_grad"], _gradient_bytes(plan, work)
+        sent, made = wire["reduce_grad"], program.state(plan.precision).gradients
+        if program.fsdp_hooks and not work.accumulated:  # FSDP2 has added no other to them
+            made = element_bytes(plan.precision)
         seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], kernels)
         seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
         if shards == 1:  # a copy stands for the reduction
@@ -218,14 +210,6 @@ def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> 
     """Seconds of a stage's gather, or of its reduction, in which no bytes move."""
     among = group_of(cluster, plan.layout, "shard")
     return len(collectives_of(plan, work.program, stage)) * waits_s(cluster, among)
-
-
-def _gradient_bytes(plan: SizedPlan, work: Work) -> int:
-    """Bytes of a gradient that is copied to be reduced: in the type of compute, if FSDP2 has added
-    no other to it."""
-    if work.program.fsdp_hooks and not work.accumulated:
-        return element_bytes(plan.precision)
-    return work.program.state(plan.precision).gradients
 
 
 def _summing_s(
@@ -341,12 +325,6 @@ def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, 
     return head + block * plan.blocks_of(stage) + table * ends[0]
 
 
-def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
-    """The cost of a collective of which ``exposed`` seconds are exposed: these, and the time by
-    which the hidden part slows compute."""
-    return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
-
-
 def gather_updated_s(
     plan: SizedPlan,
     cluster: Cluster,
@@ -373,7 +351,8 @@ def gather_updated_s(
         late = (max(0.0, now - hidden) for now, hidden in zip(each[1:], beside, strict=False))
         exposed = each[0] + sum(late)
         moving = sum(each) - len(each) * waits_s(cluster, among)
-        return _slowed(cluster, max(moving, exposed), exposed)
+        # The hidden part slows compute.
+        return exposed + cluster.device.overlap_slowdown * (max(moving, exposed) - exposed)
     seconds = gather_s(cluster, among, part * sent)
     if cast:
         seconds += stream_s(work.device, _CAST * part / ranks, len(stages))
@@ -483,10 +462,5 @@ def tied_s(plan: SizedPlan, cluster: Cluster) -> float:
     if plan.layout.pp == 1:
         return 0.0
     size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * _FP32
-    return all_reduce_s(cluster, _ends(plan, cluster), size)
-
-
-def _ends(plan: SizedPlan, cluster: Cluster) -> Group:
-    """The group of the first and the last pipeline rank."""
     whole = group_of(cluster, plan.layout, "pp")
-    return Group(2, min(2, whole.nodes), whole.rate)
+    return all_reduce_s(cluster, Group(2, min(2, whole.nodes), whole.rate), size)

@@ -1,22 +1,21 @@
 """Why a step takes longer than the compute limit, by causes that add up exactly.
 
-The causes are removed one after the other, in the order of ``_CAUSES``; the time by which the step
-becomes shorter is that cause's loss. So each second is counted once; where causes overlap, it is
-counted for the one that is removed last. In the end only compute remains. The busiest rank's time
-above the mean of all ranks is the imbalance; the mean's recomputation and unfused accumulation are
-known; the rest above the limit is due to smaller or slower kernels.
+The causes are removed one after the other, in the order of ``_CAUSES`` and slow nodes last. The
+time by which the step becomes shorter is that cause's loss, so each second is counted once; where
+causes overlap, it is counted for the one that is removed last. In the end only compute remains. The
+busiest rank's time above the mean of all ranks is the imbalance; the mean's recomputation and
+unfused accumulation are known; the rest above the limit is due to smaller or slower kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from zeropp.price.plan_price import PlanPrice, StageExtras
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import StageCost
-
-_Change = Callable[[StageCost, StageExtras], StageCost]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +56,13 @@ def breakdown_of(
     it is called once per cause."""
     before = step_of(price)
     lost = {}
-    for kind, taken_away in _CAUSES.items():
-        price = taken_away(price)
+    for kind, cause in _CAUSES.items():
+        price = cause.taken_from(price)
         after = step_of(price)
-        lost[kind] = before - after
-        before = after
+        lost[kind], before = before - after, after
+    price = replace(price, stragglers=1.0)
+    after = step_of(price)
+    lost["slow_nodes"], before = before - after, after
     ranks = [plan.schedule.stages_of(rank) for rank in range(plan.schedule.num_ranks)]
     busy = [sum(price.stages[s].compute for s in stages) for stages in ranks]
     busiest, mean = (plan.num_microbatches * s for s in (max(busy), sum(busy) / len(busy)))
@@ -77,90 +78,45 @@ def breakdown_of(
     )
 
 
-def _without_optimizer(price: PlanPrice) -> PlanPrice:
-    return _changed(price, lambda cost, _: replace(cost, reduce_tied=0.0, update=0.0))
+@dataclass(frozen=True, kw_only=True)
+class _Cause:
+    """What is taken out of a price to leave out one cause: whole durations of ``StageCost``, and
+    parts of others, which are fields of ``StageExtras``."""
+
+    durations: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)  # by the duration that includes each
+    hidden: tuple[str, ...] = ()  # fields of ``StageExtras`` that no duration includes
+
+    def without(self, cost: StageCost, extras: StageExtras) -> StageCost:
+        """The durations of a stage without this cause. They are at least 0: if traced durations
+        replace the model's, a part may be longer than the whole."""
+        left: dict[str, Any] = dict.fromkeys(self.durations, 0.0)
+        for duration, part in self.parts.items():
+            left[duration] = max(0.0, getattr(cost, duration) - getattr(extras, part))
+        return replace(cost, **left)
+
+    def taken_from(self, price: PlanPrice) -> PlanPrice:
+        """The price without this cause."""
+        gone = dict.fromkeys((*self.parts.values(), *self.hidden), 0.0)
+        return replace(
+            price,
+            stages=tuple(map(self.without, price.stages, price.extras)),
+            extras=tuple(replace(extras, **gone) for extras in price.extras),
+        )
 
 
-def _without_gathers(price: PlanPrice) -> PlanPrice:
-    return _changed(
-        price,
-        lambda cost, _: replace(cost, unshard=0.0, gather_whole=0.0, gather_updated=0.0),
-    )
-
-
-def _without_reductions(price: PlanPrice) -> PlanPrice:
-    price = _changed(
-        price,
-        lambda cost, extras: replace(
-            cost,
-            reduce_grad=0.0,
-            reduce_replicas=0.0,
-            backward_weight=_less(cost.backward_weight, extras.reductions),
-        ),
-    )
-    return _with_extras(price, hidden_replicas=0.0)
-
-
-def _without_transfers(price: PlanPrice) -> PlanPrice:
-    return _changed(
-        price,
-        lambda cost, extras: replace(
-            cost,
-            transfer=0.0,
-            forward=_less(cost.forward, extras.transfer_forward),
-            backward_input=_less(cost.backward_input, extras.transfer_backward),
-        ),
-    )
-
-
-def _without_tensor(price: PlanPrice) -> PlanPrice:
-    price = _changed(
-        price,
-        lambda cost, extras: replace(
-            cost,
-            forward=_less(cost.forward, extras.tensor_forward),
-            backward_input=_less(cost.backward_input, extras.tensor_backward),
-        ),
-    )
-    return _with_extras(price, tensor_forward=0.0, tensor_backward=0.0)
-
-
-def _without_copies(price: PlanPrice) -> PlanPrice:
-    return _changed(
-        price,
-        lambda cost, extras: replace(
-            cost,
-            copy_in=0.0,
-            copy_out=0.0,
-            backward_weight=_less(cost.backward_weight, extras.accumulation),
-        ),
-    )
-
-
-def _without_slow_nodes(price: PlanPrice) -> PlanPrice:
-    return replace(price, stragglers=1.0)
-
-
-def _less(duration: float, part: float) -> float:
-    """A duration without a part of it, at least 0: if traced durations replace the model's, the
-    part may be longer than the whole."""
-    return max(0.0, duration - part)
-
-
-def _with_extras(price: PlanPrice, **seconds: float) -> PlanPrice:
-    return replace(price, extras=tuple(replace(extras, **seconds) for extras in price.extras))
-
-
-def _changed(price: PlanPrice, change: _Change) -> PlanPrice:
-    return replace(price, stages=tuple(map(change, price.stages, price.extras)))
-
-
-_CAUSES: dict[str, Callable[[PlanPrice], PlanPrice]] = {
-    "optimizer": _without_optimizer,
-    "gathers": _without_gathers,
-    "reductions": _without_reductions,
-    "transfers": _without_transfers,
-    "tensor": _without_tensor,
-    "copies": _without_copies,
-    "slow_nodes": _without_slow_nodes,
+_CAUSES: dict[str, _Cause] = {
+    "optimizer": _Cause(durations=("reduce_tied", "update")),
+    "gathers": _Cause(durations=("unshard", "gather_whole", "gather_updated")),
+    "reductions": _Cause(
+        durations=("reduce_grad", "reduce_replicas"),
+        parts={"backward_weight": "reductions"},
+        hidden=("hidden_replicas",),
+    ),
+    "transfers": _Cause(
+        durations=("transfer",),
+        parts={"forward": "transfer_forward", "backward_input": "transfer_backward"},
+    ),
+    "tensor": _Cause(parts={"forward": "tensor_forward", "backward_input": "tensor_backward"}),
+    "copies": _Cause(durations=("copy_in", "copy_out"), parts={"backward_weight": "accumulation"}),
 }

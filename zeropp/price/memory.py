@@ -46,24 +46,39 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
     last = plan.shape.num_pieces - 1
     ends = sum(size for piece, size in zip(pieces, sizes, strict=True) if piece in (0, last))
     whole, more = sum(sizes), _more_gradients(plan, program, pieces)
+    element, vocabulary = element_bytes(plan.precision), plan.shape.vocab * plan.shape.hidden
+    zero2 = layout.replicate if layout.replicate_zero == 2 else 1  # replicas that share sums
     separate = gathers(plan) or program.fsdp_hooks
-    # With a single shard, the optimizer reads the flat buffer itself.
-    summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
-    unsummed = _unsummed_bytes(plan, summed) * separate
+    # Gradients wait for their reduction in fp32 if microbatches are summed first. With a single
+    # shard, the optimizer reads the flat buffer itself.
+    summed = element if program.fsdp_root and plan.reduce_every == "unit" else FP32
+    summed *= separate * (layout.shard > 1 or not program.flat_chunks)
+    # Those of a microbatch are apart before they are added to an fp32 sum.
+    unsummed = element * separate if summed > element else 0
+    # FSDP2 copies the gradients of one piece at a time to reduce them; those of a flat
+    # chunk are sent directly, or cast first if they are sent in 16 bits.
+    cast = 2 if plan.reduce_dtype == "bf16" and layout.shard > 1 else 0
+    step = cast * whole if program.flat_chunks else FP32 * max(sizes)
+    # After a reduction the whole buffer of a flat chunk is still held; with FSDP2's hooks the
+    # gradients of one piece and, after the first stage's reduction, none.
+    copied = FP32 * (0.0 if program.fsdp_root and stage == 0 else max(sizes))
+    if program.flat_chunks:
+        copied = (FP32 + cast) * whole * (layout.shard > 1)
     state_bytes = {
         "parameters": whole * _parameter_bytes(plan, program) / layout.shard
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
-        "gradients": whole * state.gradients / layout.shard / _gradient_replicas(layout)
-        + whole * state.half_gradients,
+        "gradients": whole * state.gradients / layout.shard / zero2 + whole * state.half_gradients,
         "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (ends + more) * summed,
+        # FSDP2's hooks add gradients piece by piece, those of the first piece last. In a flat chunk
+        # products add theirs directly, so that only the embedding's is a tensor of its own.
         "fresh_gradients": unsummed * (sizes[0] + more) * (not program.flat_chunks),
-        "embedding_gradient": _embedding_gradient(plan, program, pieces),
+        "embedding_gradient": element * vocabulary * (0 in pieces) * program.flat_chunks,
         "made_gradients": unsummed * whole * program.torch_stages,
-        "reduction_step": _reduction_step(plan, program, sizes) * separate,
-        "reduction_copy": _copied(plan, work, stage, sizes) * separate,
+        "reduction_step": step * separate,
+        "reduction_copy": copied * separate,
         "flat_gradients": _flattened(plan, program, whole),
         "whole": 0.0,  # AdamW and SGD work on parts
     }
@@ -86,11 +101,6 @@ def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     if sends_compute_type(plan, program):
         return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
     return each
-
-
-def _gradient_replicas(layout: Layout) -> int:
-    """The number of replicas over which ZeRO-2 shards the sums of gradients."""
-    return layout.replicate if layout.replicate_zero == 2 else 1
 
 
 def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float:
@@ -156,46 +166,6 @@ def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     return buffers * element_bytes(plan.precision)
 
 
-def _summed_bytes(plan: SizedPlan, work: Work) -> int:
-    """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
-    each = work.program.fsdp_root and plan.reduce_every == "unit"
-    return element_bytes(plan.precision) if each else FP32
-
-
-def _unsummed_bytes(plan: SizedPlan, summed: int) -> int:
-    """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
-    sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
-    element = element_bytes(plan.precision)
-    return element if summed > element else 0
-
-
-def _embedding_gradient(plan: SizedPlan, program: Program, pieces: range) -> float:
-    """Bytes of a microbatch's embedding gradient. In a flat chunk only this gradient is a tensor of
-    its own before it is added to the sum, since products add theirs directly."""
-    vocabulary = plan.shape.vocab * plan.shape.hidden
-    return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
-
-
-def _reduction_step(plan: SizedPlan, program: Program, sizes: list[float]) -> float:
-    """Bytes that a reduction allocates: FSDP2 copies the gradients of one piece at a time; those of
-    a flat chunk are sent directly, or cast first if they are sent in 16 bits."""
-    if program.flat_chunks:
-        return _cast_bytes(plan) * sum(sizes)
-    return FP32 * max(sizes)
-
-
-def _copied(plan: SizedPlan, work: Work, stage: int, sizes: list[float]) -> float:
-    """Bytes of gradients that are still held after a reduction: the whole buffer of a flat chunk;
-    with FSDP2's hooks those of one piece and, after the first stage's reduction, none."""
-    if work.program.flat_chunks:
-        return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
-    return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
-
-
-def _cast_bytes(plan: SizedPlan) -> int:
-    return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
-
-
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them,
     beside the second buffer; otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most
@@ -236,26 +206,6 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     )
 
 
-@lru_cache(maxsize=16384)
-def _of_microbatch(
-    work: Work, *, plain: int, repeated: int, head: bool, message: float
-) -> dict[str, int]:
-    """The bytes of one microbatch in a stage of ``plain`` blocks and ``repeated`` blocks that are
-    recomputed, by the fields of StageMemory; ``message`` is what it holds for messages. Many plans
-    have such stages."""
-    blocks = _blocks(work, plain, repeated)
-    activations, later = _kept(work, blocks, head=head)
-    activations += message
-    return {
-        "activations": int(activations),
-        "deferred": int(later),
-        "boundary": int(boundary_bytes(work)),
-        **_moments(
-            work, blocks, repeated=repeated, head=head, activations=activations, later=later
-        ),
-    }
-
-
 class _Bytes(NamedTuple):
     """Bytes of one block for one microbatch."""
 
@@ -265,11 +215,44 @@ class _Bytes(NamedTuple):
     full: float  # at the fullest moment of its full backward
 
 
-def _blocks(work: Work, plain: int, repeated: int) -> list[_Bytes]:
-    """The blocks of a stage, in their order; the first ones are recomputed, and ``plain`` ones
-    follow that are not."""
-    held = repeated * [_block(work)] if repeated else []
-    return held + plain * [_block(replace(work, recompute="none"))]
+@lru_cache(maxsize=16384)
+def _of_microbatch(
+    work: Work, *, plain: int, repeated: int, head: bool, message: float
+) -> dict[str, int]:
+    """The bytes of one microbatch in a stage of ``repeated`` blocks that are recomputed and
+    ``plain`` ones behind them that are not, by the fields of StageMemory; ``message`` is what it
+    holds for messages. Many plans have such stages.
+
+    A backward goes through the blocks from the last one to the first: blocks that it has not
+    reached still keep their tensors, and those that it has passed keep what their weight gradients
+    need. Torch's pipeline stages also keep their outputs, all the time.
+    """
+    once = replace(work, recompute="none")
+    blocks = repeated * [_block(work)] + plain * [_block(once)]
+    output = boundary_bytes(work) * (work.program.torch_stages and not head)
+    activations = sum(block.kept for block in blocks) + head * head_kept(work) + output + message
+    later = sum(block.deferred for block in blocks) + head * head_deferred(work)
+    one = work if repeated == len(blocks) else once
+    last = block_forward(one) - block_kept(one) if blocks else 0.0
+    again = block_forward(work) - block_kept(work) if repeated else 0.0
+    in_head = head_forward(work) if head else 0.0
+    split = full = activations + head * head_backward(work)
+    before, behind = sum(block.kept for block in blocks), 0.0
+    for block in reversed(blocks):
+        before -= block.kept
+        split = max(split, behind + before + block.split)
+        full = max(full, before + block.full)
+        behind += block.deferred
+    if blocks:  # when the first block is reached, the head waits for its weight gradient, too
+        split = max(split, later - blocks[0].deferred + blocks[0].split)
+    return {
+        "activations": int(activations),
+        "deferred": int(later),
+        "boundary": int(boundary_bytes(work)),
+        "forward": int(activations + max(last, again, in_head)),
+        "backward_input": int(max(split, later)),
+        "full_backward": int(full),
+    }
 
 
 def _block(work: Work) -> _Bytes:
@@ -279,15 +262,6 @@ def _block(work: Work) -> _Bytes:
         block_backward(work, split=True),
         block_backward(work, split=False),
     )
-
-
-def _kept(work: Work, blocks: list[_Bytes], *, head: bool) -> tuple[float, float]:
-    """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
-    gradient). Torch's pipeline stages also keep their outputs, all the time."""
-    output = boundary_bytes(work) * (work.program.torch_stages and not head)
-    activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
-    later = sum(block.deferred for block in blocks) + head * head_deferred(work)
-    return activations, later
 
 
 def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
@@ -311,32 +285,3 @@ def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
         outputs = min(2, plan.num_microbatches)
         buffers += outputs * logits_bytes(work, element_bytes(work.precision))
     return held, buffers
-
-
-def _moments(
-    work: Work, blocks: list[_Bytes], *, repeated: int, head: bool, activations: float, later: float
-) -> dict[str, int]:
-    """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
-
-    ``repeated`` is the number of blocks that are recomputed. A backward goes through the blocks
-    from the last one to the first: blocks that it has not reached still keep their tensors, and
-    those that it has passed keep what their weight gradients need.
-    """
-    plain = work if repeated == len(blocks) else replace(work, recompute="none")
-    last = block_forward(plain) - block_kept(plain) if blocks else 0.0
-    again = block_forward(work) - block_kept(work) if repeated else 0.0
-    in_head = head_forward(work) if head else 0.0
-    split = full = activations + head * head_backward(work)
-    before, behind = sum(block.kept for block in blocks), 0.0
-    for block in reversed(blocks):
-        before -= block.kept
-        split = max(split, behind + before + block.split)
-        full = max(full, before + block.full)
-        behind += block.deferred
-    if blocks:  # when the first block is reached, the head waits for its weight gradient, too
-        split = max(split, later - blocks[0].deferred + blocks[0].split)
-    return {
-        "forward": int(activations + max(last, again, in_head)),
-        "backward_input": int(max(split, later)),
-        "full_backward": int(full),
-    }

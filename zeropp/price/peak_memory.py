@@ -225,10 +225,12 @@ class RankMemory:
         """Count the gradients of a stage at their first appearance since the last reduction."""
         if (stage, early) not in self._summed:
             self._summed.add((stage, early))
-            if stage == self._copied and self._memory[stage].unsharded_gradients:
-                self.copy -= self._copy_share(stage, early)
-            self.gradients += self._size(stage, early)
-            if not self._memory[stage].unsharded_gradients:
+            memory, size = self._memory[stage], self._size(stage, early)
+            if stage == self._copied and memory.unsharded_gradients:
+                # What the last reduction of a flat chunk holds of them is freed before.
+                self.copy -= int(memory.reduction_copy * size / memory.unsharded_gradients)
+            self.gradients += size
+            if not memory.unsharded_gradients:
                 self._keep(stage)
 
     def _keep(self, stage: int) -> None:
@@ -236,12 +238,6 @@ class RankMemory:
         if not self._resident and stage not in self._reduced:
             self._reduced.add(stage)
             self.gradients += self._memory[stage].gradients
-
-    def _copy_share(self, stage: int, early: bool) -> int:
-        """What a flat chunk's last reduction holds of its early gradients, or of the others: they
-        are freed before the next sum of them is begun."""
-        memory = self._memory[stage]
-        return int(memory.reduction_copy * self._size(stage, early) / memory.unsharded_gradients)
 
     def _size(self, stage: int, early: bool) -> int:
         memory = self._memory[stage]

@@ -125,9 +125,10 @@ class PieceTimes:
 def piece_times(work: Work, forward_tp: float, backward_tp: float, again_tp: float) -> PieceTimes:
     """The times of all kinds of piece. ``forward_tp``, ``backward_tp`` and, of recomputation,
     ``again_tp`` are the exposed seconds of a block's tensor-parallel collectives."""
+    launches = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
     block = passes_of(
         _block_kernels(work), work.program, work.recompute,
-        host_s=_host(work), in_line=work.launches_in_line,
+        host_s=launches * work.launch_s, in_line=work.launches_in_line,
         forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
     )  # fmt: skip
     return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
@@ -259,11 +260,6 @@ def _unfused_products_s(work: Work) -> float:
     batch = _scores(work) // seq**2
     scores_s = matmul_s(work.device, work.precision, m=seq, k=width, n=seq, batch=batch)
     return scores_s + matmul_s(work.device, work.precision, m=seq, k=seq, n=width, batch=batch)
-
-
-def _host(work: Work) -> float:
-    kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
-    return kernels * work.launch_s
 
 
 def _embedding(work: Work) -> PassTimes:

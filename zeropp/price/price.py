@@ -38,6 +38,7 @@ from zeropp.price.pieces import (
 )
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_of
+from zeropp.schedule.cuts import spread_blocks
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
 
@@ -90,7 +91,14 @@ def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None
 def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepTimes:
     """The durations (seconds) of a plan; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
-    stages = _timed_stages(plan, cluster, work)
+    tensor = tensor_times(plan, cluster, work)
+    times, plain, fused = _piece_times(work, tensor)
+    job = _Job(
+        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
+    )
+    like = equally_priced(plan, cluster)
+    first = {s: _timed_stage(job, s) for s in set(like)}
+    stages = [first[s] for s in like]
     costs = [stage.cost for stage in stages]
     world = plan.layout.world
     slowest = stragglers(cluster, world)
@@ -133,18 +141,6 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
         resident_gradients=program.resident_gradients,
         flat_chunks=program.flat_chunks,
     )
-
-
-def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedStage]:
-    """The durations of every stage; stages that are alike are priced once."""
-    tensor = tensor_times(plan, cluster, work)
-    times, plain, fused = _piece_times(work, tensor)
-    job = _Job(
-        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
-    )
-    like = equally_priced(plan, cluster)
-    first = {s: _timed_stage(job, s) for s in set(like)}
-    return [first[s] for s in like]
 
 
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
@@ -218,15 +214,26 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
 
 def _timed_stage(job: _Job, stage: int) -> _TimedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
-    cost = _stage_cost(job, stage)
+    forward, input_, weight = passes_s(plan, work, job.tensor)[stage]
+    transfer = _transfer_s(job, stage)
+    if work.transfers_in_line:
+        forward, transfer = forward + transfer, 0.0
+        input_ += _transfer_s(job, stage - 1)
+    cost = StageCost(
+        forward=forward,
+        backward_input=input_,
+        backward_weight=weight,
+        transfer=transfer,
+        waits_for_reduction=work.program.torch_stages,
+        **shard_s(plan, cluster, work, stage),
+    )
     over_replicas, hidden = replica_s(plan, cluster, work, stage=stage, cost=cost)
     earlier = 0.0
     if plan.layout.replicate_zero == 2:  # reduces for every microbatch
         earlier = over_replicas * (1 - 1 / plan.num_microbatches)
         hidden *= plan.num_microbatches
-    weight = cost.backward_weight + earlier
     return _TimedStage(
-        cost=replace(cost, backward_weight=weight, reduce_replicas=over_replicas),
+        cost=replace(cost, backward_weight=weight + earlier, reduce_replicas=over_replicas),
         extras=replace(_extras(job, stage), reductions=earlier, hidden_replicas=hidden),
         parameters=stage_parameters(plan, stage),
     )
@@ -275,24 +282,6 @@ def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     first, last = plan.cuts[stage], plan.cuts[stage + 1]
     embedding = [times.embedding] if first == 0 else []
     return embedding + ([times.head] if last == plan.shape.num_pieces else [])
-
-
-def _stage_cost(job: _Job, stage: int) -> StageCost:
-    plan = job.plan
-    forward, input_, weight = passes_s(plan, job.work, job.tensor)[stage]
-    transfer = _transfer_s(job, stage)
-    if job.work.transfers_in_line:
-        forward, transfer = forward + transfer, 0.0
-        input_ += _transfer_s(job, stage - 1)
-    shard = shard_s(plan, job.cluster, job.work, stage)
-    return StageCost(
-        forward=forward,
-        backward_input=input_,
-        backward_weight=weight,
-        transfer=transfer,
-        waits_for_reduction=job.work.program.torch_stages,
-        **shard,
-    )
 
 
 def pass_times(plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
@@ -358,3 +347,29 @@ def _transfer_s(job: _Job, stage: int) -> float:
     if split > 1 and not work.sequence_parallel:
         sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
     return sent
+
+
+def cut_by_cost(
+    plan: SizedPlan, cluster: Cluster, program: Program | None = None
+) -> tuple[int, ...]:
+    """The cuts of a plan's model by the times of its pieces (embedding, blocks, head) on the
+    cluster: forward, input gradient and weight gradient of one microbatch.
+
+    With several chunks per rank the sum over a rank's stages counts, so that a short stage makes
+    up for a long one. All blocks take the same time, so a cut is a number of blocks per stage. The
+    plan's own ``cuts`` are not read; ``program`` is as in ``price_plan``. ``spread_blocks`` says
+    what is minimised.
+    """
+    work = work_of(plan, cluster, program)
+    return _cuts(work, tensor_times(plan, cluster, work), plan.schedule.stage_rank)
+
+
+@lru_cache(maxsize=65536)
+def _cuts(work: Work, tensor: TensorTimes, stage_rank: tuple[int, ...]) -> tuple[int, ...]:
+    times = piece_times(work, tensor.forward, tensor.backward, tensor.again)
+    embedding, head = (
+        # Rounded, so that plans that differ little share their cuts.
+        round((end.total + 2 * tensor.collective) / times.block.total, 3)
+        for end in (times.embedding, times.head)
+    )
+    return spread_blocks(work.shape.layers, stage_rank, embedding, head)

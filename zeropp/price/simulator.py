@@ -40,20 +40,15 @@ class SimResult:
         """Seconds of one step, from its first action to its last. If steps overlap, from a rank's
         first forward to its last action, because each rank then begins its next step (arXiv
         2401.10241, section 4)."""
-        if self.price.steps_overlap:
-            ranks = zip(self.events.updated, self._first_passes_s(), strict=True)
-            return max(end - begin for end, begin in ranks)
-        return self.events.step_s
-
-    def _first_passes_s(self) -> list[float]:
-        """When the first forward of every rank starts."""
-        begins: dict[int, float] = {}
+        if not self.price.steps_overlap:
+            return self.events.step_s
+        begins: dict[int, float] = {}  # of every rank's first forward
         for action, start in zip(self.events.sequence, self.events.starts, strict=True):
             if action.op in COMPUTE:
                 begins.setdefault(self.events.stage_rank[action.stage], start)
                 if len(begins) == self.plan.schedule.num_ranks:
                     break
-        return [begins[rank] for rank in range(len(begins))]
+        return max(end - begins[rank] for rank, end in enumerate(self.events.updated))
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -158,9 +153,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         beside += sum(price.extras[s].hidden_replicas for s in stages)
         compute = plan.num_microbatches * sum(costs[s].compute for s in stages) + copies
         compute *= price.stragglers
-        share = (
-            min(1.0, beside / compute) if compute else 0.0
-        )  # layers that only reshape cost nothing
+        # Layers that only reshape cost nothing.
+        share = min(1.0, beside / compute) if compute else 0.0
         factor = (1.0 + price.overlap_slowdown * share) * price.stragglers
         for s in stages:
             costs[s] = slowed_cost(costs[s], price.extras[s], factor)
