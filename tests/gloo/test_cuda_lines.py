@@ -22,7 +22,6 @@ from zeropp.engine.given_rows import GivenRows, RowsError
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import Updater
-from zeropp.engine.warm_up import warm_up
 from zeropp.train import placing
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import Layout
@@ -58,14 +57,17 @@ def test_a_piece_seeds_the_current_device_as_the_cpu() -> None:
 
 
 def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> None:
-    here = stand_in(_channels=stand_in(device=GPU), chunks={})
-    loss = Loss(lambda output, _: output, "mean")
+    schedule = stand_in(programs=[()])
+    here = stand_in(
+        _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
+        _loss=Loss(lambda output, _: output, "mean"),
+    )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
         with StepSeeds(3, 0, GPU).drawing(0):
             pass
         with Evaluator._evaluating(here):
             pass
-        warm_up({}, Microbatches([], []), loss_fn=loss, device=GPU, last=0, splits=False)
+        Evaluator.warm_up(here, Microbatches([], []))
     assert [call.args for call in forked.call_args_list] == [([GPU],)] * 3
 
 

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.world import World, on_ranks
 from zeropp.engine import flat, lanes
-from zeropp.engine.chunk import Chunk
 from zeropp.engine.engine import Engine
 from zeropp.engine.lanes import Ticket, Work
 from zeropp.schedule.program import Action, Op, RankProgram
@@ -216,15 +215,15 @@ def reductions_of(case: Case, order: str) -> tuple[list[int], list[float]]:
     programs = tuple(tuple(_reordered(program, order)) for program in plan.schedule.programs)
     changed = replace(plan, schedule=replace(plan.schedule, programs=programs))
     stages: list[int] = []
-    reduce = Chunk.reduce_over_replicas
+    reduce = flat.FlatParameters.reduce_over_replicas
 
-    def watched(chunk: Chunk) -> None:
-        stages.extend(stage for stage, one in engine.chunks.items() if one is chunk)
-        reduce(chunk)
+    def watched(buffer: flat.FlatParameters) -> None:
+        stages.extend(stage for stage, one in engine.chunks.items() if one.flats[0] is buffer)
+        reduce(buffer)
 
     with (
         mock.patch.object(Case, "plan", return_value=changed),
-        mock.patch.object(Chunk, "reduce_over_replicas", watched),
+        mock.patch.object(flat.FlatParameters, "reduce_over_replicas", watched),
     ):
         engine = build_model_of(case, torch.float64).engine
         losses = [float(engine.step(local_microbatches(case, n)).loss) for n in (0, 1)]

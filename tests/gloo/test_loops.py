@@ -96,7 +96,7 @@ def test_other_lengths_and_losses_beside_the_main_one(degrees: dict[str, Any]) -
     with parallel(degrees) as model:
         losses = []
         x, y = (part[model.rows][:1] for part in tokens(0))
-        model.engine.warm_up(Microbatches([x], [y]))
+        model.engine._evaluator.warm_up(Microbatches([x], [y]))
         for number in range(len(LENGTHS)):
             inputs, targets = (part[model.rows] for part in tokens(number))
             evaluated = model.eval_step(inputs, targets)
@@ -204,7 +204,7 @@ def test_a_warm_up_holds_the_gradients_of_one_chunk_at_a_time() -> None:
 
     inputs, targets = ([part[:1]] for part in data(0))
     with mock.patch.object(FlatParameters, "make_gradients", make_and_count):
-        engine.warm_up(Microbatches(inputs, targets))
+        engine._evaluator.warm_up(Microbatches(inputs, targets))
     assert len(engine.chunks) == 2
     assert (max(held), count()) == (1, 0)
 
@@ -215,7 +215,7 @@ def test_kernels_are_warmed_up_for_every_shape_and_a_failure_is_one_of_a_step() 
     engine = built(seeded([linear] * 2), shard=2).engine
     with (
         mock.patch.object(engine, "_device", torch.device("cuda")),
-        mock.patch.object(engine, "warm_up") as warmed,
+        mock.patch.object(engine._evaluator, "warm_up") as warmed,
     ):
 
         def agree(rows: int) -> None:

@@ -102,6 +102,15 @@ def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> HeldPart:
     return part
 
 
+_DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
+_WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
+_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, incomplete or damaged; the message is one line."""
+
+
 class Checkpointer:
     """Saves the state of an engine, and loads it in this topology or another. All ranks must call
     its methods together; they raise RuntimeError after a step that has failed."""
@@ -115,65 +124,95 @@ class Checkpointer:
         return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
 
     def save(self, directory: Path | str) -> None:
-        """Write parameters, optimizer state and the number of steps."""
-        save(self.state("save"), directory)
+        """Write parameters, optimizer state and the number of steps, whole or not at all, under the
+        names that torch's ``save({"model": ...})`` gives. The file system is one that all ranks
+        see.
+
+        The new checkpoint is written into ``NAME.being-written``, and takes the last one's place
+        only when every rank has written and every file has a digest. If the job is killed between
+        the two renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it.
+        (Folders of these names are deleted, so the names are none that people give.) Where anything
+        raises on one rank, every rank raises, and the last checkpoint is untouched. Other files in
+        its directory stay there. Raises CheckpointError where something else than a checkpoint has
+        that name.
+        """
+        saved = {"model": self.state("save").named()}
+        place = together(lambda: _place(directory))
+        partial = _beside(place, _WRITTEN)
+        _on_first_rank(lambda: _make_empty(partial))
+        together(lambda: _check_seen(partial))
+        with _one_line(partial):
+            together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
+        digests = _digests_over_ranks(partial)
+        _on_first_rank(lambda: _publish(partial, place, digests))
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
-        """Read what ``save`` wrote; ``weights_only``: parameters and buffers alone."""
+        """Continue from what ``save`` wrote; ``weights_only``: take over parameters and buffers
+        alone, which a state dict of a plain model may have written.
+
+        Settings of optimizer groups that the checkpoint does not have stay as they are; one that
+        does not count skipped steps has none. Raises CheckpointError where the checkpoint is not
+        whole, or is that of another model.
+        """
         state = self.state("load")
-        load(state, directory, weights_only=weights_only)
-        self._take_over(state, optimizer=not weights_only)
+        place = checked(directory)
+        known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
+        if not weights_only:
+            _check_known(state, known, place)
+        group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
+        settings = {name: values for name, values in state.settings.items() if group(name) in known}
+        with torch.no_grad():
+            targets = replace(state, settings=settings).named()
+            if weights_only:
+                targets = dict(state.model)
+            elif f"model.{SKIPPED}" not in known:
+                targets.pop(SKIPPED).zero_()
+            with _one_line(place):
+                state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
+        self._take_over(replace(state, settings=settings), optimizer=not weights_only)
 
     def load_named(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a dict like that of ``State.named``, or from one of whole tensors; raises
-        as ``load_named`` does."""
+        """Continue from a dict like that of ``State.named``, or from one of whole tensors, which
+        may be without the optimizer's state.
+
+        Raises ValueError, the same on every rank and before anything is copied, for a name that is
+        missing or that no rank has, and for another shape.
+        """
         state = self.state()
-        has_optimizer = load_named(state, saved)
-        self._take_over(state, optimizer=has_optimizer)
+        saved = together(lambda: dict(saved))
+        optimizer = dict(saved.get(OPTIMIZER, {}))
+        settings = optimizer.pop(SETTINGS, {})
+        held, offered = dict(state.model), {n: v for n, v in saved.items() if n not in _BESIDE}
+        if optimizer:
+            held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
+            offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
+        _check_offered(held, offered)
+        together(lambda: _copy(held, offered))
+        state.settings.update({name: settings[name] for name in state.settings if name in settings})
+        state.steps_done.fill_(int(saved.get(STEPS, state.steps_done)))
+        skipped = (
+            0 if STEPS in saved else state.skipped_steps
+        )  # a count of other steps is of no use
+        state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
+        self._take_over(state, optimizer=bool(optimizer))
 
     def _take_over(self, state: State, *, optimizer: bool) -> None:
         """Continue from a state into whose tensors a checkpoint has been read, with what it has of
         the ``optimizer``, or with the optimizer as it is."""
-        engine = self._engine
+        engine, updater = self._engine, self._engine.updater
         engine.steps_done = int(state.steps_done)
         engine.skipped_steps.copy_(state.skipped_steps)
         if optimizer:
-            updates = engine.steps_done - int(state.skipped_steps)
-            take_over(engine.updater, state.states, updates)
-        _set_settings(state, engine.updater)
+            take_over(updater, state.states, engine.steps_done - int(state.skipped_steps))
+        for group in updater.optimizer.param_groups:
+            for tensor in group["params"]:
+                for key, value in state.settings.get(updater.groups.get(id(tensor), ""), ()):
+                    if isinstance(group.get(key), Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
         for flat in engine.flats:
             flat.gather_updated()
-
-
-_DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
-_WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
-_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete or damaged; the message is one line."""
-
-
-def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
-    gives; collective. The file system is one that all ranks see.
-
-    The new checkpoint is written into ``NAME.being-written``, and takes the last one's place only
-    when every rank has written and every file has a digest. If the job is killed between the two
-    renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it. (Folders of these
-    names are deleted, so the names are none that people give.) Where anything raises on one rank,
-    every rank raises, and the last checkpoint is untouched. Other files in its directory stay
-    there. Raises CheckpointError where something else than a checkpoint has that name.
-    """
-    place = together(lambda: _place(directory))
-    partial = _beside(place, _WRITTEN)
-    _on_first_rank(lambda: _make_empty(partial))
-    together(lambda: _check_seen(partial))
-    saved = {"model": state.named()}
-    with _one_line(partial):
-        together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
-    digests = _digests_over_ranks(partial)
-    _on_first_rank(lambda: _publish(partial, place, digests))
 
 
 def checked(directory: Path | str) -> Path:
@@ -375,31 +414,6 @@ def _state_of(engine: Engine) -> State:
     )
 
 
-def load(state: State, directory: Path | str, *, weights_only: bool = False) -> None:
-    """Read into the tensors of a state, or with ``weights_only`` into those of its model alone,
-    which a state dict of a plain model may have written; collective.
-
-    Settings of optimizer groups that the checkpoint does not know stay as they are; one that does
-    not count skipped steps has none. Raises CheckpointError where the checkpoint is not whole, or
-    is that of another model.
-    """
-    place = checked(directory)
-    known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
-    if not weights_only:
-        _check_known(state, known, place)
-    group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
-    settings = {name: values for name, values in state.settings.items() if group(name) in known}
-    with torch.no_grad():
-        targets = replace(state, settings=settings).named()
-        if weights_only:
-            targets = dict(state.model)
-        elif f"model.{SKIPPED}" not in known:
-            targets.pop(SKIPPED).zero_()
-        with _one_line(place):
-            state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
-    state.settings.update(settings)
-
-
 def _check_known(state: State, saved: Iterable[str], place: Path) -> None:
     """Refuse a checkpoint with parameters or buffers that no rank has; collective."""
     held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -412,17 +426,6 @@ def _check_known(state: State, saved: Iterable[str], place: Path) -> None:
                 f"{place}: has {name}, but the model has nothing of that name (it is that of other "
                 "layers; weights_only=True reads what both have)"
             )
-
-
-def _set_settings(state: State, updater: Updater) -> None:
-    """Give the groups of an optimizer the settings that have been read into a state."""
-    for group in updater.optimizer.param_groups:
-        for tensor in group["params"]:
-            for key, value in state.settings.get(updater.groups.get(id(tensor), ""), ()):
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
 
 
 def _settings_of(updater: Updater) -> dict[str, Settings]:
@@ -509,29 +512,6 @@ def _described(
 def _keys(slot: Slot) -> Iterator[str]:
     for piece, name in slot.names:
         yield f"{piece}.{name}"
-
-
-def load_named(state: State, saved: Mapping[str, Any]) -> bool:
-    """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
-    Gives whether the dict has the optimizer's state, which may be missing from it.
-
-    Raises ValueError, the same on every rank and before anything is copied, for a name that is
-    missing or that no rank has, and for another shape.
-    """
-    saved = together(lambda: dict(saved))
-    optimizer = dict(saved.get(OPTIMIZER, {}))
-    settings = optimizer.pop(SETTINGS, {})
-    held, offered = dict(state.model), {n: v for n, v in saved.items() if n not in _BESIDE}
-    if optimizer:
-        held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
-        offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
-    _check_offered(held, offered)
-    together(lambda: _copy(held, offered))
-    state.settings.update({name: settings[name] for name in state.settings if name in settings})
-    state.steps_done.fill_(int(saved.get(STEPS, state.steps_done)))
-    skipped = 0 if STEPS in saved else state.skipped_steps  # a count of other steps says nothing
-    state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
-    return bool(optimizer)
 
 
 def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> None:

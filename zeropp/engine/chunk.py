@@ -32,8 +32,6 @@ from zeropp.engine.values import (
 )
 from zeropp.types.literals import Recompute
 
-Key = tuple[int, int]  # stage, microbatch
-
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     """Seed torch's generators, of the CPU and of the current CUDA device, for one piece and
@@ -276,31 +274,6 @@ class Chunk:
         self._make_gradients(deferred=True)
         self._store.run(microbatch)
 
-    def unshard(self) -> None:
-        """Start to gather the parameters after the compute so far."""
-        for flat in self.flats:
-            flat.unshard()
-
-    def reshard(self) -> None:
-        """Free the gathered parameters; gradients stay."""
-        for flat in self.flats:
-            flat.reshard()
-
-    def reduce(self) -> None:
-        """Start to sum the gradients over the shards.
-
-        Compute waits for the reductions over the shards before this one, which bounds the memory
-        that they keep to one chunk's gradients.
-        """
-        self._lanes.join_shard_reductions()
-        for flat in self.flats:
-            flat.reduce()
-
-    def reduce_over_replicas(self) -> None:
-        """Start to sum the gradients over the replicas, after the last sum over the shards."""
-        for flat in self.flats:
-            flat.reduce_over_replicas()
-
     def _wait(self) -> None:
         for flat in self.flats:
             flat.wait()
@@ -330,6 +303,19 @@ class Chunk:
         )
 
 
+@contextmanager
+def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Inside this context parameters are views of their buffers; outside they may be NaN."""
+    flats = [flat for chunk in chunks for flat in chunk.flats]
+    for flat in flats:
+        flat.show()
+    try:
+        yield
+    finally:
+        for flat in flats:
+            flat.hide()
+
+
 class _Alias(torch.autograd.Function):
     """The same values in the same memory. It is no leaf and no view, so a layer may work on it in
     place; as it shares the version counter, torch still notices where that was not allowed."""
@@ -351,16 +337,3 @@ def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
         for output in outputs
         if may_have_gradient(output.dtype)
     ]
-
-
-@contextmanager
-def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
-    """Inside this context parameters are views of their buffers; outside they may be NaN."""
-    flats = [flat for chunk in chunks for flat in chunk.flats]
-    for flat in flats:
-        flat.show()
-    try:
-        yield
-    finally:
-        for flat in flats:
-            flat.hide()

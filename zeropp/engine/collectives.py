@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,9 +144,11 @@ class Channels:
         self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
         self._sends: list[tuple[Tensor, dist.Work]] = []
+        backend, options = backend_of(device), None
+        if backend == "nccl":  # messages go before compute, as they wait for peers
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.max_ctas = 4  # a few thread blocks fill a link
         for apart in disjoint(pairs):
-            backend = backend_of(device)
-            options = _message_options() if backend == "nccl" else None
             group = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
             self._made.append(group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
@@ -195,14 +196,6 @@ class Channels:
             dist.send(probe, self._global_ranks[target], group=group)
         else:
             dist.recv(probe, self._global_ranks[source], group=group)
-
-
-def _message_options() -> Any:
-    """Messages on NCCL go before compute, and leave it most of the device: they wait for peers, and
-    a few thread blocks fill a link."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = 4
-    return options
 
 
 def as_sent(tensor: Tensor) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from math import prod
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -32,7 +30,6 @@ from zeropp.engine.sharding import make_flats
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.walk import LayerSizes
-from zeropp.engine.warm_up import warm_up
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
@@ -125,12 +122,10 @@ class Engine:
             undo.callback(self._channels.close)
             tied = None
             if settings.tied is not None:
-                stages = [bisect_right(plan.cuts, index) - 1 for index, _ in settings.tied]
-                ends = [schedule.stage_rank[stage] for stage in stages]
-                tied = TiedWeights(settings.tied, ends, self.flats, layout, timeout)
+                tied = TiedWeights(settings.tied, plan, self.flats, timeout)
                 undo.callback(tied.close)
             self._copy = tied and tied.copy
-            self._update = ParameterUpdate(
+            self.update = ParameterUpdate(
                 self.flats,
                 layout,
                 self.lanes,
@@ -140,7 +135,23 @@ class Engine:
                 self.skipped_steps,
                 _divisor(plan, settings) if loss.reduction == "tokens" else None,
             )
-            self._make_runners(plan, settings, loss)
+            self.interpreter = Interpreter(
+                schedule,
+                self.chunks,
+                channels=self._channels,
+                loss=loss,
+                divisor=_divisor(plan, settings),
+                update=self.update,
+            )
+            self._evaluator = Evaluator(
+                schedule,
+                layout,
+                chunks=self.chunks,
+                channels=self._channels,
+                loss=loss,
+                barrier=self.barrier,
+                world=self._groups.world,
+            )
             self._undo = undo.pop_all()
 
     def step(self, batch: Microbatches) -> StepResult:
@@ -194,7 +205,7 @@ class Engine:
                 chunk.arriving = passed.get(stage)
                 chunk.leaving = passed.get(stage + 1)
             if is_new and self._device.type == "cuda":
-                self.warm_up(batch)
+                self._evaluator.warm_up(batch)
         return batch
 
     def on_all_ranks(self, call: str, work: Callable[[], T]) -> T:
@@ -237,23 +248,6 @@ class Engine:
         self.on_all_ranks("full_state_dict", lambda: None)
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return dict([*self.full_parameters(every_name=True), *buffers])
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of what this rank updates."""
-        return self.updater.optimizer
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """As ``ParallelModel.clip_grad_norm_``, which says what it raises."""
-        if not self.updater.is_updating:
-            raise RuntimeError(
-                "clip_grad_norm_: no update is under way (call it in a hook of "
-                "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
-            )
-        norm_type = float(norm_type)  # torch takes "inf", too
-        if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
-        return self._update.clip_grad_norm(max_norm, norm_type)
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
@@ -326,9 +320,9 @@ class Engine:
             for module in wide:
                 hooks = computing_in_fp32(module, torch.bfloat16, nested=module in inner)
                 undo.enter_context(hooks)
-        self._splits = any(x.op is Op.BACKWARD_INPUT for x in plan.schedule.programs[pp])
+        splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings)
+            stage: self._chunk(stage, sizes, plan, settings, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -349,21 +343,23 @@ class Engine:
         sizes: Sequence[LayerSizes],
         plan: Plan,
         settings: Settings,
+        *,
+        splits: bool,
     ) -> Chunk:
-        """The chunk of one stage."""
+        """The chunk of one stage; ``splits``: backwards delay weight gradients."""
         layers = {index: self._layers[index] for index in plan.pieces_of(stage)}
         # The first and the last layer of the model are neither delayed nor recomputed.
         ends = {0, len(sizes) - 1}
         blocks = [layer for index, layer in layers.items() if index not in ends]
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
-        least = 0 if self._splits else _LEAST_ADDED
-        deferred = defer_weight_grads(blocks, store, least=least, warn=self._splits)
+        least = 0 if splits else _LEAST_ADDED
+        deferred = defer_weight_grads(blocks, store, least=least, warn=splits)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(
             layers,
-            deferred if self._splits else (),
+            deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
             plan=plan,
@@ -392,35 +388,6 @@ class Engine:
                 seed=seed,
                 compute=compute,
             ),
-        )
-
-    def _make_runners(self, plan: Plan, settings: Settings, loss: Loss) -> None:
-        """Make what runs the chunks: the interpreter, the evaluator and their first use."""
-        layout, schedule = plan.layout, plan.schedule
-        self.warm_up = partial(
-            warm_up,
-            self.chunks,
-            loss_fn=loss,
-            device=self._device,
-            last=schedule.num_stages - 1,
-            splits=self._splits,
-        )
-        self.interpreter = Interpreter(
-            schedule,
-            self.chunks,
-            channels=self._channels,
-            loss=loss,
-            divisor=_divisor(plan, settings),
-            update=self._update,
-        )
-        self._evaluator = Evaluator(
-            schedule,
-            layout,
-            chunks=self.chunks,
-            channels=self._channels,
-            loss=loss,
-            barrier=self.barrier,
-            world=self._groups.world,
         )
 
     def _whole(

@@ -1,4 +1,4 @@
-"""Runs batches forward alone: evaluation, predictions, and shapes of messages between stages."""
+"""What chunks run outside of a step: evaluation, the shapes between stages, and a warm-up."""
 
 from __future__ import annotations
 
@@ -12,34 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.chunk import Chunk, Key, persistent_buffers, shown
+from zeropp.engine.chunk import Chunk, persistent_buffers, shown
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
-from zeropp.engine.values import Tensors, TensorShape, Value, tensors_of
-from zeropp.schedule.program import Schedule
+from zeropp.engine.values import Key, Tensors, TensorShape, Value, tensors_of
+from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
 
 Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
-
-
-@contextmanager
-def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
-    """After this context modules, and a loss that is one, have the persistent buffers that they had
-    before, with the same values. Others may be caches, which their modules believe to be filled."""
-    held = []
-    for module in (*chain.from_iterable(chunk.modules for chunk in chunks), *loss.modules):
-        for name, buffer in persistent_buffers([(0, module)]).items():
-            path, _, own = name.partition(".")[2].rpartition(".")
-            held.append((module.get_submodule(path), own, buffer, buffer.clone()))
-    yield
-    with torch.no_grad():
-        for part, name, buffer, value in held:
-            if 0 not in buffer.stride():  # else nothing can have written to it
-                buffer.copy_(value)
-            setattr(part, name, buffer)
 
 
 class Evaluator:
@@ -93,8 +76,7 @@ class Evaluator:
                     sums[1] += 0 if count is None else count
         value: Value = ()
         if outputs is not None:
-            last, device = self._schedule.stage_rank[self._last], self._channels.device
-            value = on_pipelines(given, self._layout, last, device, self._world)
+            value = self._on_pipeline(given)
         dist.all_reduce(sums, group=self._world)
         total, count = sums.tolist()
         divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
@@ -131,6 +113,38 @@ class Evaluator:
             together(compare)
         return passed
 
+    def warm_up(self, batch: Microbatches) -> None:
+        """Run every chunk of this rank forward and backward once, with zeros for messages.
+        Persistent buffers and torch's random generators are then as before, but the last step's
+        gradients are dropped.
+
+        The first use of a kernel, and of a library's workspace, may make the host wait for the
+        whole device. In a step on CUDA that could be for ever, because receives are posted that
+        depend on what this rank is yet to send.
+        """
+        device, chunks = self._channels.device, self.chunks
+        splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with seeds, shown(chunks.values()), same_buffers(chunks.values(), self._loss):
+            for stage, chunk in chunks.items():
+                for flat in chunk.flats:
+                    flat.unshard()
+                shapes = chunk.arriving or ()
+                inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                inputs = [batch.inputs[0]] if stage == 0 else inputs
+                output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
+                if stage == self._last:
+                    loss, _ = self._loss(output, batch, 0)
+                if loss is not None:
+                    chunk.set_loss(0, loss, alone=stage == self._last)
+                shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
+                gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                chunk.backward(0, gradients, split=splits)
+                chunk.backward_weight(0)
+                for flat in chunk.flats:
+                    flat.reshard()
+                    flat.clear_gradients()  # else the sums of all chunks would be held at once
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Inside this context chunks can run forward; afterwards random generators and the modes of
@@ -155,7 +169,8 @@ class Evaluator:
         collects the shapes between stages."""
         local: dict[Key, Tensors] = {}
         for stage, chunk in self.chunks.items():
-            chunk.unshard()
+            for flat in chunk.flats:
+                flat.unshard()
             for microbatch in unit:
                 if stage == 0:
                     inputs: Tensors = (batch.inputs[microbatch],)
@@ -170,7 +185,8 @@ class Evaluator:
                     self._pass_on((stage + 1, microbatch), tensors_of(output), local)
                 else:
                     yield microbatch, output, None
-            chunk.reshard()
+            for flat in chunk.flats:
+                flat.reshard()
         self._channels.drain()
 
     def _pass_on(self, key: Key, outputs: Tensors, local: dict[Key, Tensors]) -> None:
@@ -199,49 +215,50 @@ class Evaluator:
             self._channels.receive(tensors[-1], source).wait()
         return tensors
 
+    def _on_pipeline(self, parts: Sequence[Value]) -> Value:
+        """The rows of ``parts``, which the pipeline's last stage gives, on all ranks of the
+        pipeline. Where a pipeline had no rows, tensors like another one's, without rows."""
+        device, world = self._channels.device, self._world
+        whole = [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
+        offers: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(world)
+        is_tuple = bool(parts) and isinstance(parts[0], tuple)
+        dist.all_gather_object(offers, (_shapes(whole), is_tuple), group=world)
+        pipeline, rank = self._layout.pipeline(dist.get_rank()), dist.get_rank()
+        source = pipeline[self._schedule.stage_rank[self._last]]
+        shapes, is_tuple = next(offer for offer in (offers[source], *offers) if offer[0])
+        works = []
+        if not offers[source][0]:
+            empty = [TensorShape(torch.Size((0, *x.size[1:])), x.dtype) for x in shapes]
+            whole = [shape.empty(device) for shape in empty]
+        elif rank == source:
+            whole = [x.contiguous() for x in whole]
+            others = [other for other in pipeline if other != source]
+            works = [dist.isend(x, other, group=world) for x in whole for other in others]
+        else:
+            whole = [shape.empty(device) for shape in shapes]
+            works = [dist.irecv(x, source, group=world) for x in whole]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return tuple(whole) if is_tuple else whole[0]
+
 
 def _shapes(tensors: Tensors) -> list[TensorShape]:
     return [TensorShape(x.shape, x.dtype) for x in tensors]
 
 
-def on_pipelines(
-    parts: Sequence[Value],
-    layout: Layout,
-    last: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> Value:
-    """The rows of ``parts``, which the rank ``last`` of a pipeline has, on all ranks of it. Where a
-    pipeline had no rows, tensors as another one's, without rows. All ranks must call it."""
-    whole = [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
-    own = [TensorShape(one.shape, one.dtype) for one in whole]
-    told: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(group)
-    is_tuple = bool(parts) and isinstance(parts[0], tuple)
-    dist.all_gather_object(told, (own, is_tuple), group=group)
-    rank = dist.get_rank()
-    pipeline = next(ranks for ranks in layout.pipelines() if rank in ranks)
-    source = pipeline[last]
-    known, is_tuple = next(one for one in (told[source], *told) if one[0])
-    if not told[source][0]:
-        whole = [torch.empty(0, *one.size[1:], dtype=one.dtype, device=device) for one in known]
-    elif rank == source:
-        whole = [one.contiguous() for one in whole]
-    else:
-        whole = [one.empty(device) for one in known]
-    if told[source][0]:
-        _send_or_receive(whole, source, [other for other in pipeline if other != source], group)
-    return tuple(whole) if is_tuple else whole[0]
-
-
-def _send_or_receive(
-    tensors: Sequence[Tensor], source: int, others: Sequence[int], group: dist.ProcessGroup | None
-) -> None:
-    works = []
-    for tensor in tensors:
-        if dist.get_rank() == source:
-            works += [dist.isend(tensor, other, group=group) for other in others]
-        else:
-            works.append(dist.irecv(tensor, source, group=group))
-    for work in works:
-        if work is not None:
-            work.wait()
+@contextmanager
+def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
+    """After this context modules, and a loss that is one, have the persistent buffers that they had
+    before, with the same values. Others may be caches, which their modules believe to be filled."""
+    held = []
+    for module in (*chain.from_iterable(chunk.modules for chunk in chunks), *loss.modules):
+        for name, buffer in persistent_buffers([(0, module)]).items():
+            path, _, own = name.partition(".")[2].rpartition(".")
+            held.append((module.get_submodule(path), own, buffer, buffer.clone()))
+    yield
+    with torch.no_grad():
+        for part, name, buffer, value in held:
+            if 0 not in buffer.stride():  # else nothing can have written to it
+                buffer.copy_(value)
+            setattr(part, name, buffer)

@@ -232,8 +232,15 @@ class FlatParameters:
         if not self.trainable:
             return
         self.make_gradients()  # zeros where this rank has none, because others may have some
-        if self._groups.reduce is not None:
-            self._lanes.shard_reductions[self] = self._reduce_over_shards(self._take_sums())
+        if (group := self._groups.reduce) is None:
+            return
+        sums, part, is_first = self._take_sums(), self.layout.part, self._reduced is None
+        if self._reduced is None:
+            self._reduced = sums.new_empty(len(part))
+        total, place = self._reduced, slice(part.begin, part.end)
+        self._lanes.shard_reductions[self] = self._lanes.reduce.run(
+            partial(_reduce_scatter, sums, self._sent(sums), place, total, is_first, group)
+        )
 
     def reduce_over_replicas(self) -> None:
         """Start to sum the gradients over the replicas, once those of a step are reduced over the
@@ -357,16 +364,6 @@ class FlatParameters:
             parameter.grad = None
         assert sums is not None
         return sums
-
-    def _reduce_over_shards(self, sums: Tensor) -> Ticket:
-        first = self._reduced is None
-        if self._reduced is None:
-            self._reduced = sums.new_empty(len(self.layout.part))
-        place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
-        assert group is not None
-        return self._lanes.reduce.run(
-            partial(_reduce_scatter, sums, self._sent(sums), place, self._reduced, first, group)
-        )
 
     def _reduce_over_replicas(self, after: Sequence[Ticket]) -> Ticket:
         source, group = self._reduced, self._groups.replicate

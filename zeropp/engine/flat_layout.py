@@ -1,8 +1,4 @@
-"""How parameters lie in one flat buffer, and which parts of it a rank keeps and updates.
-
-In: names, shapes and optimizer groups of parameters, and how ranks divide the buffer. Out: a
-``FlatLayout``, in elements. ``zeropp.engine.flat`` gives the buffer its memory.
-"""
+"""Where parameters lie in a flat buffer, and which part of it each rank keeps and updates."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from torch import Tensor, nn
 # Elements. Every parameter and every part begins at a multiple of 16 bytes, also in bf16, because
 # the vectorised loads of matrix products and fused kernels need that.
 ALIGNMENT = 8
+
 Name = tuple[int, str]  # piece of the model, parameter or buffer of the piece
 
 
@@ -100,6 +97,17 @@ class FlatLayout:
 
 
 @dataclass(frozen=True)
+class OptimizerShard:
+    """A tensor in the optimizer: the range of the flat buffer that it is, and the name of its
+    optimizer group. However many parameters lie in it, one kernel updates them all; one that is
+    updated whole is a tensor of its own, in its own shape."""
+
+    group: str
+    elements: ElementRange
+    tensor: nn.Parameter
+
+
+@dataclass(frozen=True)
 class Partition:
     """How ranks divide a buffer: this rank's index among ``shards``, and its ``row`` among the
     ``rows`` replicas that divide the optimizer's work (ZeRO-1, arXiv 1910.02054; else one row)."""
@@ -167,14 +175,3 @@ def _shared_out(members: Sequence[Member], ranks: int) -> list[list[Member]]:
 
 def _aligned(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class OptimizerShard:
-    """A tensor in the optimizer: the range of the flat buffer that it is, and the name of its
-    optimizer group. However many parameters lie in it, one kernel updates them all; one that is
-    updated whole is a tensor of its own, in its own shape."""
-
-    group: str
-    elements: ElementRange
-    tensor: nn.Parameter

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.chunk import Chunk, Key, shown
+from zeropp.engine.chunk import Chunk, shown
 from zeropp.engine.collectives import Channels
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import ParameterUpdate
-from zeropp.engine.values import Tensors, chosen, tensors_of
+from zeropp.engine.values import Key, Tensors, chosen, tensors_of
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.types.training import StepResult
 
@@ -74,10 +75,12 @@ class Interpreter(ActionRecorder):
                 _key(action)[1]
             ),
             Op.FULL_BACKWARD: self._backward,
-            Op.UNSHARD: lambda action, _: chunks[action.stage].unshard(),
-            Op.RESHARD: lambda action, _: chunks[action.stage].reshard(),
-            Op.REDUCE_GRAD: lambda action, _: chunks[action.stage].reduce(),
-            Op.REDUCE_REPLICAS: lambda action, _: chunks[action.stage].reduce_over_replicas(),
+            Op.UNSHARD: lambda action, _: self._each(action, lambda flat: flat.unshard()),
+            Op.RESHARD: lambda action, _: self._each(action, lambda flat: flat.reshard()),
+            Op.REDUCE_GRAD: self._reduce,
+            Op.REDUCE_REPLICAS: lambda action, _: self._each(
+                action, lambda flat: flat.reduce_over_replicas()
+            ),
             Op.REDUCE_TIED: lambda *_: update.sum_tied(),
             Op.GATHER_WHOLE: self._gather_whole,
             Op.UPDATE: self._update,
@@ -151,6 +154,18 @@ class Interpreter(ActionRecorder):
         input_gradients = self._chunks[stage].backward(microbatch, gradients, split=split)
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
+
+    def _each(self, action: Action, do: Callable[[FlatParameters], None]) -> None:
+        """Do something with every flat buffer of an action's stage."""
+        for flat in self._chunks[action.stage].flats:
+            do(flat)
+
+    def _reduce(self, action: Action, step: _Step) -> None:
+        """Start to sum a stage's gradients over the shards. Compute first waits for the earlier
+        sums over the shards, so that their memory is at most one chunk's gradients."""
+        del step
+        self._parameters.lanes.join_shard_reductions()
+        self._each(action, lambda flat: flat.reduce())
 
     def _gather_whole(self, action: Action, step: _Step) -> None:
         del action, step

@@ -1,4 +1,4 @@
-"""The user's loss function, and the microbatches of a step that it is called with."""
+"""The loss of a microbatch, and the rows that a rank was given for a step or an evaluation."""
 
 from __future__ import annotations
 

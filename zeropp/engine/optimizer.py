@@ -1,4 +1,4 @@
-"""The optimizer of what one rank updates, and the end of a step, in which it clips and updates."""
+"""The end of a step: the optimizer of what one rank updates clips its gradients and updates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,8 +16,7 @@ from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.engine.tied import TiedWeights
-from zeropp.engine.update_rules import build_optimizer, clip_factor, power_of_norm, square_norm
-from zeropp.engine.users_optimizer import made_optimizer
+from zeropp.engine.update_rules import clip_factor, made_optimizer, power_of_norm, square_norm
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
@@ -74,10 +72,7 @@ class Updater:
                 groups[name] = [nn.Parameter(torch.zeros(1, 1, device=device))]
                 groups[name][0].grad = torch.zeros(1, 1, device=device)
             groups[name] = groups[name] or groups.default_factory()
-        if isinstance(asked, OptimizerConfig):
-            optimizer = build_optimizer(chain.from_iterable(groups.values()), asked)
-        else:
-            optimizer = made_optimizer(asked, groups)
+        optimizer = made_optimizer(asked, groups)
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():
             if any(id(one) in held and id(one) not in known for one in members):
@@ -176,7 +171,15 @@ class ParameterUpdate:
         return result
 
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the gradients by their global norm of some type, which is returned; in an update."""
+        """As ``ParallelModel.clip_grad_norm_``, which says what it raises."""
+        if not self.updater.is_updating:
+            raise RuntimeError(
+                "clip_grad_norm_: no update is under way (call it in a hook of "
+                "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
+            )
+        norm_type = float(norm_type)  # torch takes "inf", too
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
         total = power_of_norm(self._gradients(), self.lanes.device, norm_type)
         is_largest = norm_type == math.inf
         if self.world is not None:

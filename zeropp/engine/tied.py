@@ -11,42 +11,38 @@ import torch.distributed as dist
 from zeropp.engine.collectives import new_group_in_each_pipeline
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name
-from zeropp.types.layout import Layout
+from zeropp.schedule.plan import Plan
 
 
 class TiedWeights:
     """Keeps two copies of a parameter equal that the model uses in two layers (tied embeddings);
-    does nothing if ``tied`` is None, or if both uses are in one chunk, where they are one.
+    does nothing if both uses are in one chunk, where they are one.
 
     The copies, on two pipeline ranks or on one, begin equal, and their gradients are summed before
     every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
     are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
     buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
-    norms and full parameters leave it out. ``ranks`` are the pipeline ranks of the two names. All
-    ranks must construct it.
+    norms and full parameters leave it out. All ranks must construct it.
     """
 
     def __init__(
         self,
-        tied: tuple[Name, Name] | None,
-        ranks: Sequence[int],
+        tied: tuple[Name, Name],
+        plan: Plan,
         flats: Sequence[FlatParameters],
-        layout: Layout,
         timeout: timedelta | None = None,
     ) -> None:
         ends = [
             next((f for f in flats if any(name in m.slot.names for m in f.members)), None)
-            for name in tied or ()
+            for name in tied
         ]
-        self.copy = ends[1] if ends and ends[1] is not ends[0] else None
+        self.copy = ends[1] if ends[1] is not ends[0] else None
         self._flats = [flat for flat in dict.fromkeys(ends) if flat is not None]
         self._group: dist.ProcessGroup | None = None
-        if tied is None:
-            return
-        first, second = ranks
+        first, second = (plan.schedule.stage_rank[plan.stage_of(index)] for index, _ in tied)
         if first != second:
-            self._group = new_group_in_each_pipeline(layout, {first, second}, timeout)
-        self._make_equal(layout.pipeline(dist.get_rank())[first])
+            self._group = new_group_in_each_pipeline(plan.layout, {first, second}, timeout)
+        self._make_equal(plan.layout.pipeline(dist.get_rank())[first])
 
     def sum_gradients(self) -> None:
         """Replace the gradients of both copies by their sum."""

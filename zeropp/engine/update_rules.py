@@ -1,17 +1,28 @@
-"""Update and clipping as every contender, and the one process that they are held to, have them."""
+"""How optimizers are made, from a configuration or by a caller's function, and what clipping needs.
+
+All contenders and the one-process reference call ``build_optimizer``, ``clip_factor`` and
+``square_norm``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from zeropp.engine.settings import MakeOptimizer
+from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
+
+_GIVEN = "groups of tensors (as in lambda groups: torch.optim.AdamW(groups['all']))"
+Groups = Mapping[str, list[nn.Parameter]]
 
 
 def build_optimizer(
@@ -32,6 +43,71 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers as one, for different parameters: groups and state are theirs."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+        # As torch's GradScaler asks: whether each leaves its update out if ``found_inf`` is 1.
+        self._step_supports_amp_scaling = all(
+            getattr(part, "_step_supports_amp_scaling", False) for part in parts
+        )
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        del closure
+        overflow = {"found_inf": self.found_inf} if hasattr(self, "found_inf") else {}
+        for part in self.parts:
+            vars(part).update(overflow)
+            part.step()
+            for name in overflow:
+                delattr(part, name)
+
+
+def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> torch.optim.Optimizer:
+    """The optimizer that was asked for, of tensors by group, or several of them as one; raises
+    InfeasibleError for another thing than optimizers."""
+    if isinstance(asked, OptimizerConfig):
+        return build_optimizer(chain.from_iterable(groups.values()), asked)
+    with refusal(f"cannot be made from {_GIVEN}"):
+        try:
+            made: Any = asked(groups)
+        except KeyError as error:
+            known = " and ".join(map(repr, sorted(groups)))
+            raise InfeasibleError(
+                f"optimizer: asks for group {error}, but there is {known}"
+            ) from error
+        parts = list(made) if isinstance(made, list | tuple) else [made]
+        for part in parts or [made]:
+            if not isinstance(part, torch.optim.Optimizer):
+                raise InfeasibleError(
+                    f"optimizer: gives {type(part).__name__}, but a torch.optim.Optimizer is "
+                    "needed, or a list of them"
+                )
+        return parts[0] if len(parts) == 1 else Optimizers(parts)
+
+
+@contextmanager
+def refusal(what: str) -> Iterator[None]:
+    """Inside this context an error is an InfeasibleError of one line about the optimizer."""
+    try:
+        yield
+    except InfeasibleError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InfeasibleError(f"optimizer: {what}: {lines[0]}") from error
+
+
+def is_of_elements(value: Any, tensor: Tensor) -> bool:
+    """Whether what an optimizer keeps of a tensor is one number per element of it."""
+    return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
@@ -69,8 +145,3 @@ def power_of_norm(
         norm = get_total_norm(gradients, norm_type).double()
         total = total.maximum(norm) if norm_type == math.inf else total + norm**norm_type / copies
     return total
-
-
-def is_of_elements(value: Any, tensor: Tensor) -> bool:
-    """Whether what an optimizer keeps of a tensor is one number per element of it."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape

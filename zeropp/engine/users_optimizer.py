@@ -1,5 +1,4 @@
-"""A caller's optimizer: made from tensors by group, and tried on a few numbers before it is given
-the model's.
+"""A caller's optimizer is tried on a few numbers before it is given the model's.
 
 The trial finds which groups can be given flat shards of parameters, because the optimizer works
 element by element there, and which need whole parameters, because it looks at their shapes or at
@@ -8,18 +7,15 @@ other elements of them (Muon, Shampoo, Adafactor).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update_rules import build_optimizer, is_of_elements
+from zeropp.engine.update_rules import Groups, Optimizers, is_of_elements, made_optimizer, refusal
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
@@ -28,64 +24,6 @@ from zeropp.types.training import OptimizerConfig
 _MATRIX = (64, 128)
 _ELEMENTS = prod(_MATRIX)
 _LR = 0.1  # of trials, because a schedule may begin with 0
-_GIVEN = "groups of tensors (as in lambda groups: torch.optim.AdamW(groups['all']))"
-Groups = Mapping[str, list[nn.Parameter]]
-
-
-class Optimizers(torch.optim.Optimizer):
-    """Several optimizers as one, for different parameters: groups and state are theirs."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        for part in parts:
-            self.state.update(part.state)
-            part.state = self.state
-        # As torch's GradScaler asks: whether each leaves its update out if ``found_inf`` is 1.
-        self._step_supports_amp_scaling = all(
-            getattr(part, "_step_supports_amp_scaling", False) for part in parts
-        )
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of each."""
-        del closure
-        for part in self.parts:
-            with _told_of_overflow(part, vars(self).get("found_inf")):
-                part.step()
-
-
-@contextmanager
-def _told_of_overflow(part: Any, found_inf: Tensor | None) -> Iterator[None]:
-    if found_inf is not None:
-        part.found_inf = found_inf
-    yield
-    if found_inf is not None:
-        del part.found_inf
-
-
-def made_optimizer(
-    asked: OptimizerConfig | MakeOptimizer, groups: Mapping[str, list[nn.Parameter]]
-) -> torch.optim.Optimizer:
-    """The optimizer that was asked for, of tensors by group, or several of them as one; raises
-    InfeasibleError for another thing than optimizers."""
-    if isinstance(asked, OptimizerConfig):
-        return build_optimizer(chain.from_iterable(groups.values()), asked)
-    with _refusal(f"cannot be made from {_GIVEN}"):
-        try:
-            made: Any = asked(groups)
-        except KeyError as error:
-            known = " and ".join(map(repr, sorted(groups)))
-            raise InfeasibleError(
-                f"optimizer: asks for group {error}, but there is {known}"
-            ) from error
-        parts = list(made) if isinstance(made, list | tuple) else [made]
-        for part in parts or [made]:
-            if not isinstance(part, torch.optim.Optimizer):
-                raise InfeasibleError(
-                    f"optimizer: gives {type(part).__name__}, but a torch.optim.Optimizer is "
-                    "needed, or a list of them"
-                )
-        return parts[0] if len(parts) == 1 else Optimizers(parts)
 
 
 @dataclass(frozen=True)
@@ -124,7 +62,9 @@ def try_optimizer(
             flat, rows = _steps(asked, both | {name: [(2 * _ELEMENTS,)]}, device)
             row = rows[name][0]
             is_same = _same(row, torch.cat([first.flatten(), second.flatten()]))
-            if is_same and _can_be_cut(flat.state.get(row, {}), row):
+            kept = [x for x in flat.state.get(row, {}).values() if isinstance(x, Tensor)]
+            # It can be cut if it is one number per element, or one for all.
+            if is_same and all(is_of_elements(x, row) or not x.dim() for x in kept):
                 continue
         except InfeasibleError:
             pass
@@ -160,7 +100,7 @@ def _steps(
     optimizer = made_optimizer(asked, groups)
     for parameter, values, gradient in numbers:
         parameter.data, parameter.grad = values, gradient
-    with _refusal(f"{_kind(optimizer)} cannot take a step"):
+    with refusal(f"{_kind(optimizer)} cannot take a step"):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + _LR
         optimizer.step()
@@ -175,24 +115,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     parts = optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
     return " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
-
-
-@contextmanager
-def _refusal(what: str) -> Iterator[None]:
-    """Inside this context an error is an InfeasibleError of one line about the optimizer."""
-    try:
-        yield
-    except InfeasibleError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InfeasibleError(f"optimizer: {what}: {lines[0]}") from error
-
-
-def _can_be_cut(values: Mapping[str, Any], tensor: Tensor) -> bool:
-    """Whether what an optimizer keeps of a tensor is one number per element, or one for all."""
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    return all(is_of_elements(value, tensor) or not value.dim() for value in tensors)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, tensor: nn.Parameter, kind: str) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 Value = Tensor | tuple[Tensor, ...]
 Tensors = Sequence[Tensor]
+Key = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,3 @@ def cast(values: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, .
     if dtype is None:
         return tuple(values)
     return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
-
-
-def leaves_of(given: Value) -> list[Tensor]:
-    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
-    of a graph, but these."""
-    leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
-    return [x.clone() for x in leaves]

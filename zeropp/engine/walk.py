@@ -34,7 +34,7 @@ from zeropp.engine.values import (
     Value,
     chosen,
     keywords_of,
-    leaves_of,
+    may_have_gradient,
     tensors_of,
     without_scalars,
 )
@@ -127,7 +127,7 @@ def walk(
         recompute=recompute,
         recorder=recorder,
         tied=tied,
-        hooks=saved_tensors_hooks if measure_saved else _no_hooks,
+        hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
     )
     try:
         return walked(_on_meta(sample), {name: _on_meta(one) for name, one in keywords.items()})
@@ -191,13 +191,13 @@ def _walk(
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            check_recurrent(module, index, recompute)
+            _check_recurrent(module, index, recompute)
             with _refusal(
                 index,
                 f"cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
             ):
-                recomputed(function, given, module, recompute)
+                _recomputed(function, given, module, recompute)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
             kinds=_kinds(module),
@@ -303,7 +303,7 @@ def _forward(
         return tensor
 
     with torch.enable_grad(), hooks(keep, lambda tensor: tensor):
-        inputs = leaves_of(given)
+        inputs = _leaves_of(given)
         with ExitStack() as watching:
             for watch in watches:
                 watching.enter_context(watch)
@@ -314,8 +314,41 @@ def _forward(
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in value), size
 
 
-def _no_hooks(*_: object) -> AbstractContextManager[None]:
-    return nullcontext()
+def _leaves_of(given: Value) -> list[Tensor]:
+    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
+    of a graph, but these."""
+    leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
+    return [x.clone() for x in leaves]
+
+
+def _recomputed(
+    function: Callable[..., Value],
+    given: Value,
+    module: nn.Module,
+    recompute: Recompute,
+) -> None:
+    """Run a layer with recomputation, forward and backward; raises what torch raises, and
+    RuntimeError if buffers change in both."""
+    with torch.enable_grad():
+        value = run_recomputed(function, *_leaves_of(given), recompute=recompute, random=True)
+    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
+    outputs = [x for x in tensors_of(value) if x.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    for name, one in module.named_buffers():
+        if before.get(name) != (id(one), one._version):
+            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
+
+
+def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
+    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
+    products in place where torch does not notice it, and gradients would be wrong."""
+    for part in module.modules():
+        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
+                "recompute='selective', because it changes in place what that keeps (take 'full')"
+            )
 
 
 def check_layer(module: nn.Module, index: int) -> None:
@@ -442,33 +475,3 @@ def _copied(
         if key in memo
     }
     return module, others | reached
-
-
-def recomputed(
-    function: Callable[..., Value],
-    given: Value,
-    module: nn.Module,
-    recompute: Recompute,
-) -> None:
-    """Run a layer with recomputation, forward and backward; raises what torch raises, and
-    RuntimeError if buffers change in both."""
-    with torch.enable_grad():
-        value = run_recomputed(function, *leaves_of(given), recompute=recompute, random=True)
-    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
-    outputs = [x for x in tensors_of(value) if x.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-    for name, one in module.named_buffers():
-        if before.get(name) != (id(one), one._version):
-            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
-
-
-def check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                "recompute='selective', because it changes in place what that keeps (take 'full')"
-            )

@@ -101,6 +101,10 @@ class SizedPlan:
         """The indices of the pieces of a stage."""
         return range(self.cuts[stage], self.cuts[stage + 1])
 
+    def stage_of(self, piece: int) -> int:
+        """The stage of a piece."""
+        return bisect_right(self.cuts, piece) - 1
+
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """The number of transformer blocks per stage."""
@@ -135,7 +139,7 @@ class SizedPlan:
     def tied_stages(self) -> tuple[int, ...]:
         """The two stages that each have a copy of the parameter that two pieces share; empty if
         none is shared, or if a single stage has it."""
-        stages = {bisect_right(self.cuts, piece) - 1 for piece in self.sharing_pieces}
+        stages = {self.stage_of(piece) for piece in self.sharing_pieces}
         # Under FSDP, where every piece is a stage, both pieces use one parameter.
         is_one = len(stages) < 2 or self.schedule.name == "accumulation"
         return () if is_one else tuple(sorted(stages))
