@@ -6,7 +6,7 @@ the tuner let the simulator choose, which looks at memory, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from zeropp.schedule import event_loop, generators
 from zeropp.schedule.program import (
@@ -17,7 +17,7 @@ from zeropp.schedule.program import (
     loop_placement,
     v_placement,
 )
-from zeropp.schedule.zeropp_order import StepDraft, StepSizes, step_drafts, unit_size
+from zeropp.schedule.zeropp_order import StepSizes, step_drafts, unit_size
 
 GENERATORS = (
     "gpipe",
@@ -52,10 +52,22 @@ def build(
     ``split_backward`` and ``costs`` (durations, one per stage; default: all equal). Raises
     ValueError where the generator has no order for these sizes.
     """
-    _check_chunks(name, chunks)
+    if name not in GENERATORS:
+        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
+    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
+        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
+    if chunks != 2 and name == "zbv":
+        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
     m = num_microbatches
     if name != "zeropp":
-        return _without_units(name, num_ranks, chunks, m=m, group=group or num_ranks)
+        is_v = name == "zbv"
+        return Schedule(
+            name=name,
+            num_microbatches=m,
+            unit=m,
+            stage_rank=v_placement(num_ranks) if is_v else loop_placement(num_ranks, chunks),
+            programs=_programs(name, num_ranks, chunks, m=m, group=group or num_ranks),
+        )
     unit = unit_size(unit or "auto", num_ranks, m)
     sizes = StepSizes(
         num_ranks=num_ranks,
@@ -66,36 +78,10 @@ def build(
         split_backward=split_backward,
         gather=any(cost.unshard for cost in costs or ()),
     )
-    return _cheapest(step_drafts(sizes, tuple(costs or ())), costs or ())[0]
-
-
-def _check_chunks(name: str, chunks: int) -> None:
-    if name not in GENERATORS:
-        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
-    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
-        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
-    if chunks != 2 and name == "zbv":
-        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
-
-
-def _cheapest(drafts: Iterator[StepDraft], costs: Sequence[StageCost]) -> StepDraft:
-    """The draft whose complete programs the event loop prices lowest on these costs; the first of
-    equals, which is the order for equal durations."""
-    first, *others = drafts
-    if not others:
-        return first
-    return min([first, *others], key=lambda draft: event_loop.run(draft[1](), costs).step_s)
-
-
-def _without_units(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> Schedule:
-    """A schedule of a generator other than ZeroPP's."""
-    return Schedule(
-        name=name,
-        num_microbatches=m,
-        unit=m,
-        stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
-        programs=_programs(name, num_ranks, chunks, m=m, group=group),
-    )
+    drafts = list(step_drafts(sizes, tuple(costs or ())))
+    if len(drafts) > 1:  # of equally fast ones the first, the order for equal durations
+        drafts.sort(key=lambda draft: event_loop.run(draft[1](), costs or ()).step_s)
+    return drafts[0][0]
 
 
 def _programs(

@@ -11,7 +11,7 @@ in flight and the delayed weight gradients.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -83,26 +83,17 @@ class Planned:
 
     def programs(self) -> tuple[RankProgram, ...]:
         """One program per rank."""
-        return tuple(
-            tuple(_merge(forward, backward, kinds))
-            for forward, backward, kinds in zip(
-                self.orders.forward, self.orders.backward, self.kinds, strict=True
-            )
-        )
-
-
-def _merge(
-    forward: Sequence[Slot], backward: Sequence[Slot], kinds: Sequence[Op]
-) -> Iterator[Action]:
-    slots = {
-        Op.FORWARD: iter(forward),
-        Op.BACKWARD_INPUT: iter(backward),
-        Op.BACKWARD_WEIGHT: iter(backward),
-        Op.FULL_BACKWARD: iter(backward),
-    }
-    for op in kinds:
-        stage, microbatch = next(slots[op])
-        yield Action(stage, op, microbatch)
+        programs = []
+        ranks = zip(self.orders.forward, self.orders.backward, self.kinds, strict=True)
+        for forward, backward, kinds in ranks:
+            slots = {
+                Op.FORWARD: iter(forward),
+                Op.BACKWARD_INPUT: iter(backward),
+                Op.BACKWARD_WEIGHT: iter(backward),
+                Op.FULL_BACKWARD: iter(backward),
+            }
+            programs.append(tuple(Action(s, op, j) for op in kinds for s, j in [next(slots[op])]))
+        return tuple(programs)
 
 
 def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy) -> Planned:

@@ -88,20 +88,18 @@ def drafts(
         prefetch=plan.prefetch,
         reduce_every=plan.reduce_every,
     )
-    of_passes = tuple(map(_of_passes, costs)) if costs else None
+    # Orders depend on no other durations, and without these more plans share cached orders.
+    of_passes = tuple(
+        StageCost(
+            forward=cost.forward,
+            backward_input=cost.backward_input,
+            backward_weight=cost.backward_weight,
+            transfer=cost.transfer,
+        )
+        for cost in costs or ()
+    )
     for compute, complete in step_drafts(sizes, of_passes, too_large):
         yield Draft(partial(_completed, plan, complete), compute)
-
-
-def _of_passes(cost: StageCost) -> StageCost:
-    """The durations of passes and messages. Orders depend on no others, and without these more
-    plans share cached orders."""
-    return StageCost(
-        forward=cost.forward,
-        backward_input=cost.backward_input,
-        backward_weight=cost.backward_weight,
-        transfer=cost.transfer,
-    )
 
 
 def _completed(plan: SizedPlan, complete: Callable[[], Schedule]) -> Plan:

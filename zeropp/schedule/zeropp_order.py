@@ -22,7 +22,6 @@ from operator import itemgetter
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
-    RankProgram,
     Schedule,
     StageCost,
     collector_paused,
@@ -94,35 +93,41 @@ def cap_needs(chunks: int, unit: int, least: int) -> str:
     )
 
 
-def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Schedule, ...]:
-    """Compute-only schedules to choose from.
-
-    The first is the order for equal durations; with ``costs`` (one per stage) there may be a
-    second, the best of several that are planned with them, gathers and reductions aside. All keep
-    the cap; raises ValueError where it is too small.
-    """
-    equal = equal_order(sizes)
-    if costs is None or set(costs) == {StageCost()}:
-        return (equal,)
-    planned = planned_order(sizes, tuple(costs))
-    return (equal,) if planned.programs == equal.programs else (equal, planned)
-
-
 @lru_cache(maxsize=128)
 @collector_paused()
 def equal_order(sizes: OrderSizes) -> Schedule:
-    """The compute-only schedule for equal durations. Raises ValueError if the cap is too small."""
+    """The compute-only schedule for equal durations. The next policy is tried if a rank is idle for
+    longer than the first microbatch needs to reach it. Raises ValueError if the cap is too small.
+    """
     sizes.check()
-    return _scheduled(sizes, _equal_cost_plan(unit_orders(sizes), sizes.activation_cap).programs())
+    costs = [StageCost()] * len(sizes.stage_rank)
+    bound = sizes.num_ranks - 1 + 3 * sizes.chunks * sizes.num_microbatches
+    tried = []
+    for order, policy in product(unit_orders(sizes), _EQUAL_COST_POLICIES):
+        tried.append(list_schedule(order, costs, sizes.activation_cap, policy))
+        if tried[-1].step_s <= bound:
+            break
+    return _scheduled(sizes, min(tried, key=lambda plan: plan.step_s))
 
 
 @lru_cache(maxsize=256)
 @collector_paused()
 def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
-    """The best of several compute-only schedules that are planned with ``costs``. Raises ValueError
-    if the cap is too small."""
+    """The best of the compute-only schedules that all policies plan with ``costs``; for a long
+    step, its first units decide which policy is best. Raises ValueError if the cap is too small."""
     sizes.check()
-    return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
+    orders, cap = unit_orders(sizes), sizes.activation_cap
+    units = _SAMPLED_UNITS * sizes.unit + sizes.num_microbatches % sizes.unit
+    if units < sizes.num_microbatches and 3 * len(costs) * sizes.num_microbatches > _MANY_ACTIONS:
+        sample = unit_orders(replace(sizes, num_microbatches=units))
+        tried = [
+            (list_schedule(order, costs, cap, policy).step_s, number, policy)
+            for policy, (number, order) in product(_POLICIES, enumerate(sample))
+        ]
+        _, number, policy = min(tried, key=itemgetter(0))
+        return _scheduled(sizes, list_schedule(orders[number], costs, cap, policy))
+    plans = (list_schedule(o, costs, cap, policy) for o, policy in product(orders, _POLICIES))
+    return _scheduled(sizes, min(plans, key=lambda plan: plan.step_s))
 
 
 def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Iterator[Schedule]:
@@ -144,35 +149,17 @@ def _beginning(
 ) -> Schedule:
     order = unit_orders(sizes)[number]
     begun = beginning(order, costs, sizes.activation_cap, policy, until_s=until_s)
-    return _scheduled(sizes, begun.programs())
+    return _scheduled(sizes, begun)
 
 
-def _scheduled(sizes: OrderSizes, programs: tuple[RankProgram, ...]) -> Schedule:
+def _scheduled(sizes: OrderSizes, planned: Planned) -> Schedule:
     return Schedule(
         name="zeropp",
         num_microbatches=sizes.num_microbatches,
         unit=sizes.unit,
         stage_rank=sizes.stage_rank,
-        programs=programs,
+        programs=planned.programs(),
     )
-
-
-def _real_cost_plan(
-    sizes: OrderSizes, orders: Sequence[Orders], costs: Sequence[StageCost]
-) -> Planned:
-    """The best plan over all policies; for a long step, its first units decide which is best."""
-    cap = sizes.activation_cap
-    units = _SAMPLED_UNITS * sizes.unit + sizes.num_microbatches % sizes.unit
-    if units < sizes.num_microbatches and 3 * len(costs) * sizes.num_microbatches > _MANY_ACTIONS:
-        sample = unit_orders(replace(sizes, num_microbatches=units))
-        tried = [
-            (list_schedule(order, costs, cap, policy).step_s, number, policy)
-            for policy, (number, order) in product(_POLICIES, enumerate(sample))
-        ]
-        _, number, policy = min(tried, key=itemgetter(0))
-        return list_schedule(orders[number], costs, cap, policy)
-    plans = (list_schedule(o, costs, cap, policy) for o, policy in product(orders, _POLICIES))
-    return min(plans, key=lambda plan: plan.step_s)
 
 
 @lru_cache(maxsize=8)
@@ -188,31 +175,16 @@ def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
     sequences = [in_turn]
     if m % unit and len(in_turn) > 2:
         sequences.append([*in_turn[:-2], in_turn[-1], in_turn[-2]])
-    return tuple(_orders_of(sizes, units) for units in sequences)
-
-
-def _orders_of(sizes: OrderSizes, units: Sequence[range]) -> Orders:
-    ranks, stages = sizes.num_ranks, sizes.num_ranks * sizes.chunks
-    held = [range(rank, stages, ranks) for rank in range(ranks)]
-    return Orders(
-        loop_placement(ranks, sizes.chunks),
-        tuple(_breadth_first(stages_of_rank, units) for stages_of_rank in held),
-        tuple(_breadth_first(stages_of_rank[::-1], units) for stages_of_rank in held),
-        sizes.split_backward,
+    held = [range(rank, len(sizes.stage_rank), sizes.num_ranks) for rank in range(sizes.num_ranks)]
+    return tuple(
+        Orders(
+            sizes.stage_rank,
+            tuple(_breadth_first(stages, units) for stages in held),
+            tuple(_breadth_first(stages[::-1], units) for stages in held),
+            sizes.split_backward,
+        )
+        for units in sequences
     )
-
-
-def _equal_cost_plan(orders: Sequence[Orders], cap: int) -> Planned:
-    """The order for equal durations. The next policy is tried if a rank is idle for longer than the
-    first microbatch needs to reach it."""
-    num_ranks, stages = len(orders[0].forward), len(orders[0].stage_rank)
-    bound = num_ranks - 1 + 3 * len(orders[0].forward[0])
-    tried = []
-    for order, policy in product(orders, _EQUAL_COST_POLICIES):
-        tried.append(list_schedule(order, [StageCost()] * stages, cap, policy))
-        if tried[-1].step_s <= bound:
-            break
-    return min(tried, key=lambda plan: plan.step_s)
 
 
 def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
@@ -251,14 +223,16 @@ def step_drafts(
     because many plans that differ in other degrees share them. Raises ValueError if the activation
     cap is too small.
     """
-    yield equal_order(sizes.order), partial(_equal_step, sizes)
-    if costs:
-        refused = _refused(planned_beginnings(sizes.order, costs), too_large) if too_large else None
-        if refused:
-            yield refused, partial(_planned_step, sizes, costs)
-            return
-        for planned in candidates(sizes.order, costs)[1:]:
-            yield planned, partial(_planned_step, sizes, costs)
+    equal = equal_order(sizes.order)
+    yield equal, partial(_complete, sizes)
+    if not costs:
+        return
+    if too_large and (refused := _refused(planned_beginnings(sizes.order, costs), too_large)):
+        yield refused, partial(_complete, sizes, costs)
+    elif set(costs) != {StageCost()}:
+        planned = planned_order(sizes.order, costs)
+        if planned.programs != equal.programs:
+            yield planned, partial(_complete, sizes, costs)
 
 
 def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -> Schedule | None:
@@ -270,17 +244,10 @@ def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -
     return beginning
 
 
-@lru_cache(maxsize=96)
-def _equal_step(sizes: StepSizes) -> Schedule:
-    return _lowered(equal_order(sizes.order), sizes)
-
-
-@lru_cache(maxsize=32)
-def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule:
-    return _lowered(planned_order(sizes.order, costs), sizes)
-
-
-def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
+@lru_cache(maxsize=128)
+def _complete(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) -> Schedule:
+    """The programs of the order for equal durations, or of the one planned with ``costs``."""
+    order = equal_order(sizes.order) if costs is None else planned_order(sizes.order, costs)
     return lower(
         order, gather=sizes.gather, prefetch=sizes.prefetch, reduce_every=sizes.reduce_every
     )
