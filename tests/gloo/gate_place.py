@@ -21,7 +21,7 @@ from zeropp.schedule.plan import Plan
 from zeropp.types.training import OptimizerConfig
 
 _BUILDERS = (
-    "zeropp.engine.optimizer",
+    "zeropp.engine.update_rules",
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",
