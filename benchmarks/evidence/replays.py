@@ -28,7 +28,6 @@ import pandas as pd
 from benchmarks.evidence.renew import REFERENCE
 from benchmarks.launch.replay import replayed_plan, trace_pipeline
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, TABLE, commit_of, read_table
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
@@ -64,7 +63,13 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
         program = COMPARED[name].contender.name
         known = CONTENDERS.get(_OWN_LAYERS.get(program, program))
         if known:
-            cell = _cell(record)
+            task = Task(
+                shape=preset("model", record.spec["model"]["name"], ModelShape),
+                cluster=preset("cluster", record.spec["cluster"]["name"], Cluster),
+                num_gpus=record.spec["num_gpus"],
+                global_batch=record.spec["global_batch"],
+            )
+            cell = Cell(task, record.spec["bandwidth"])
             setting = {
                 "knobs": record.spec["contender"],
                 "microbatch_size": record.spec["microbatch_size"],
@@ -88,17 +93,6 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
         turns[key] = earlier[key[0]]
         earlier[key[0]] += 1
     return {key: found[key] for key in sorted(turns, key=turns.__getitem__)}
-
-
-def _cell(record: RunRecord) -> Cell:
-    spec = record.spec
-    task = Task(
-        shape=preset("model", spec["model"]["name"], ModelShape),
-        cluster=preset("cluster", spec["cluster"]["name"], Cluster),
-        num_gpus=spec["num_gpus"],
-        global_batch=spec["global_batch"],
-    )
-    return Cell(task, spec["bandwidth"])
 
 
 def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:

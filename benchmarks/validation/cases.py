@@ -20,7 +20,7 @@ from zeropp.choose.task import Candidate, Task
 from zeropp.price import balanced_cuts, cut_by_cost
 from zeropp.price.cluster import Cluster
 from zeropp.price.memory import zero1_ranks
-from zeropp.price.programs import Program, StateBytes, program_as_run, program_named
+from zeropp.price.programs import Program, program_as_run, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.passes import with_step_end
@@ -135,7 +135,8 @@ def program_of(row: PublishedRow) -> Program:
     """The registered program, with the traits that the row states differently."""
     rotates = row.shape.family == "llama"
     program = program_as_run(row.program, compiled=bool(row.compiled), rotates=rotates)
-    state = program.state(_precision(row))
+    precision = _precision(row)
+    state = program.state(precision)
     if row.gradient_dtype:
         state = replace(state, gradients=_BYTES[row.gradient_dtype])
     if row.reduce_dtype:
@@ -150,11 +151,7 @@ def program_of(row: PublishedRow) -> Program:
         "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}
-    return replace(_with_state(program, state, _precision(row)), **changed)  # type: ignore[arg-type]
-
-
-def _with_state(program: Program, state: StateBytes, precision: Precision) -> Program:
-    return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
+    return replace(program, **changed, **{precision: state})  # type: ignore[arg-type]
 
 
 def _cuts(case: Case, stages: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.validation.cases import EIGHT_BIT
 from benchmarks.validation.predict import Prediction, RowOutcome
-from benchmarks.validation.rows import PublishedRow
+from benchmarks.validation.rows import SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of
 from zeropp.price.programs import program_named
 
@@ -94,9 +94,9 @@ def first_of_runs(predictions: Iterable[Prediction]) -> list[Prediction]:
     first = []
     for prediction in predictions:
         row, kind = prediction.row, prediction.row.measure.kind
-        speed = kind in ("time", "rate", "flops", "utilization")
         repeats[row.run, row.metric] += 1
-        key = (row.run, "speed" if speed else row.metric, repeats[row.run, row.metric])
+        quantity = "speed" if kind in SPEEDS else row.metric
+        key = (row.run, quantity, repeats[row.run, row.metric])
         if key not in seen:
             seen.add(key)
             first.append(prediction)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from benchmarks.measured.fit import scaled_device
 from benchmarks.specification.reading import preset
@@ -38,7 +37,8 @@ def cluster_of(row: PublishedRow) -> Cluster:
     if row.power_w:
         device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
     stated = {"memory_gib": row.memory_gib, "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s}
-    device = replace(device, **_drop_blanks(stated))
+    given = {name: number for name, number in stated.items() if number is not None}
+    device = replace(device, **given)  # type: ignore[arg-type]
     intra, inter = cluster.intra, cluster.inter
     if row.intra_link == "pcie":
         intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S.get(row.device, _PCIE_5_GB_S))
@@ -51,10 +51,6 @@ def cluster_of(row: PublishedRow) -> Cluster:
     return replace(
         cluster, device=device, intra=intra, inter=inter, gpus_per_node=gpus, nics_per_node=nics
     )
-
-
-def _drop_blanks(values: dict[str, float | None]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def at_rate(device: Device, factor: float) -> Device:

@@ -23,28 +23,21 @@ from benchmarks.validation.errors import (
     refusals,
 )
 from benchmarks.validation.predict import RowOutcome
-from benchmarks.validation.rows import COLUMNS, Line
+from benchmarks.validation.rows import COLUMNS
 
 
 def row_line(outcome: RowOutcome) -> str:
     """A row's place, configuration, metric, measured and predicted number and error, or the reason
     why nothing was predicted."""
-    line = outcome.line
-    head = f"{line.place:30} {_configuration(line):46} {line.cells.get('metric', '')[:24]:24}"
-    value = f"{line.cells.get('value', '')[:10]:>10} {line.cells.get('unit', '')[:12]:12}"
+    cells = defaultdict(str, outcome.line.cells)
+    words = [cells["model"][:14], f"{cells['num_gpus']}gpu"]
+    words += [f"{name}{cells[name]}" for name in ("tp", "pp", "dp") if cells[name]]
+    words += [f"mb{cells['micro_batch']}", f"b{cells['global_batch']}"]
+    head = f"{outcome.line.place:30} {' '.join(words):46} {cells['metric'][:24]:24}"
+    value = f"{cells['value'][:10]:>10} {cells['unit'][:12]:12}"
     if outcome.prediction is None:
         return f"{head} {value} not predicted: {outcome.reason}"
     return f"{head} {value} {outcome.prediction.text:>10} {outcome.prediction.relative_error:+8.1%}"
-
-
-def _configuration(line: Line) -> str:
-    """A row's model, degrees and batch."""
-    cells = line.cells
-    words = [cells.get("model", "")[:14], f"{cells.get('num_gpus', '')}gpu"]
-    words += [f"{k}{cells[k]}" for k in ("tp", "pp", "dp") if cells.get(k)]
-    return " ".join(
-        [*words, f"mb{cells.get('micro_batch', '')}", f"b{cells.get('global_batch', '')}"]
-    )
 
 
 def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:

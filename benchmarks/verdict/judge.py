@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,6 +29,7 @@ COMPARABLE = 1.1  # the largest ratio of peaks that counts as comparable memory
 # All rows with which ZeroPP is compared, and those for which every cell gets a verdict: the claim's
 # own opponent, the same program as it runs fastest, what most people would use, and the bound.
 BASELINES = {row.name: row.label for row in COMPARED.values() if row.name != "zeropp"}
+LABELS = {"zeropp": "ZeroPP", **BASELINES}
 JUDGED = ("deepspeed_3d", "deepspeed_best", "megatron_core", "best_3d")
 OPPONENTS = JUDGED[:3]  # programs that somebody trains with: all but the bound
 EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
@@ -178,7 +179,10 @@ class _Slower:
         place = [display.model_label(row["model"]), display.cluster_label(row["cluster"])]
         place += [str(row["num_gpus"]), str(row["global_batch"]), display.ratio(self.speedup)]
         sides = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
-        losses = [_name_losses(side, more) for side in sides]
+        losses = [
+            ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in side)
+            for side in sides
+        ]
         return [*place, *losses, _plan(row), _plan(self.bound)]
 
 
@@ -236,8 +240,3 @@ def _number(row: pd.Series, name: str) -> int:
     """The number after ``name=`` in a plan; degrees of 1 are not written."""
     match = re.search(rf"(?<!\S){name}=(\d+)", str(row["plan"]))
     return int(match[1]) if match else 1
-
-
-def _name_losses(kinds: Iterable[str], more: Mapping[str, float]) -> str:
-    """The losses of some ``kinds`` with what ZeroPP loses ``more`` to each, in per cent."""
-    return ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in kinds)

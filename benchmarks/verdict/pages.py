@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from benchmarks.verdict.judge import (
     COMPARABLE,
     EQUAL,
     JUDGED,
+    LABELS,
     MODES,
     OPPONENTS,
     behind,
@@ -38,8 +39,6 @@ from benchmarks.verdict.uncertainty import (
 )
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
-
-_LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
 # The rows of the headline: the claim's opponent and the same program as it runs fastest, each also
 # with its sums in fp32, and those with which a reader would compare.
@@ -143,7 +142,7 @@ def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     groups = by_batch(best)
     rows = []
     for name in _HEADLINE:
-        line = [_LABELS[name]]
+        line = [LABELS[name]]
         for words, cells in groups.items():
             median, ratios = uncertainty.medians[name][words], best[f"speedup_over_{name}"][cells]
             spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
@@ -297,7 +296,7 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
     batches = dict(list(cells.groupby("sequences_per_gpu")))
     rows = []
     for name in names:
-        row = [_LABELS[name]]
+        row = [LABELS[name]]
         for group in batches.values():
             values = group[column.format(name)].dropna()
             spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
@@ -316,7 +315,7 @@ def _reproduced(cells: pd.DataFrame) -> str:
         ]
         for row in selected[_REPRODUCED].itertuples(index=False, name=None)
     ]
-    heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
+    heads = ["model", "cluster", "GPUs", "batch", *(f"over {LABELS[name]}" for name in JUDGED)]
     return markdown_table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
@@ -339,15 +338,11 @@ def _network(best: pd.DataFrame) -> str:
     varied = best[best.groupby([*keys, "global_batch"])["bandwidth"].transform("nunique") > 1]
     factors = sorted(varied.bandwidth.unique())
     rows = [
-        [BASELINES[name], f"{sequences:g}", *_by_factor(group, name, factors)]
+        [BASELINES[name], f"{sequences:g}", *(f"{speedups[factor]:.2f}" for factor in factors)]
         for name in JUDGED
         for sequences, group in varied.groupby("sequences_per_gpu")
+        for speedups in [group.set_index("bandwidth")[f"speedup_over_{name}"]]
     ]
     return markdown_table(
         ["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows
     )
-
-
-def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
-    speedups = group.set_index("bandwidth")[f"speedup_over_{name}"]
-    return (f"{speedups[factor]:.2f}" for factor in factors)

@@ -16,11 +16,16 @@ from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import BandwidthSpec, VerdictSpec
-from benchmarks.verdict.judge import BASELINES, CLAIM, JUDGED, OPPONENTS, with_shared_plans
+from benchmarks.verdict.judge import (
+    BASELINES,
+    CLAIM,
+    JUDGED,
+    LABELS,
+    OPPONENTS,
+    with_shared_plans,
+)
 from benchmarks.verdict.uncertainty import Array, Uncertainty
 from zeropp.price.lost_time import TimeBreakdown
-
-_LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
 
 def draw(
@@ -83,8 +88,13 @@ def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
     plans = with_shared_plans(plans)
     own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
     own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
+    own = own[own.limit_s.notna()]
+    kinds = [kind.name for kind in fields(TimeBreakdown)]
     panels = {
-        f"{sequences} sequences per GPU": _seconds(own, sequences * band.num_gpus)
+        f"{sequences} sequences per GPU": {
+            LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
+            for _, row in own[own.global_batch == sequences * band.num_gpus].iterrows()
+        }
         for sequences in band.sequences_per_gpu
     }
     return time_breakdown(panels, "losses", _place(band))
@@ -93,16 +103,6 @@ def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
 def _place(band: BandwidthSpec) -> str:
     model, cluster = display.model_label(band.model), display.cluster_label(band.cluster)
     return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
-
-
-def _seconds(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
-    """Per contender, the seconds of its step by cause, for the plans at one batch."""
-    kinds = [kind.name for kind in fields(TimeBreakdown)]
-    rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
-    return {
-        _LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
-        for _, row in rows.iterrows()
-    }
 
 
 def _speedups(cells: pd.DataFrame) -> Picture:

@@ -29,7 +29,7 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
-from benchmarks.specification.contenders import COMPARED, CONTENDERS, Compared, whole
+from benchmarks.specification.contenders import COMPARED, CONTENDERS, whole
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.verdict.assumptions import REPRICED, price_assumptions
@@ -55,11 +55,14 @@ _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
-    """One point per cell and row that can be run, with the best plan that the simulator finds, and
-    one where two rows have the same; ``base`` gives data, optimizer and what is timed."""
+    """One point per cell and row whose contender has a trainer, with the best plan that the
+    simulator finds, and one where two rows have the same. Contenders that are not compared have a
+    point, too. ``base`` gives data, optimizer and what is timed."""
+    runnable = [row for row in COMPARED.values() if row.contender.trainer]
+    runnable += [whole(c) for name, c in CONTENDERS.items() if name not in COMPARED]
     specs: list[RunSpec] = []
     for cell in cells:
-        for row in _runnable():
+        for row in runnable:
             winner = winner_of(cell, tolerance, row)
             if winner is None:
                 continue
@@ -78,12 +81,6 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     return [plan_point(spec) for spec in specs]
 
 
-def _runnable() -> list[Compared]:
-    """The rows of contenders with a trainer, and those contenders that the comparison has not."""
-    rows = [row for row in COMPARED.values() if row.contender.trainer]
-    return rows + [whole(c) for name, c in CONTENDERS.items() if name not in COMPARED]
-
-
 def run(config: dict[str, Any]) -> int:
     """Write plans.csv, assumptions.csv, verdict.csv and the pictures into ``report_dir``. With a
     launcher other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
@@ -95,7 +92,9 @@ def run(config: dict[str, Any]) -> int:
     spec = verdict_spec(config["verdict"])
     cells = cells_of(spec, config["precision"])
     if config["launcher"]["kind"] != "simulate":
-        return _measure(config, spec, cells)
+        real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
+        points = points_of(real, spec_of(config), spec.tolerance)
+        return run_points(points, [config] * len(points))
     if config["precision"] != "bf16":  # a line of the table does not say it
         raise SpecError(
             f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
@@ -124,12 +123,6 @@ def _check_folder(out: Path) -> None:
         raise SpecError(
             f"report_dir={out}: has files, but no {TABLE} of this study (name another folder)"
         )
-
-
-def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> int:
-    real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
-    points = points_of(real, spec_of(config), spec.tolerance)
-    return run_points(points, [config] * len(points))
 
 
 def write_verdict(
@@ -169,7 +162,7 @@ def simulate_cells(
     parts: dict[Cell, dict[str, list[RunRecord]]] = defaultdict(dict)
     with workers(os.cpu_count() or 1) as pool:
         running = {pool.submit(job.records, commit): job for job in jobs}
-        for job, done in _told(running):
+        for job, done in _as_they_end(running):
             of_cell = parts[job.cell]
             of_cell[job.part] = done.result()
             if len(of_cell) < len(todo[job.cell]):
@@ -180,7 +173,7 @@ def simulate_cells(
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
 
 
-def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Future[T]]]:
+def _as_they_end(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Future[T]]]:
     """The parts of cells as they end, with a line of how many are left and for about how long."""
     started, effort = time.monotonic(), sum(job.effort for job in running.values())
     settled = 0.0
@@ -190,7 +183,7 @@ def _told(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Fut
             job = running[done]
             yield job, done
             settled += job.effort
-            if settled > effort / 20:  # before, nobody knows
+            if settled > effort / 20:  # before, an estimate would be far off
                 left_s = (time.monotonic() - started) * (effort / settled - 1)
                 bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
             bar.advance(line)
