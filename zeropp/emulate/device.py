@@ -62,11 +62,6 @@ def extent(tensor: Tensor) -> Extent:
     return storage, begin * size, (last + 1) * size
 
 
-def _is_on_host(reads: Tensors) -> bool:
-    """Whether an operator computes with integers that the host knows: no work for the device."""
-    return bool(reads) and all(is_known(read) and not read.is_floating_point() for read in reads)
-
-
 class VirtualDevice:
     """What the host of one rank gives its device goes into ``log``.
 
@@ -244,10 +239,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs
         for tensor in new:
             device.allocate(tensor.untyped_storage(), name)
-        if name in _EMPTY or _is_on_host(reads):
+        is_of_host = all(is_known(read) and not read.is_floating_point() for read in reads)
+        if name in _EMPTY or (reads and is_of_host):  # of integers that the host knows
             return
         device.kernel(name, reads, [*writes, *new], given)
-        if name in _READ_BY_HOST or (name == "aten::index" and _has_mask(reads[1:])):
+        # Rows are picked by a mask, whose count the host has to know.
+        is_masked = any(index.dtype in (torch.bool, torch.uint8) for index in reads[1:])
+        if name in _READ_BY_HOST or (name == "aten::index" and is_masked):
             device.read_by_host(f"a number that {name} gives the host")
 
     def _stream_of(self, communicator: str) -> str:
@@ -335,8 +333,3 @@ def _size_everywhere(name: str, read: Tensors, written: Tensors) -> str:
     if _UNEVEN.search(name):
         return text
     return f"{text}, {max(sum(t.numel() for t in tensors) for tensors in (read, written))} elements"
-
-
-def _has_mask(indices: Tensors) -> bool:
-    """Whether rows are picked by a mask, whose count the host has to know."""
-    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)

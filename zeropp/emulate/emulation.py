@@ -254,14 +254,14 @@ def as_on_cuda(device: VirtualDevice) -> AbstractContextManager[None]:
     )
 
 
-@contextmanager
 def _as_one(
-    device: VirtualDevice, name: str, reads: Tensors, writes: list[Tensor]
-) -> Iterator[None]:
-    """Inside this context no kernel is noted, but one at its end."""
+    device: VirtualDevice, name: str, reads: Tensors, run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What ``run`` gives, for which one kernel is noted, and none of its own."""
     with device.unseen():
-        yield
+        writes = run()
     device.kernel(name, reads, writes)
+    return writes
 
 
 def as_one_kernel(device: VirtualDevice, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,10 +272,9 @@ def as_one_kernel(device: VirtualDevice, function: Callable[..., Any]) -> Callab
     def run(*arguments: Any, **keywords: Any) -> Any:
         with without_modes():
             result = function(*arguments, **keywords)
-        writes = tensors_in(result)
-        with _as_one(device, function.__name__, tensors_in([arguments, keywords]), writes):
-            for tensor in writes:
-                tensor.detach()  # the operator by which a trace sees the tensor's storage
+        reads, writes = tensors_in([arguments, keywords]), tensors_in(result)
+        # An operator, by which a trace sees the storages of what was made.
+        _as_one(device, function.__name__, reads, lambda: tuple(t.detach() for t in writes))
         return result
 
     return run
@@ -289,18 +288,16 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, device: VirtualDevice, x: Tensor, weight: Tensor) -> Tensor:
         ctx.device = device
         ctx.save_for_backward(x, weight)
-        writes: list[Tensor] = []
-        with _as_one(device, "aten::_fused_rms_norm", [x, weight], writes):
-            writes.append(torch.zeros_like(x))
-        return writes[0]
+        reads = [x, weight]
+        return _as_one(device, "aten::_fused_rms_norm", reads, lambda: (torch.zeros_like(x),))[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        writes: list[Tensor] = []
-        with _as_one(ctx.device, "aten::_fused_rms_norm_backward", [grad, x, weight], writes):
-            writes += [torch.zeros_like(x), torch.zeros_like(weight)]
-        return None, writes[0], writes[1]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def make() -> tuple[Tensor, ...]:
+            return tuple(map(torch.zeros_like, ctx.saved_tensors))
+
+        reads = [grad, *ctx.saved_tensors]
+        return None, *_as_one(ctx.device, "aten::_fused_rms_norm_backward", reads, make)
 
 
 def _rms_norm(

@@ -81,7 +81,10 @@ class Allocations:
 
     def label(self, tensor: Tensor, kind: Kind) -> None:
         """Set the kind of a tensor's storage."""
-        entry = self._live.get(id(_local_part(tensor).untyped_storage()))
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():  # otherwise its part would be a new tensor in the graph
+                tensor = tensor.to_local()
+        entry = self._live.get(id(tensor.untyped_storage()))
         if entry is not None and entry[0].kind is None:
             entry[0].kind = kind
 
@@ -139,14 +142,6 @@ class Allocations:
             self._run = run
             self._pass += 1
         return self._pass
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """The plain tensor inside a DTensor, or the tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # otherwise it would be a new tensor in the graph
-        return tensor.to_local()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ The rules are those by which ``zeropp.price.kernels`` counts what the suite's mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -186,10 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_backward = "backward" in operator  # of a layer that differentiates itself
         product = None if is_backward else product_of(operator, operands, results, given)
         if isinstance(product, Attention):
-            reader = object()
-            for x in operands:
-                self._read(self._value_of(x), reader)
-            self._remember(results[0], is_attended=True)
+            self._kernel(map(self._value_of, operands), results, is_attended=True)
             self._attentions.append(replace(product, has_backward=results[0].requires_grad))
         elif product is not None:
             *added, left, right = operands
@@ -197,27 +194,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 left, right, *added = operands
                 if given["transposed"]:  # with the input as the left factor
                     product = replace(product, k=product.n, n=product.k)
-            factors = [self._value_of(left), self._value_of(right)]
-            for value in factors:
-                self._read(value, object())
-            of_left, of_right = (value.gradient for value in factors)
-            self._products.append(replace(product, left=of_left, right=of_right))
+            of_left, of_right = self._value_of(left), self._value_of(right)
+            self._kernel([of_left], [])  # gradients of the two come from two kernels
+            self._kernel([of_right], results)
+            product = replace(product, left=of_left.gradient, right=of_right.gradient)
+            self._products.append(product)
             if any(bias.requires_grad for bias in added):
                 self._elementwise.append(Elementwise(0, results[0].numel()))
-            self._remember(results[0])
         elif operator in LOOKUPS or operator == "_embedding_bag":
-            table = self._value_of(operands[0])
-            rows = results[0].numel()
-            self._read(table, object())
+            table, rows = self._value_of(operands[0]), results[0].numel()
+            self._kernel([table], results[:1])
             self._elementwise.append(_elementwise(2 * rows, 3 * rows, table.gradient))
-            self._remember(results[0])
         elif operator in NORMS:
             chain = self._new_chain(self._value_of(operands[0]))
             chain.computes = chain.reduces = True
             chain.written = results[0].numel()
-            self._read(chain.source, chain)
-            for x in results:
-                self._remember(x)
+            self._kernel([chain.source], results)
         else:
             self._record_elementwise(operator, operands, results)
 
@@ -235,7 +227,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         sources = _sources(read)
         if len(sources) > 1:
-            self._join(operator, read, results)
+            self._kernel(read, results)
+            self._elementwise.append(_joint(operator, read, results))
             return
         (source,) = sources
         if operator in COPIES and source.is_attended:
@@ -252,19 +245,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in results:
             self._remember(x, made_by=chain)
 
-    def _join(self, operator: str, read: dict[_Value, int], results: list[Tensor]) -> None:
-        """Record a kernel that computes on several tensors."""
+    def _kernel(self, reads: Iterable[_Value], results: Sequence[Tensor], **what: Any) -> None:
+        """Note a kernel that reads tensors from memory and makes others."""
         reader = object()
-        for value in read:
+        for value in reads:
             self._read(value, reader)
         for x in results:
-            self._remember(x)
-        forward = sum(read.values()) + sum(map(elements_of, results))
-        differentiable = {value: size for value, size in read.items() if value.gradient != "none"}
-        is_input = any(value.gradient == "input" for value in differentiable)
-        gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
-        backward = 0 if operator in SUMS else forward + sum(differentiable.values())
-        self._elementwise.append(_elementwise(forward, backward, gradient))
+            self._remember(x, **what)
 
     def _new_chain(self, source: _Value) -> _Chain:
         self._chains.append(_Chain(source=source))
@@ -318,6 +305,16 @@ class _AttentionCalls(TorchFunctionMode):
         inside = mock.patch.object(F, _ATTENTION.__name__, self._attend)
         with inside if function is F.multi_head_attention_forward else nullcontext():
             return function(*args, **(kwargs or {}))
+
+
+def _joint(operator: str, read: Mapping[_Value, int], results: Sequence[Tensor]) -> Elementwise:
+    """What a kernel moves that computes on several tensors."""
+    forward = sum(read.values()) + sum(map(elements_of, results))
+    differentiable = {value: size for value, size in read.items() if value.gradient != "none"}
+    is_input = any(value.gradient == "input" for value in differentiable)
+    gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
+    backward = 0 if operator in SUMS else forward + sum(differentiable.values())
+    return _elementwise(forward, backward, gradient)
 
 
 def _sources(read: Mapping[_Value, int]) -> set[_Value]:

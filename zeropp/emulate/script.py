@@ -55,6 +55,14 @@ _WORDS = (
 _WORDS += " layer_norm group_norm norm cosine_similarity cross_entropy nll_loss l1_loss mse_loss"
 _WORDS += " smooth_l1_loss softmax log_softmax cumprod cumsum prod sum logsumexp __pow__ __rpow__"
 _IN_FP32 = set(_WORDS.split())
+_FSDP1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
+_BATCH_NORM = "SyncBatchNorm is not emulated: leave out convert_sync_batchnorm"
+_NOT_EMULATED = (
+    (fsdp.CPUOffloadPolicy, "__init__", "CPUOffloadPolicy is not emulated: leave it out"),
+    (fsdp.FullyShardedDataParallel, "__init__", _FSDP1),
+    (nn.DataParallel, "__init__", "DataParallel is not emulated: use DistributedDataParallel"),
+    (nn.SyncBatchNorm, "forward", _BATCH_NORM),
+)
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _FINITE, _ALL = (torch.isfinite, Tensor.isfinite), (torch.all, Tensor.all)
 _MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange)
@@ -153,14 +161,8 @@ def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple
             nn.parallel.DistributedDataParallel: DataParallel,
         }
     )
-    offload = "CPUOffloadPolicy is not emulated: leave it out"
-    yield fsdp.CPUOffloadPolicy, "__init__", _refuse(offload)
-    fsdp1 = "FullyShardedDataParallel (FSDP1) is not emulated: shard with fully_shard (FSDP2)"
-    yield fsdp.FullyShardedDataParallel, "__init__", _refuse(fsdp1)
-    line = "DataParallel is not emulated: use DistributedDataParallel"
-    yield nn.DataParallel, "__init__", _refuse(line)
-    synced = "SyncBatchNorm is not emulated: leave out convert_sync_batchnorm"
-    yield nn.SyncBatchNorm, "forward", _refuse(synced)
+    for owner, name, line in _NOT_EMULATED:
+        yield owner, name, _refuse(line)
 
 
 def _objects(rank: int) -> Iterator[tuple[Any, str, Any]]:
@@ -348,7 +350,8 @@ class _CudaIsHere(TorchFunctionMode):
         if function in _MADE_ON_HOST and kwargs.get("device") is None:
             return self._made_on_host(function, args, kwargs)
         if torch.is_autocast_enabled("cpu") and function.__name__ in _IN_FP32:
-            args = tuple(_in_fp32(value) for value in args)
+            short = (torch.float16, torch.bfloat16)
+            args = [x.float() if isinstance(x, Tensor) and x.dtype in short else x for x in args]
         args, kwargs = _with_cpu(args, kwargs, by_index=function is Tensor.to)
         result = function(*args, **kwargs)
         if function in _FINITE or (function in _ALL and is_taken_for_true(args[0])):
@@ -366,11 +369,6 @@ class _CudaIsHere(TorchFunctionMode):
             fake = function(*args, **kwargs)
         set_numbers(fake, numbers)
         return fake  # type: ignore[no-any-return]
-
-
-def _in_fp32(value: Any) -> Any:
-    is_short = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_short else value
 
 
 def _with_cpu(

@@ -86,23 +86,19 @@ def _filled(original: Any, fill_integers: Fill) -> Any:
     @wraps(original)
     def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
-            if not tensor.is_floating_point():
-                _fill(tensor, fill_integers)
-            elif not is_fake(tensor):
-                tensor.normal_()
+            if tensor.is_floating_point():
+                if not is_fake(tensor):
+                    tensor.normal_()
+            elif is_fake(tensor):
+                with without_modes():
+                    numbers = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    fill_integers(numbers)
+                set_numbers(tensor, numbers)
+            else:
+                fill_integers(tensor)
         return original(tensor, *arguments, **keywords)
 
     return receive
-
-
-def _fill(message: Tensor, fill_integers: Fill) -> None:
-    if not is_fake(message):
-        fill_integers(message)
-        return
-    with without_modes():
-        numbers = torch.zeros(message.shape, dtype=message.dtype)
-        fill_integers(numbers)
-    set_numbers(message, numbers)
 
 
 def _same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
