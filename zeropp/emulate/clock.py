@@ -84,14 +84,12 @@ def replay(
     *,
     kernel_prices: Callable[[Kernel], float],
     launch_s: float,
-    network_prices: Callable[[Issued, RankPart], float] | None = None,
     title: str = "",
 ) -> Replay:
     """Replay the logs of the ranks of one pipeline of a job of ``world`` ranks, at the prices of
-    ``kernel_prices`` and a time of the host per launch; messages and collectives are priced by
-    ``network_prices``, if given, otherwise by the links of the cluster. Raises StuckError if they
-    do not end."""
-    links = _Links(logs, cluster, world, network_prices)
+    ``kernel_prices`` and a time of the host per launch; messages and collectives are priced by the
+    links of the cluster. Raises StuckError if they do not end."""
+    links = _Links(logs, cluster, world)
     slow_nodes = stragglers(cluster, world)
     prices = cache(kernel_prices)
     slowdown = cluster.device.overlap_slowdown
@@ -121,18 +119,11 @@ def replay(
 
 
 class _Links:
-    """Seconds of communication between ranks, those of ``prices``, if given. A message between
-    stages shares its network with the collectives of shards, if they use the same, as in the
-    simulator."""
+    """Seconds of communication between ranks. A message between stages shares its network with the
+    collectives of shards, if they use the same, as in the simulator."""
 
-    def __init__(
-        self,
-        logs: Logs,
-        cluster: Cluster,
-        world: int,
-        prices: Callable[[Issued, RankPart], float] | None = None,
-    ) -> None:
-        self._cluster, self._world, self._prices = cluster, world, prices
+    def __init__(self, logs: Logs, cluster: Cluster, world: int) -> None:
+        self._cluster, self._world = cluster, world
         ranks = sorted(logs)
         gaps = (after - before for before, after in pairwise(ranks))
         self._stride = min(gaps, default=1)
@@ -147,8 +138,6 @@ class _Links:
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
         """How long one message or collective takes once all are there."""
-        if self._prices:
-            return self._prices(issued, part)
         if part.ends:
             source, target = part.ends
             node = self._cluster.gpus_per_node
@@ -160,8 +149,6 @@ class _Links:
 
     def waits_s(self, issued: Issued, part: RankPart) -> float:
         """For how long of it a collective moves nothing, and so slows no compute."""
-        if self._prices:
-            return 0.0
         price = all_reduce_waits_s if _all_reduces(issued) else waits_s
         return price(self._cluster, self._group(part))
 
