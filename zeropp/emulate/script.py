@@ -41,6 +41,7 @@ from zeropp.emulate.world import (
     MOST_KNOWN,
     is_taken_for_true,
     replaced,
+    same_everywhere,
     take_for_true,
     wherever_imported,
 )
@@ -195,11 +196,8 @@ def _objects(rank: int) -> Iterator[tuple[Any, str, Any]]:
         assert scatter_object_input_list is not None
         scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
-    def gather(
-        obj: Any, object_gather_list: list[Any] | None = None, *_: object, **__: object
-    ) -> None:
-        if object_gather_list is not None:
-            object_gather_list[:] = [obj] * len(object_gather_list)
+    def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        same_everywhere(object_gather_list or [], obj)
 
     objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
     yield from wherever_imported(

@@ -66,7 +66,7 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
-    functions: dict[Any, Any] = {dist.all_gather_object: _same_everywhere}
+    functions: dict[Any, Any] = {dist.all_gather_object: same_everywhere}
     if fill_integers is not None:
         functions |= {f: _filled(f, fill_integers) for f in (dist.recv, dist.irecv)}
     try:
@@ -101,7 +101,8 @@ def _filled(original: Any, fill_integers: Fill) -> Any:
     return receive
 
 
-def _same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
+def same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
+    """Stands for what gathers objects: peers have the same."""
     del group
     object_list[:] = [obj] * len(object_list)
 
