@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +117,11 @@ def test_the_library_is_one_chain_of_rooms() -> None:
     assert {room_of(module) for module in imports() if module.startswith("zeropp")} == set(floors)
     assert {arrow for arrow in arrows if floors[arrow[0]] >= floors[arrow[1]]} == set()
     assert 15 < len(arrows) <= MOST_IMPORTS_BETWEEN_ROOMS
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    others = {module: targets - {module} for module, targets in imports().items()}
+    TopologicalSorter(others).prepare()  # raises CycleError, with the files of one
 
 
 def writes_text(call: ast.Call) -> bool:
