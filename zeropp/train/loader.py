@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from zeropp.engine.errors import agreed
+from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
 
-if TYPE_CHECKING:
-    from zeropp.train.parallel_model import ParallelModel
+
+class Model(Protocol):
+    """What a loader reads of a model that trains."""
+
+    plan: Plan
+    rows: slice
+
+    @property
+    def steps_done(self) -> int:
+        """The steps that the model has made, or its checkpoint had."""
+        ...
 
 
 class RowsOfSteps(Sampler[list[int]]):
@@ -25,9 +35,7 @@ class RowsOfSteps(Sampler[list[int]]):
     are others in every epoch that is shuffled.
     """
 
-    def __init__(
-        self, model: ParallelModel, count: int, *, shuffle: bool, seed: int, resume: bool
-    ) -> None:
+    def __init__(self, model: Model, count: int, *, shuffle: bool, seed: int, resume: bool) -> None:
         self._model, self._count, self._shuffle, self._seed = model, count, shuffle, seed
         self._resume = resume
 
@@ -46,7 +54,7 @@ class RowsOfSteps(Sampler[list[int]]):
 
 
 def make_loader(
-    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
+    model: Model, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
 ) -> DataLoader[Any]:
     """See ``ParallelModel.loader``."""
 

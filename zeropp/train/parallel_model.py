@@ -19,6 +19,7 @@ from zeropp.engine.loss import Microbatches
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import Value, split_rows
 from zeropp.schedule.plan import Plan
+from zeropp.train.loader import make_loader
 from zeropp.types.training import StepResult
 
 if TYPE_CHECKING:
@@ -123,8 +124,6 @@ class ParallelModel:
         ``resume=False`` every loop goes over the first epoch from its first row, as over rows that
         are not trained on. ``more`` are options of ``torch.utils.data.DataLoader``. Raises
         InfeasibleError where ranks differ."""
-        from zeropp.train.loader import make_loader
-
         return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **more)
 
     @property
