@@ -4,6 +4,7 @@ files and functions; and that text files are UTF-8 anywhere."""
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -25,6 +26,35 @@ FLOORS = (
     ("zeropp.types",),
 )
 MOST_IMPORTS_BETWEEN_ROOMS = 27
+# The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
+# number and says what it has bought; one that needs less lowers it.
+BUDGET = {
+    "baselines": 4_050,
+    "benchmarks": 780,
+    "benchmarks/calibrate": 790,
+    "benchmarks/evidence": 1_150,
+    "benchmarks/explain": 2_410,
+    "benchmarks/launch": 3_770,
+    "benchmarks/measured": 530,
+    "benchmarks/records": 1_170,
+    "benchmarks/report": 3_830,
+    "benchmarks/specification": 900,
+    "benchmarks/tune": 230,
+    "benchmarks/validation": 1_900,
+    "benchmarks/verdict": 1_810,
+    "benchmarks/worker": 1_490,
+    "zeropp": 140,
+    "zeropp/choose": 1_830,
+    "zeropp/emulate": 3_640,
+    "zeropp/engine": 5_810,
+    "zeropp/huggingface": 810,
+    "zeropp/price": 3_450,
+    "zeropp/schedule": 2_590,
+    "zeropp/train": 1_100,
+    "zeropp/types": 640,
+}
+MOST_LINES = 44_710
+MOST_LINES_OF_TESTS = 27_180
 
 
 @cache
@@ -117,6 +147,19 @@ def test_the_library_is_one_chain_of_rooms() -> None:
     assert {room_of(module) for module in imports() if module.startswith("zeropp")} == set(floors)
     assert {arrow for arrow in arrows if floors[arrow[0]] >= floors[arrow[1]]} == set()
     assert 15 < len(arrows) <= MOST_IMPORTS_BETWEEN_ROOMS
+
+
+def test_no_room_has_more_lines_than_its_budget() -> None:
+    lines: Counter[str] = Counter()
+    for path, text in sources().items():
+        parts = path.split("/")
+        is_room = len(parts) > 2 and parts[0] != "baselines"
+        lines["/".join(parts[:2]) if is_room else parts[0]] += text.count("\n")
+    assert lines.keys() == BUDGET.keys()
+    assert {room: n for room, n in lines.items() if n > BUDGET[room]} == {}
+    assert lines.total() <= MOST_LINES
+    tests = sum(path.read_text("utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py"))
+    assert tests <= MOST_LINES_OF_TESTS
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
