@@ -31,8 +31,6 @@ def _run() -> int:
     for config in configs:
         _check_run_keys(config)
     if study := configs[0].get("study"):
-        if study not in _STUDIES:
-            raise SpecError(f"study={study!r}: must be one of {', '.join(_STUDIES)}")
         return int(importlib.import_module(_STUDIES[study]).run(configs[0]))
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import run_points, spec_of
@@ -57,6 +55,10 @@ def _check_run_keys(config: dict[str, Any]) -> None:
     for field in ("runs_dir", "report_dir"):
         if not isinstance(config[field], str) or not config[field]:
             raise SpecError(f"{field}={config[field]!r}: must be the path of a folder")
+    if (study := config.get("study")) not in [None, *_STUDIES]:
+        raise SpecError(f"study={study!r}: must be one of {', '.join(_STUDIES)}")
+    if (study == "verdict") != ("verdict" in config):
+        raise SpecError("study=verdict: needs the key verdict, which nothing else reads")
 
 
 if __name__ == "__main__":

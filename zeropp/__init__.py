@@ -8,12 +8,11 @@
 In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
 trains in pipeline stages, on one rank of a process group.
 
-What trains: ``api`` (the door), ``settings`` (its keywords), ``stages`` (layers become stages),
-``parallel_model`` (what it returns), ``schedule`` (which action when), ``plan`` (what every rank
-does), ``step_plan`` (what makes a plan from ``knobs``) and ``engine`` (what runs it). What a step
-takes: ``price``. Which plan is best: ``choose``. Neither is loaded where nothing is ``auto`` and no
-cluster is named. What a step would issue on a GPU: ``emulate``. Importing the package imports no
-torch.
+What trains: ``train`` (the door, and what it returns), ``schedule`` (which action when, and a plan
+of what every rank does) and ``engine`` (what runs it). What a step takes: ``price``. Which plan is
+best: ``choose``. Neither is loaded where nothing is ``auto`` and no cluster is named. What a step
+would issue on a GPU: ``emulate``. What all of these share: ``types``. Importing the package imports
+no torch.
 """
 
 from __future__ import annotations

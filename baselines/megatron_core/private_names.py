@@ -160,7 +160,7 @@ def run_on_cpu() -> None:
 def give_torch(
     get_state: Callable[[], Tensor], set_state: Callable[[Tensor], None], **streams: Any
 ) -> None:
-    """The same with these states of random numbers and streams."""
+    """As ``run_on_cpu``, with these states of random numbers, and these names of ``torch.cuda``."""
     cuda = _Proxy(
         torch.cuda,
         current_device=lambda: _CPU,

@@ -35,6 +35,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.reading import validated
 from zeropp.price import parameter_count
 from zeropp.price.programs import entry_named
+from zeropp.types.data import DATA
 from zeropp.types.literals import Recompute
 from zeropp.types.shape import Family, ModelShape
 
@@ -171,9 +172,7 @@ def are_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> bool:
 Role = Literal["fitted", "adjusted", "held_out"]
 # The presets of GPUs; "stated" is a device whose numbers the row itself has.
 DEVICES = (
-    *sorted(
-        {p.stem for p in (CHECKOUT / "conf/cluster").glob("*.yaml")} - {"cpu_gloo", "cpu_2cores"}
-    ),
+    *sorted({p.stem for p in (DATA / "conf/cluster").glob("*.yaml")} - {"cpu_gloo", "cpu_2cores"}),
     "stated",
 )
 Precise = Literal[

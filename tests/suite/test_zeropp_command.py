@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import hydra
 import pytest
@@ -120,6 +123,24 @@ def test_the_wheel_has_what_its_commands_read() -> None:
     packages = {"zeropp", "baselines", "benchmarks"}
     roots = {path.partition("/")[0] for path in wheel["only-include"]}
     assert wheel["sources"] == {root: f"zeropp/data/{root}" for root in roots - packages}
+
+
+def test_a_wheel_answers_without_a_checkout(tmp_path: Path) -> None:
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for path in wheel["only-include"]:
+        root, _, rest = path.partition("/")
+        target = tmp_path / wheel["sources"].get(root, root) / rest
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (CHECKOUT / path).is_dir() else shutil.copy
+        copy(CHECKOUT / path, target)
+    words = "explain docs/examples/llama3_8b.toml num_gpus=16 cluster=h100 --measured 9000ms"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "zeropp", *words.split()],
+        capture_output=True, text=True, timeout=300, cwd=CHECKOUT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "times priced" in done.stdout
 
 
 @pytest.mark.parametrize("text", ["name: [1,", "name: \x01x"])

@@ -1,8 +1,8 @@
 """What an operator of torch is, and what one kernel of a GPU computes and moves for it.
 
-All who watch operators run read it here: the log of a rank that is replayed, one kernel for every
-operator, and the ``recorder``, which makes of a layer's operators the kernels that people write by
-hand. Operators are told by their names, because torch may have fewer or more of them.
+Two readers need it: the log of a rank that is replayed, which has one kernel for every operator,
+and the ``recorder``, which makes of a layer's operators the kernels that people write by hand.
+Operators are found by their names, because torch may have fewer or more of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def all_tensors_in(value: object) -> list[Tensor]:
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The same of those with memory."""
+    """Those of them that have memory."""
     tensors = all_tensors_in(value)
     return [t for t in tensors if t.layout == torch.strided and not t.is_meta]
 
@@ -79,7 +79,7 @@ def elements_of(tensor: Tensor) -> int:
 
 
 def size_of(tensor: Tensor) -> int:
-    """The bytes of these elements."""
+    """The bytes of the elements that are in memory."""
     return elements_of(tensor) * tensor.element_size()
 
 

@@ -24,7 +24,7 @@ The rules are those by which ``zeropp.price.kernels`` counts what the suite's mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -302,8 +302,9 @@ class _AttentionCalls(TorchFunctionMode):
         """Run one function of torch."""
         if function is _ATTENTION:
             return self._attend(*args, **(kwargs or {}))
-        inside = mock.patch.object(F, _ATTENTION.__name__, self._attend)
-        with inside if function is F.multi_head_attention_forward else nullcontext():
+        if function is not F.multi_head_attention_forward:
+            return function(*args, **(kwargs or {}))
+        with mock.patch.object(F, _ATTENTION.__name__, self._attend):
             return function(*args, **(kwargs or {}))
 
 

@@ -190,9 +190,8 @@ class Checkpointer:
         together(lambda: _copy(held, offered))
         state.settings.update({name: settings[name] for name in state.settings if name in settings})
         state.steps_done.fill_(int(saved.get(STEPS, state.steps_done)))
-        skipped = (
-            0 if STEPS in saved else state.skipped_steps
-        )  # a count of other steps is of no use
+        # The count of other steps is of no use.
+        skipped = 0 if STEPS in saved else state.skipped_steps
         state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
         self._take_over(state, optimizer=bool(optimizer))
 
