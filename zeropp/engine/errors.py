@@ -53,24 +53,24 @@ def agreed(steps: Generator[Mapping[str, str], None, T]) -> T:
     before a description as in ``together``, and InfeasibleError, with the field's name, for a
     description that differs.
     """
-    said: list[Mapping[str, str]] = []
+    own: list[Mapping[str, str]] = []
 
     def run() -> T:
         while True:
             try:
-                said.append(next(steps))
+                own.append(next(steps))
             except StopIteration as end:
-                made: T = end.value
-                return made
+                value: T = end.value
+                return value
 
     result, failure = _attempt(run)
-    told = gathered((said, _report(failure)))
-    for place in range(1 + max(len(descriptions) for descriptions, _ in told)):
-        reports = [report if len(given) == place else _report(None) for given, report in told]
+    ranks = gathered((own, _report(failure)))
+    for place in range(1 + max(len(descriptions) for descriptions, _ in ranks)):
+        reports = [report if len(before) == place else _report(None) for before, report in ranks]
         if any(summary for _, summary in reports):
-            _raise_everywhere(failure if len(said) == place else None, reports)
-        if all(len(given) > place for given, _ in told):
-            _compare([given[place] for given, _ in told])
+            _raise_everywhere(failure if len(own) == place else None, reports)
+        if all(len(descriptions) > place for descriptions, _ in ranks):
+            _compare([descriptions[place] for descriptions, _ in ranks])
     return result[0]
 
 

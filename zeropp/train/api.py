@@ -51,8 +51,8 @@ def parallelize(
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     meet(keywords)
-    given = agreed(_planned(layers, loss_fn, positional, keywords))
-    settings, device, sizes, plan, chosen = given
+    planned = agreed(_planned(layers, loss_fn, positional, keywords))
+    settings, device, sizes, plan, chosen = planned
     own = partial(own_layers, layers, plan, device, settings.tied)
     held = preflight.with_equal_values(own)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
