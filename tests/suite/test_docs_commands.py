@@ -18,6 +18,7 @@ from benchmarks.launch.sweep import spec_of
 from benchmarks.show import parse, split_form
 from benchmarks.specification.command import CommandParser
 from benchmarks.specification.compose import compose
+from zeropp.__main__ import FOLDERS
 
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 
@@ -57,9 +58,11 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         parse(split_form(words[1:])[0])
     else:
         monkeypatch.setattr(sys, "argv", [module, *words])
-        package = (CHECKOUT / module.replace(".", "/")).is_dir()
+        name = module.removeprefix("benchmarks.")
+        is_folder = (CHECKOUT / module.replace(".", "/")).is_dir()
+        file = FOLDERS.get(name, f"{name}.__main__" if is_folder else name)
         with pytest.raises(WordsRead):
-            importlib.import_module(f"{module}.__main__" if package else module).main()
+            importlib.import_module(f"benchmarks.{file}").main()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -293,10 +293,12 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        def make() -> tuple[Tensor, ...]:
-            return tuple(map(torch.zeros_like, ctx.saved_tensors))
+        saved = ctx.saved_tensors  # once, because a recomputed block runs again for it
 
-        reads = [grad, *ctx.saved_tensors]
+        def make() -> tuple[Tensor, ...]:
+            return tuple(map(torch.zeros_like, saved))
+
+        reads = [grad, *saved]
         return None, *_as_one(ctx.device, "aten::_fused_rms_norm_backward", reads, make)
 
 
