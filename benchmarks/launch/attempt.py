@@ -298,7 +298,8 @@ def finish_attempt(
         was = f"what cannot be read ({error})"
     notes = [*record.notes, f"closed before its end as {was}"]
     record = replace(record, record_id=f"{record.record_id}/late", notes=notes)
-    record.write(directory / "record-late.json")
+    if not record.write(late := directory / "record-late.json"):
+        raise FileExistsError(f"{late}: is there, and no record is overwritten")
     return record
 
 
