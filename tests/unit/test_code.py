@@ -115,7 +115,7 @@ def imported(inside: ast.AST) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{name.name}" for name in node.names)
-        else:
+        elif not isinstance(node, ast.expr):
             yield from imported(node)
 
 

@@ -307,7 +307,7 @@ def test_a_file_that_says_all_is_priced_though_it_does_not_fit() -> None:
     place = CHECKOUT / "docs/examples/configurations"
     files = [str(place / name) for name in ("deepspeed_zero2.json", "llama_config.json")]
     asked = ask(files, ["num_gpus=16", "cluster=h100", "model.seq=4096", "model.layers=48"], [])
-    found = answer(asked, 0.5)
+    found = answer(asked, 0.05)
     assert not found.fits
     assert found.asked.plan.layout.replicate == 16
     assert asked.task.shape.name == "llama_4096_48_layers"
@@ -393,6 +393,14 @@ DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
 """
 
 
+def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
+    """The question of a trainer's file beside a model of Hugging Face, on H100 GPUs."""
+    (place / name).write_text(text, encoding="utf-8")
+    (place / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")  # with a BOM
+    files = [str(place / "config.json"), str(place / name)]
+    return ask(files, ["cluster=h100", "model.seq=4096", *words], [])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "contender", "degrees", "batch"),
     [
@@ -408,13 +416,12 @@ DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
 def test_trainers_around_a_model_of_hugging_face(
     name: str, text: str, contender: str, degrees: dict[str, int], batch: int, tmp_path: Path
 ) -> None:
-    trainer, config = tmp_path / name, tmp_path / "config.json"
-    trainer.write_text(text, encoding="utf-8")
-    config.write_text(json.dumps(LLAMA), encoding="utf-8-sig")  # with a byte order mark
-    files = [str(trainer)] if name == "n.yaml" else [str(config), str(trainer)]
-    words = ["cluster=h100", "num_gpus=16", "model.seq=4096"]
-    words += ["global_batch=128"] * (name == "a.yaml")
-    asked = ask(files, words, [])
+    words = ["num_gpus=16", *["global_batch=128"] * (name == "a.yaml")]
+    if name == "n.yaml":  # which has a model of its own
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        asked = ask([str(tmp_path / name)], ["cluster=h100", "model.seq=4096", *words], [])
+    else:
+        asked = beside_llama(tmp_path, name, text, *words)
     assert asked.contender.name == contender
     assert asked.contender.label.startswith("nanotron") == (name == "n.yaml")
     assert {key: getattr(asked.knobs, key) for key in degrees} == degrees
@@ -437,11 +444,8 @@ def test_trainers_around_a_model_of_hugging_face(
 def test_precision_that_the_file_leaves_to_the_script(
     text: str, precision: str, derived: str, tmp_path: Path
 ) -> None:
-    trainer, config = tmp_path / ("d.json" if text[0] == "{" else "a.yaml"), tmp_path / "c.json"
-    trainer.write_text(text, encoding="utf-8")
-    config.write_text(json.dumps(LLAMA), encoding="utf-8")
-    words = ["cluster=h100", "num_gpus=16", "model.seq=4096", "global_batch=128"]
-    asked = ask([str(config), str(trainer)], words, [])
+    name = "d.json" if text[0] == "{" else "a.yaml"
+    asked = beside_llama(tmp_path, name, text, "num_gpus=16", "global_batch=128")
     assert asked.task.precision == precision
     assert any(derived in line for line in asked.reading.derived)
 
@@ -456,11 +460,9 @@ def test_precision_that_the_file_leaves_to_the_script(
 def test_what_accelerate_leaves_open_is_refused(
     changed: tuple[str, str], said: str, tmp_path: Path
 ) -> None:
-    trainer, config = tmp_path / "a.yaml", tmp_path / "c.json"
-    trainer.write_text((ACCELERATE + DEGREES).replace(*changed), encoding="utf-8")
-    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    text = (ACCELERATE + DEGREES).replace(*changed)
     with pytest.raises(SpecError, match=said):
-        ask([str(config), str(trainer)], ["cluster=h100", "model.seq=4096", "global_batch=64"], [])
+        beside_llama(tmp_path, "a.yaml", text, "global_batch=64")
 
 
 @pytest.mark.parametrize(

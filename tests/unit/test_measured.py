@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.explain.measured import Training, compare, nearest, on_fitted, priced, show_measured
+from benchmarks.explain.measured import (
+    Comparison,
+    Training,
+    compare,
+    nearest,
+    on_fitted,
+    priced,
+    show_measured,
+)
 from benchmarks.explain.question import Question, ask
 from benchmarks.measured.causes import NO_CAUSE, OTHER, VARIANTS, explain
 from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
@@ -245,15 +253,20 @@ def test_nearest_published_runs_are_of_the_device() -> None:
     assert all(found.tokens_per_s_per_gpu > 0 and found.priced > 0 for found in near)
 
 
+def compared(*texts: str) -> Comparison:
+    """Measured runs beside the price of a question on eight GPUs."""
+    arguments = arguments_of(tp=8, num_gpus=8, layers=24)
+    words = ["cluster=h100", "num_gpus=8"]
+    return compare(question(tp=8, num_gpus=8), texts, [], words, arguments)
+
+
 def test_the_screen_warns_where_the_likeliest_cause_is_no_constant() -> None:
     """The constants are fitted all the same, and blame the machine."""
-    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
-    asked = ask([], words, arguments)
     step_s = priced_run(tp=8, num_gpus=8).step_s()
     said = {}
     for factor in (1.0, 1.75):
         console = Console(width=200, file=StringIO())
-        show_measured(compare(asked, [f"{factor * step_s}s"], [], words, arguments), console)
+        show_measured(compared(f"{factor * step_s}s"), console)
         said[factor] = console.file.getvalue()  # type: ignore[attr-defined]
     assert "The likeliest, data, is none of the constants" in said[1.75]
     assert "The likeliest" not in said[1.0]
@@ -268,10 +281,8 @@ def test_length_and_energy_of_a_training() -> None:
 
 
 def test_the_screen_says_what_was_measured() -> None:
-    words, arguments = ["cluster=h100", "num_gpus=8"], arguments_of(tp=8, num_gpus=8, layers=24)
-    asked = ask([], words, arguments)
-    texts = ["8s", "3 s num_gpus=16"]
-    comparison = compare(asked, texts, [], words, arguments)
+    asked, texts = question(tp=8, num_gpus=8), ["8s", "3 s num_gpus=16"]
+    comparison = compared(*texts)
     console = Console(width=200, file=StringIO())
     show_measured(comparison, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -284,10 +295,10 @@ def test_the_screen_says_what_was_measured() -> None:
     for task in (fitted.task, fitted.own_task):  # both programs' plans are priced with them
         assert task.cluster.device.matmul_bf16_tflops < rate
     with pytest.raises(SpecError, match="at most 3 runs"):
-        compare(asked, texts * 2, [], words, arguments)
+        compared(*texts * 2)
     with pytest.raises(SpecError, match='--measured a"b: No closing quotation'):
-        compare(asked, ['a"b'], [], words, arguments)
+        compared('a"b')
     for text in ("1e12s", "0.5tokens/s", "1ms"):
         with pytest.raises(SpecError, match="probably not of this run or in this unit") as refused:
-            compare(asked, [text], [], words, arguments)
+            compared(text)
         assert "\n" not in str(refused.value)

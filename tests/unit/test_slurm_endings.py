@@ -17,6 +17,14 @@ from benchmarks.records.record import read_record
 from tests.unit.slurm_attempts import silent_for, submitted
 
 
+@pytest.fixture
+def unstarted(attempt: Path) -> Path:
+    """The attempt, of which no rank has written anything."""
+    for path in attempt.glob("rank_*"):
+        path.unlink()
+    return attempt
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
@@ -160,17 +168,15 @@ EXITED = "srun: error: n: task 1: Exited with exit code 1\nsrun: error: n: task 
     ],
 )
 def test_a_failure_before_the_ranks_start_says_its_line(
-    attempt: Path, end: ScriptEnd, file: str, line: str, interrupted: bool
+    unstarted: Path, end: ScriptEnd, file: str, line: str, interrupted: bool
 ) -> None:
     """By the first rank that failed, which need not be rank 0."""
-    for path in attempt.glob("rank_*"):
-        path.unlink()
     if file.startswith("rank"):
-        (attempt / "srun.log").write_text(EXITED)
-        (attempt / "rank_000.log").write_text("loading\n")
-    place = attempt.parents[1] if file == "a.log" else attempt
+        (unstarted / "srun.log").write_text(EXITED)
+        (unstarted / "rank_000.log").write_text("loading\n")
+    place = unstarted.parents[1] if file == "a.log" else unstarted
     (place / file).write_text(f"loading\n{line}\nslurmstepd: error: *** STEP 7.0 ON n CANCELLED\n")
-    record = close(attempt, end)
+    record = close(unstarted, end)
     words = {"setup": "in setup: ", "start": "before the ranks started: "}
     first = "rank 1: " if file.startswith("rank") else "before the ranks started: "
     assert record.reason == words.get(end.stage, first) + line
@@ -178,14 +184,12 @@ def test_a_failure_before_the_ranks_start_says_its_line(
 
 
 @pytest.mark.usefixtures("silent_slurm")
-def test_a_controller_that_has_forgotten_a_job_has_lost_it(attempt: Path) -> None:
-    for path in attempt.glob("rank_*"):
-        path.unlink()
-    (attempt / "srun.log").write_text(
+def test_a_controller_that_has_forgotten_a_job_has_lost_it(unstarted: Path) -> None:
+    (unstarted / "srun.log").write_text(
         "srun: error: Unable to confirm allocation for job 34: Invalid job id specified\n"
         "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 34\n"
     )
-    record = close(attempt, ScriptEnd(1))
+    record = close(unstarted, ScriptEnd(1))
     assert (record.status, record.interrupted) == ("lost", True)
     assert record.reason.endswith("Expired or invalid job 34")
 
@@ -207,14 +211,12 @@ def test_an_error_of_a_passing_kind_is_an_interruption(attempt: Path) -> None:
     ],
 )
 def test_ranks_that_end_silently_are_told_by_their_exit_code(
-    attempt: Path, end: ScriptEnd, log: str, reason: str
+    unstarted: Path, end: ScriptEnd, log: str, reason: str
 ) -> None:
-    for path in attempt.glob("rank_*"):
-        path.unlink()
-    (attempt.parents[1] / "a.log").write_text("loading\n")
+    (unstarted.parents[1] / "a.log").write_text("loading\n")
     terminating = "srun: launch/slurm: _step_signal: Terminating StepId=242.0\n"
-    (attempt / "srun.log").write_text(log + terminating * bool(log))
-    record = close(attempt, end)
+    (unstarted / "srun.log").write_text(log + terminating * bool(log))
+    record = close(unstarted, end)
     assert Ending(record.status, record.reason, record.interrupted) == Ending("failed", reason)
 
 
@@ -233,21 +235,19 @@ def test_ranks_that_end_silently_are_told_by_their_exit_code(
     ],
 )
 def test_a_script_that_becomes_another_program(
-    attempt: Path, ended: EndedJob, ending: Ending | None
+    unstarted: Path, ended: EndedJob, ending: Ending | None
 ) -> None:
-    for path in attempt.glob("rank_*"):
-        path.unlink()
-    assert slurm_endings.reason(attempt, ended, Path("/nonexistent")) == ending
+    assert slurm_endings.reason(unstarted, ended, Path("/nonexistent")) == ending
 
 
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize("before", ["module: command not found\n", ""])
-def test_slurms_daemon_does_not_speak_over_the_line_that_failed(attempt: Path, before: str) -> None:
-    for path in attempt.glob("rank_*"):
-        path.unlink()
+def test_slurms_daemon_does_not_speak_over_the_line_that_failed(
+    unstarted: Path, before: str
+) -> None:
     noise = "slurmstepd: error: _get_pss: ferror() indicates error on file /proc/71/smaps"
-    (attempt.parents[1] / "a.log").write_text(f"{before}{noise}\n")
-    reason = close(attempt, ScriptEnd(127, stage="setup")).reason
+    (unstarted.parents[1] / "a.log").write_text(f"{before}{noise}\n")
+    reason = close(unstarted, ScriptEnd(127, stage="setup")).reason
     assert reason == f"in setup: {before.strip() or noise}"
 
 

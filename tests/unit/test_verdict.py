@@ -4,6 +4,7 @@ tables follow from the committed rows."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -41,12 +42,12 @@ from zeropp.price.lost_time import TimeBreakdown
 from zeropp.price.simulator import simulate
 
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "claim_33"
+SHAPE = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_the_contenders_planner_gives_the_plan_that_was_priced(name: str) -> None:
-    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    what, contender = replace(task(8, 16), shape=shape), CONTENDERS[name]
+    what, contender = replace(task(8, 16), shape=SHAPE), CONTENDERS[name]
     winner = search(what, contender, tolerance=0.3, runner_up=False).winner
     assert winner is not None
     ran = simulate(contender.plan(what, winner.candidate), what.cluster)
@@ -55,23 +56,8 @@ def test_the_contenders_planner_gives_the_plan_that_was_priced(name: str) -> Non
 
 def test_a_cell_is_judged_by_its_speed_up() -> None:
     speeds = {"zeropp": 133.0, "deepspeed_3d": 100.0, "megatron_core": 120.0, "best_3d": 132.0}
-    rows = [
-        {
-            "model": "m",
-            "cluster": "c",
-            "num_gpus": 8,
-            "global_batch": 8,
-            "bandwidth": 1.0,
-            "contender": name,
-            "mode": "best",
-            "tokens_per_s_per_gpu": speed,
-            "peak_gib": 10.0,
-            "bubble": 0.1,
-            "share_of_limit": 0.5,
-        }
-        for name, speed in speeds.items()
-    ]
-    verdict = judge(pd.DataFrame(rows)).iloc[0]
+    rows = _rows("best", {name: (speed, 10.0) for name, speed in speeds.items()})
+    verdict = judge(rows).iloc[0]
     assert verdict["speedup_over_deepspeed_3d"] >= CLAIM
     assert verdict["verdict_over_deepspeed_3d"] == "reproduced"
     assert verdict["verdict_over_megatron_core"] == "faster, not reproduced"
@@ -83,9 +69,11 @@ def _repriced() -> pd.DataFrame:
     return pd.read_csv(REFERENCE / "assumptions.csv")
 
 
-def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
+def _rows(
+    mode: str, plans: Mapping[str, tuple[float | None, float | None]], batch: int = 8
+) -> pd.DataFrame:
     """One cell's rows, from speed and peak by contender."""
-    keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": 8, "bandwidth": 1.0}
+    keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": batch, "bandwidth": 1.0}
     return pd.DataFrame(
         keys
         | {"mode": mode, "contender": name, "bubble": 0.1, "share_of_limit": 0.5}
@@ -140,16 +128,12 @@ def test_configured_cells_without_rows_are_listed() -> None:
 
 
 def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
-    def cell(batch: int, ours: float | None) -> list[dict[str, object]]:
-        keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": batch}
-        keys |= {"bandwidth": 1.0, "mode": "best", "bubble": 0.1, "share_of_limit": 0.5}
-        speeds = {"zeropp": ours} | dict.fromkeys(BASELINES, 100.0)
-        return [
-            keys | {"contender": name, "tokens_per_s_per_gpu": speed, "peak_gib": speed}
-            for name, speed in speeds.items()
-        ]
-
-    rows = pd.DataFrame([*cell(8, 90.0), *cell(16, None)])
+    speeds = [dict.fromkeys(BASELINES, 100.0) | {"zeropp": ours} for ours in (90.0, None)]
+    cells = [
+        _rows("best", {name: (speed, speed) for name, speed in cell.items()}, batch)
+        for batch, cell in zip((8, 16), speeds, strict=True)
+    ]
+    rows = pd.concat(cells, ignore_index=True)
     verdicts, _ = judged(rows, pd.DataFrame())
     assert list(verdicts["verdict_over_best_3d"]) == [
         "slower, not reproduced",
@@ -194,8 +178,7 @@ def test_a_cell_in_which_nothing_fits_is_a_record_without_a_step(tmp_path: Path)
 
 @pytest.mark.parametrize(("part", "basis"), [("fsdp", "best plans"), ("equal", "equal degrees")])
 def test_a_part_of_a_cell_gives_the_records_of_its_plans(part: str, basis: str) -> None:
-    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    cell = Cell(replace(task(16, 32), shape=shape), 0.5)
+    cell = Cell(replace(task(16, 32), shape=SHAPE), 0.5)
     records = CellPart(cell, part, 0.3).records("0123456789ab+changes")
     assert [r.spec["contender"]["name"] for r in records] == (
         ["fsdp"] if part == "fsdp" else ["deepspeed_3d", "megatron_core", "zeropp"]
@@ -223,8 +206,7 @@ def test_every_committed_step_is_the_sum_of_its_losses() -> None:
 def test_a_row_has_only_plans_that_it_allows() -> None:
     """DeepSpeed 3D has a pipeline, whatever an earlier search has found; with sums in fp32 it is
     never faster; and no row of DeepSpeed is faster than the best of all."""
-    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    cell = Cell(replace(task(8, 64), shape=shape))
+    cell = Cell(replace(task(8, 64), shape=SHAPE))
     best = winner_of(cell, 0.01, COMPARED["deepspeed_best"])
     assert best is not None
     assert best.plan.layout.pp == 1  # a plan that DeepSpeed 3D must not begin with
@@ -243,10 +225,8 @@ def test_a_row_has_only_plans_that_it_allows() -> None:
 
 
 def test_a_setting_of_a_row_is_read_again() -> None:
-    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    (record,) = CellPart(
-        Cell(replace(task(8, 16), shape=shape)), "deepspeed_best_fp32", 0.3
-    ).records("")
+    cell = Cell(replace(task(8, 16), shape=SHAPE))
+    (record,) = CellPart(cell, "deepspeed_best_fp32", 0.3).records("")
     line = line_of(record)
     assert line["contender"] == "deepspeed_best_fp32"
     row, candidate = candidate_of(str(line["setting"]))
@@ -288,8 +268,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 
 
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
-    shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    cell = Cell(replace(task(16, 32), shape=shape))
+    cell = Cell(replace(task(16, 32), shape=SHAPE))
     (record,) = CellPart(cell, "zeropp", 0.3).records("")
     line = line_of(record)
     times = RepricedPlan(cell, str(line["setting"])).step_s()
