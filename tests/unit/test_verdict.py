@@ -128,10 +128,9 @@ def test_configured_cells_without_rows_are_listed() -> None:
 
 
 def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
-    speeds = [dict.fromkeys(BASELINES, 100.0) | {"zeropp": ours} for ours in (90.0, None)]
     cells = [
-        _rows("best", {name: (speed, speed) for name, speed in cell.items()}, batch)
-        for batch, cell in zip((8, 16), speeds, strict=True)
+        _rows("best", {"zeropp": (ours, ours)} | dict.fromkeys(BASELINES, (100.0, 100.0)), batch)
+        for batch, ours in ((8, 90.0), (16, None))
     ]
     rows = pd.concat(cells, ignore_index=True)
     verdicts, _ = judged(rows, pd.DataFrame())
