@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     alone = all(item.nodeid.startswith("tests/unit/") for item in session.items)
     if alone and "torch" in sys.modules:
         raise pytest.UsageError("a module of tests/unit imports torch")
+    if alone:  # modules and tests stay to the end: the collector looks at what tests make alone
+        gc.freeze()
+        gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
