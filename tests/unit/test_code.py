@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 640,
 }
 MOST_LINES = 44_710
-MOST_LINES_OF_TESTS = 27_230
+MOST_LINES_OF_TESTS = 27_240
 
 
 @cache

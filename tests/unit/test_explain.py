@@ -396,7 +396,8 @@ DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
 def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
     """The question of a trainer's file beside a model of Hugging Face, on H100 GPUs."""
     (place / name).write_text(text, encoding="utf-8")
-    (place / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")  # with a BOM
+    has_mark = name.endswith(".json")  # a byte-order mark, as some editors write it
+    (place / "config.json").write_text(json.dumps(LLAMA), "utf-8-sig" if has_mark else "utf-8")
     files = [str(place / "config.json"), str(place / name)]
     return ask(files, ["cluster=h100", "model.seq=4096", *words], [])
 
