@@ -10,7 +10,8 @@ launcher, or the timeout of the process groups, ends the others.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -167,6 +168,22 @@ def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[T] = [own] * dist.get_world_size()
     dist.all_gather_object(values, own, group=group)
     return values
+
+
+@contextmanager
+def refusal(
+    what: str, way_out: str = "", kind: type[InfeasibleError] = InfeasibleError
+) -> Iterator[None]:
+    """Inside this context an error becomes an InfeasibleError of this ``kind``, in one line: what
+    failed, the first line of the error, and the way out."""
+    try:
+        yield
+    except InfeasibleError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        more = f" ({way_out})" if way_out else ""
+        raise kind(f"{what}: {lines[0]}{more}") from error
 
 
 def free_frames(error: BaseException) -> None:

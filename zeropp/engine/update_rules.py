@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from zeropp.engine.errors import refusal
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
@@ -75,7 +75,7 @@ def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> to
     InfeasibleError for another thing than optimizers."""
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
-    with refusal(f"cannot be made from {_GIVEN}"):
+    with refusal(f"optimizer: cannot be made from {_GIVEN}"):
         try:
             made: Any = asked(groups)
         except KeyError as error:
@@ -91,18 +91,6 @@ def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> to
                     "needed, or a list of them"
                 )
         return parts[0] if len(parts) == 1 else Optimizers(parts)
-
-
-@contextmanager
-def refusal(what: str) -> Iterator[None]:
-    """Inside this context an error is an InfeasibleError of one line about the optimizer."""
-    try:
-        yield
-    except InfeasibleError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InfeasibleError(f"optimizer: {what}: {lines[0]}") from error
 
 
 def is_of_elements(value: Any, tensor: Tensor) -> bool:

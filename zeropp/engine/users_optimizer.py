@@ -14,8 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.errors import refusal
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update_rules import Groups, Optimizers, is_of_elements, made_optimizer, refusal
+from zeropp.engine.update_rules import Groups, Optimizers, is_of_elements, made_optimizer
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
@@ -100,7 +101,7 @@ def _steps(
     optimizer = made_optimizer(asked, groups)
     for parameter, values, gradient in numbers:
         parameter.data, parameter.grad = values, gradient
-    with refusal(f"{_kind(optimizer)} cannot take a step"):
+    with refusal(f"optimizer: {_kind(optimizer)} cannot take a step"):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + _LR
         optimizer.step()

@@ -12,8 +12,8 @@ checkpointing refuses some layers only in their first backward, when other ranks
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.chunk import run_recomputed
-from zeropp.engine.errors import free_frames
+from zeropp.engine.errors import free_frames, refusal
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.values import (
@@ -165,11 +165,11 @@ def _walk(
 ) -> list[LayerSizes]:
     value: Value = sample
     walked, owners = [], owners_of(layers)
+    refused = partial(refusal, kind=_NeedsValuesError)
     for index, layer in enumerate(layers):
-        is_module = isinstance(layer, nn.Module)
-        with _refusal(
-            index,
-            f"cannot be {'copied' if is_module else 'made'}, but its sizes are found so",
+        is_module, where = isinstance(layer, nn.Module), f"layers[{index}]"
+        with refused(
+            f"{where}: cannot be {'copied' if is_module else 'made'}, but its sizes are found so",
             "give a function that makes the layer"
             if is_module
             else "a layer is a module, or a function without arguments that makes one: put a "
@@ -183,8 +183,8 @@ def _walk(
         module.to(sample.device)
         names = keywords_of(module)
         function = partial(module, **chosen(keywords, names))
-        with _refusal(index, "cannot be called with the output of the layer before"):
-            given, watch = value, OperationWatch(elsewhere, f"layers[{index}]", module)
+        with refused(f"{where}: cannot be called with the output of the layer before"):
+            given, watch = value, OperationWatch(elsewhere, where, module)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, given, module, watches, hooks)
@@ -192,9 +192,8 @@ def _walk(
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
             _check_recurrent(module, index, recompute)
-            with _refusal(
-                index,
-                f"cannot be recomputed with recompute={recompute!r}",
+            with refused(
+                f"{where}: cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
             ):
                 _recomputed(function, given, module, recompute)
@@ -209,19 +208,6 @@ def _walk(
         )
         walked.append(sizes)
     return walked
-
-
-@contextmanager
-def _refusal(index: int, what: str, way_out: str = "") -> Iterator[None]:
-    """Inside this context an error is an InfeasibleError of one line about a layer."""
-    try:
-        yield
-    except InfeasibleError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        more = f" ({way_out})" if way_out else ""
-        raise _NeedsValuesError(f"layers[{index}]: {what}: {lines[0]}{more}") from error
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
