@@ -73,6 +73,8 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
         ("layers[2]: 'weight' is not the same on ranks 0 and 1", {"layers": unequal, "shard": 2}),
         ("optimizer: ranks differ: rank 0 has", {"optimizer": optimizer, "pp": 2}),
         ("unit: ranks differ: rank 0 has 1 where rank 1 has 2; every", {"pp": 2, "unit": 1 + rank}),
+        # Before what one rank then finds wrong with its own.
+        ("pp: ranks differ: rank 0 has 2 where rank 1 has 3; every", {"pp": 2 + rank}),
         (
             "TypeError: parallelize: got an unexpected keyword argument "
             "'tp' (see zeropp.engine.settings.Settings)",
