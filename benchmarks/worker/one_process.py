@@ -7,7 +7,7 @@ import math
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
 from zeropp.engine.chunk import seed_piece
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update_rules import build_optimizer, clip_factor, square_norm
 from zeropp.price import parameter_count
 from zeropp.types.literals import Precision
 from zeropp.types.training import OptimizerConfig
@@ -113,9 +113,9 @@ class OneProcess:
         """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
         changed."""
         loss = self._accumulate(0)
-        norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
-        weights = nn.utils.get_total_norm(list(self._masters.parameters()))
-        return loss, float(norm), float(weights)
+        parameters = ((p.detach(), 1) for p in self._masters.parameters())
+        weights = square_norm(parameters, self._device).sqrt()
+        return loss, float(self._grad_norm()), float(weights)
 
     def train(
         self,
@@ -135,9 +135,10 @@ class OneProcess:
             named = dict(self._masters.named_parameters()) if updates else {}
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
             trajectory.losses.append(self._accumulate(step))
-            limit = config.clip_norm or math.inf
-            norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
-            trajectory.grad_norms.append(float(norm))
+            trajectory.grad_norms.append(float(norm := self._grad_norm()))
+            if config.clip_norm:
+                for gradient in self._gradients():
+                    gradient.mul_(clip_factor(norm, config.clip_norm))
             optimizer.step()
             trajectory.updates.append(
                 {
@@ -146,6 +147,12 @@ class OneProcess:
                 }
             )
         return trajectory
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (p.grad for p in self._masters.parameters() if p.grad is not None)
+
+    def _grad_norm(self) -> Tensor:
+        return square_norm(((gradient, 1) for gradient in self._gradients()), self._device).sqrt()
 
     def _accumulate(self, step: int) -> float:
         """Sum the gradients of all microbatches of a step into the masters; returns the loss. It

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
+from baselines.model import build_model
+from benchmarks.specification.run_spec import spec_from_mapping
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.one_process import ROUNDED, OneProcess
 from tests.gloo.layers import linear
 from tests.gloo.models import apart, built, data, error_of, loss_function, ranks_of, seeded, step
 from tests.gloo.world import on_ranks
-from zeropp.engine.update_rules import clip_factor
+from tests.unit.toy_spec import mapping
+from zeropp.engine.update_rules import clip_factor, square_norm
 
+CPU = torch.device("cpu")
 STEPS, LIMIT = 3, 0.1
 TIED = ((0, "weight"), (3, "weight"))
 TOPOLOGIES: list[dict[str, Any]] = [
@@ -159,3 +165,18 @@ def test_gradients_are_scaled_as_torch_does_it_at_any_norm(
     torch.testing.assert_close(
         mine.mul_(clip_factor(norm, limit)), parameter.grad, rtol=0, atol=0, equal_nan=True
     )
+
+
+def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:
+    """Where torch's own is off by 1e-3: of a flat gradient, and of one process's weights."""
+    flat = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0))
+    right = float(flat.double().square().sum())
+    for numbers in (flat, flat.view(1000, -1), flat.view(-1, 1000).t()):
+        assert float(square_norm([(numbers, 1)], CPU)) == pytest.approx(right, rel=1e-6)
+    values = mapping() | {"global_batch": 1, "num_gpus": 1, "contender": {"name": "fsdp"}}
+    values["model"] |= {"layers": 1, "hidden": 512, "vocab": 40_000, "seq": 8, "ffn": 512}
+    spec = spec_from_mapping(values)
+    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED["fp32"])
+    weights = [p.detach() for p in build_model(spec.model, spec.seed, CPU).parameters()]
+    right = sum(float(weight.double().square().sum()) for weight in weights) ** 0.5
+    assert alone.first_gradient()[2] == pytest.approx(right, rel=1e-6)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 
 from benchmarks.launch import simulate, trace
 from benchmarks.launch.options import SimulateOptions, TraceOptions
@@ -17,6 +20,8 @@ from benchmarks.launch.running import SweepProgress
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed
+from zeropp.emulate.world import fake_world
+from zeropp.engine import collectives
 
 # Only one of them compiles its blocks, which takes as long as all the rest.
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -82,6 +87,24 @@ def test_lone_ranks_compute_what_the_simulator_takes(
         (simulated,) = simulate.launch([point], priced, tmp_path, progress)
     on_the_way = [seconds for action, seconds in compute.items() if not action.endswith("W")]
     assert simulated.step_s[0] > sum(on_the_way)  # of one microbatch, there and back
+
+
+def test_a_lone_rank_reads_nothing_that_was_never_written() -> None:
+    """What torch's fake group of 2.11 leaves as it was allocated."""
+    sent = torch.arange(8.0)
+    with fake_world(rank=1, size=4):
+        part = torch.full((2,), torch.nan)
+        collectives.reduce_scatter_single(part, sent)
+        assert part.tolist() == [2.0, 3.0]
+        collectives.reduce_scatter_single(output=part.fill_(torch.nan), input=sent, group=None)
+        assert part.tolist() == [2.0, 3.0]
+        world = dist.group.WORLD
+        assert world is not None
+        functional = functional_collectives.reduce_scatter_tensor(sent, "sum", 0, world)
+        assert functional.tolist() == [2.0, 3.0]
+        taken = torch.full((10,), torch.nan)
+        dist.all_to_all_single(taken, sent, [4, 2, 2, 2], [2, 2, 2, 2])
+        assert bool(taken.isfinite().all())
 
 
 def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

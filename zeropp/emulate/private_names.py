@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.library import _scoped_library as operators_inside
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.data import dataloader
 
-__all__ = ["FakeTensorMode", "without_modes"]
+__all__ = ["FakeTensorMode", "operators_inside", "without_modes"]
 
 COALESCING = "_coalescing_manager"  # of torch.distributed: one kernel of several collectives
 NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number

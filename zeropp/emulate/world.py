@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -21,7 +21,9 @@ from zeropp.emulate.private_names import (
     CONVERSION,
     MOST_KNOWN_NUMBERS,
     SHAPES_BY_TRIAL,
+    group_of,
     is_fake,
+    operators_inside,
     set_numbers,
     without_modes,
 )
@@ -66,16 +68,24 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
+    # A send ends at once; otherwise its tensor would be kept until the end of the step.
+    work = type(dist.all_reduce(torch.zeros(1), async_op=True))
     functions: dict[Any, Any] = {dist.all_gather_object: same_everywhere}
+    leaves_outputs = not hasattr(dist, "reduce_scatter_single")  # before torch 2.13
+    if leaves_outputs:
+        functions[dist.reduce_scatter_tensor] = _scattered(dist.reduce_scatter_tensor)
+        functions[dist.all_to_all_single] = _exchanged(dist.all_to_all_single)
     if fill_integers is not None:
         functions |= {f: _filled(f, fill_integers) for f in (dist.recv, dist.irecv)}
     try:
-        with replaced(
-            # A send ends at once; otherwise its tensor would be kept until the end of the step.
-            (type(dist.all_reduce(torch.zeros(1), async_op=True)), "is_completed", lambda _: True),
-            (ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
-            (Evaluator, "boundaries", _known_boundaries),
-            *wherever_imported(functions),
+        with (
+            replaced(
+                (work, "is_completed", lambda _: True),
+                (ErrorBarrier, "exchange", lambda _, numbers: [list(numbers)] * size),
+                (Evaluator, "boundaries", _known_boundaries),
+                *wherever_imported(functions),
+            ),
+            _functional_scatters() if leaves_outputs else nullcontext(),
         ):
             yield
     finally:
@@ -99,6 +109,52 @@ def _filled(original: Any, fill_integers: Fill) -> Any:
         return original(tensor, *arguments, **keywords)
 
     return receive
+
+
+def _scattered(original: Any) -> Any:
+    """A reduce-scatter that writes this rank's part, as that of torch 2.13's fake group does. An
+    older one leaves the output as it was allocated: a rank would train on what lies in memory."""
+
+    @wraps(original)
+    def scatter(output: Tensor, input: Tensor, *rest: Any, **keywords: Any) -> Any:
+        group = keywords.get("group", rest[1] if len(rest) > 1 else None)
+        if not is_fake(output):
+            with torch.no_grad(), without_modes():
+                parts = input.reshape(-1).chunk(dist.get_world_size(group))
+                output.view(-1).copy_(parts[dist.get_rank(group)])
+        return original(output, input, *rest, **keywords)
+
+    return scatter
+
+
+@contextmanager
+def _functional_scatters() -> Iterator[None]:
+    """The same for reduce-scatters of DTensors, which are operators."""
+
+    def scatter(input: Tensor, reduce_op: str, size: int, group: str) -> Tensor:
+        del reduce_op
+        _, ranks = group_of(group) or ("", (0,))
+        return input.chunk(size)[ranks.index(dist.get_rank())].clone()
+
+    with operators_inside("_c10d_functional", "IMPL") as library:
+        for device in ("CPU", "CUDA"):
+            library.impl("reduce_scatter_tensor", scatter, device)
+        yield
+
+
+def _exchanged(original: Any) -> Any:
+    """An exchange that writes what this rank sends, as often as it fits, for the same reason."""
+
+    @wraps(original)
+    def exchange(output: Tensor, input: Tensor, *rest: Any, **keywords: Any) -> Any:
+        if not is_fake(output) and output.numel():
+            with torch.no_grad(), without_modes():
+                sent = input.reshape(-1) if input.numel() else input.new_zeros(1)
+                copies = -(-output.numel() // sent.numel())
+                output.view(-1).copy_(sent.repeat(copies)[: output.numel()])
+        return original(output, input, *rest, **keywords)
+
+    return exchange
 
 
 def same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
