@@ -54,7 +54,13 @@ from benchmarks.specification.run_spec import RunSpec
 from zeropp.price.cluster import Device
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
-_PRELOADED = ("torch.distributed", "benchmarks.specification.compose", __name__)
+# The worker's settings come before torch.
+_PRELOADED = (
+    "benchmarks.worker",
+    "torch.distributed",
+    "benchmarks.specification.compose",
+    __name__,
+)
 # For CPU ranks only. Optimizers import dynamo in their first step.
 _PRELOADED_ON_CPU = ("benchmarks.worker.__main__", "torch._dynamo")
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -130,7 +136,11 @@ def _be_rank(
 
 def is_here(device: Device) -> bool:
     """Whether this machine has a device of that kind: a CPU or a GPU."""
-    return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
+    return device.is_cpu or bool(_gpus())
+
+
+def _gpus() -> list[Path]:
+    return [*Path("/dev").glob("nvidia[0-9]*")]
 
 
 def run_attempt(
@@ -143,18 +153,20 @@ def run_attempt(
     variant: str = "",
     arguments: Sequence[str] = (),
     shows_steps: bool = False,
+    share_gpu: bool = False,
 ) -> RunRecord:
     """Make one attempt at a point and write its record, whatever happens.
 
     ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
-    ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step.
+    ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step;
+    ``share_gpu``: let all ranks use the first GPU.
     """
     watched, num_ranks = _Watched(point, progress, shows_steps), sum(map(len, worlds))
     header = new_header(launcher, point.plan, variant)
     with started(point.spec, header, runs_dir) as directory:
         try:
             for ranks in worlds:
-                ending = _run_ranks(watched, directory, ranks, arguments)
+                ending = _run_ranks(watched, directory, ranks, arguments, share_gpu=share_gpu)
                 if ending is not None:
                     break
         except BaseException:
@@ -184,7 +196,12 @@ class _Watched:
 
 
 def _run_ranks(
-    watched: _Watched, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
+    watched: _Watched,
+    directory: Path,
+    ranks: Sequence[int],
+    arguments: Sequence[str],
+    *,
+    share_gpu: bool,
 ) -> Ending | None:
     """Run some ranks of a point's job at the same time, until they end or reach the time limit.
 
@@ -192,7 +209,7 @@ def _run_ranks(
     say it.
     """
     reader, writer = _CONTEXT.Pipe(duplex=False)
-    processes = _start(watched.point.spec, directory, ranks, arguments, reader)
+    processes = _start(watched.point.spec, directory, ranks, arguments, reader, share_gpu=share_gpu)
     try:
         return _wait(watched, processes, directory)
     except KeyboardInterrupt:
@@ -212,6 +229,8 @@ def _start(
     ranks: Sequence[int],
     arguments: Sequence[str],
     reader: Connection,
+    *,
+    share_gpu: bool,
 ) -> Processes:
     common = {
         **os.environ,
@@ -224,11 +243,28 @@ def _start(
         rank: start_rank(
             [str(directory / "spec.json"), "--out", str(directory), *arguments],
             rank=rank,
-            variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
+            variables=common
+            | {"RANK": str(rank), "LOCAL_RANK": str(place)}
+            | (_sharing(rank) if share_gpu else {}),
             log=directory / f"rank_{rank:03d}.log",
             parent=reader,
         )
         for place, rank in enumerate(ranks)
+    }
+
+
+def _sharing(rank: int) -> dict[str, str]:
+    """The variables with which a rank uses the first GPU beside other ranks. NCCL refuses two ranks
+    of one host on one GPU, so each poses as a host of its own, and their messages go through
+    sockets of this machine."""
+    return {
+        "LOCAL_RANK": "0",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
 
 
@@ -304,12 +340,17 @@ def _free_port() -> int:
 
 def check(points: Sequence[Point], options: LocalOptions) -> None:
     """Raise SpecError, before any process is started, if this machine cannot run a point."""
-    del options
     for point in points:
-        if not is_here(point.spec.cluster.device):
+        device, ranks, gpus = point.spec.cluster.device, point.spec.num_gpus, len(_gpus())
+        if not is_here(device):
             raise SpecError(
                 f"cluster={point.spec.cluster.name}: launcher=local needs that GPU here and none "
                 "is found (use cluster=cpu_gloo, or launcher=simulate)"
+            )
+        if not device.is_cpu and ranks > gpus and not options.share_gpu:
+            raise SpecError(
+                f"num_gpus={ranks}: this machine has {gpus} (launcher.share_gpu=true runs all "
+                "ranks on one, without times that count)"
             )
 
 
@@ -325,7 +366,9 @@ def launch(
             worlds=[range(point.spec.num_gpus)],
             runs_dir=runs_dir,
             progress=progress,
+            variant=options.variant,
             shows_steps=options.steps,
+            share_gpu=options.share_gpu,
         )
 
     preload(points)

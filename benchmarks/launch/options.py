@@ -50,6 +50,12 @@ class LocalOptions(LauncherOptions):
 
     kind: Literal["local"] = "local"
     steps: bool = False
+    share_gpu: bool = False
+
+    @property
+    def variant(self) -> str:
+        """``shared GPU`` where ranks share one on purpose, whose times say nothing."""
+        return "shared GPU" if self.share_gpu else ""
 
 
 @dataclass(frozen=True, kw_only=True)

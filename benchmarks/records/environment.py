@@ -16,7 +16,7 @@ from benchmarks import CHECKOUT
 
 _PACKAGES = (
     *("torch", "deepspeed", "megatron-core", "transformer-engine", "numpy", "triton"),
-    *("transformers", "nvidia-nccl-cu12"),
+    *("transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 _CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
 _OF_GIT_ITSELF = ("GIT_CONFIG_", "GIT_EXEC_PATH", "GIT_DISCOVERY_ACROSS_FILESYSTEM")

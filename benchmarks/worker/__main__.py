@@ -38,8 +38,6 @@ from zeropp.types.training import Trainer
 # What is waited for before the clock is read at a span's start and end, for every contender alike:
 # on a GPU the compute stream, because transfers that were posted early may not have ended.
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
-# Of torch's allocator, for every contender alike; results/reference/memory/reserved.csv says why.
-ALLOCATOR = "expandable_segments:True"
 ONE_PROCESS = ".one_process"  # in the folder of all runs: what one process did, for other runs
 EXIT_GATE = 3
 EXIT_OOM = 4
@@ -62,8 +60,6 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         spec = load_spec(arguments.spec)
         os.environ.update(CONTENDERS[spec.contender.name].environment)
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's earlier name of the same
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import zeropp
+from benchmarks.launch import local
 from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
 from zeropp.engine import preflight_cuda
@@ -119,6 +120,16 @@ def shared(gpus: list[str], asked: str) -> str:
     return str(error.value)
 
 
+def shared_on_purpose() -> str:
+    with mock.patch.dict(os.environ, NCCL_HOSTID=f"rank {dist.get_rank()}"):
+        return shared(["GPU-a"] * 3, "cuda")
+
+
+def test_ranks_that_pose_as_hosts_share_a_gpu(world: World) -> None:
+    """As with launcher.share_gpu."""
+    assert set(world.run(shared_on_purpose, size=3)) == {"layers=[]: there is nothing to train"}
+
+
 def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
     found = world.run(shared, ["GPU-a", "GPU-b", "GPU-a"], "cuda", size=3)
     assert set(found) == {
@@ -146,11 +157,33 @@ def test_each_contender_of_a_mixed_sweep_has_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, contender: str, connections: str
 ) -> None:
     told(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS="4", CUDA_MODULE_LOADING="LAZY", RANK="0")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     spec = SimpleNamespace(contender=SimpleNamespace(name=contender))
     monkeypatch.setattr(worker, "load_spec", lambda _: spec)
     monkeypatch.setattr(worker, "measure_lone_rank", lambda *_: None)
     assert worker.main(["spec.json", "--out", str(tmp_path), "--lone"]) == 0
     expected = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "CUDA_MODULE_LOADING": "EAGER"}
-    expected["PYTORCH_ALLOC_CONF"] = "backend:native"  # which the suite sets where nobody has
     assert {name: os.environ[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("modules", [["benchmarks.worker.__main__"], local._PRELOADED], ids=len)
+@pytest.mark.parametrize("asked", ["", "backend:native"])
+def test_the_allocator_has_its_settings_before_torch_is_imported(
+    modules: list[str], asked: str
+) -> None:
+    code = f"""if True:
+        import importlib, os, sys
+        class Watch:
+            def find_spec(self, name, *_):
+                if name == "torch":
+                    print(os.environ["PYTORCH_ALLOC_CONF"], flush=True)
+                    os._exit(0)
+        sys.meta_path.insert(0, Watch())
+        for name in {[*modules]}:
+            importlib.import_module(name)
+    """
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    variables |= {"PYTORCH_ALLOC_CONF": asked} if asked else {}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == (asked or "expandable_segments:True")

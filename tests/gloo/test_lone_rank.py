@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
 
-from benchmarks.launch import simulate, trace
-from benchmarks.launch.options import SimulateOptions, TraceOptions
+from benchmarks.launch import local, simulate, trace
+from benchmarks.launch.options import LocalOptions, SimulateOptions, TraceOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.running import SweepProgress
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.toy_spec import changed
+from tests.unit.toy_spec import changed, spec_of
 from zeropp.emulate.world import fake_world
 from zeropp.engine import collectives
 
@@ -112,3 +112,13 @@ def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trace, "is_here", lambda device: False)
     with pytest.raises(SpecError, match=r"launcher\.tensors=real needs that GPU"):
         trace.check([point], OPTIONS)
+
+
+def test_more_ranks_than_gpus_are_refused_unless_they_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = plan_point(spec_of())
+    monkeypatch.setattr(local, "_gpus", lambda: [Path("/dev/nvidia0")])
+    with pytest.raises(SpecError, match=r"^num_gpus=4: this machine has 1 \(launcher.share_gpu="):
+        local.check([point], LocalOptions())
+    local.check([point], LocalOptions(share_gpu=True))

@@ -61,8 +61,9 @@ def test_loss_curve_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     point = plan_point(spec_of(*case, gate=gated))
     assert point.plan is not None, point.reason
     with SweepProgress(1) as progress:
-        (record,) = launch([point], LocalOptions(), tmp_path, progress)
+        (record,) = launch([point], LocalOptions(share_gpu=not gated), tmp_path, progress)
     assert record.status == "ok", record.reason
+    assert record.variant == ("" if gated else "shared GPU")  # gloo takes no notice of it
     assert record.losses == pytest.approx(expected, rel=1e-4)
     assert (record.gate is not None and record.gate.passed) == gated
     if point.spec.contender.name == "zeropp":

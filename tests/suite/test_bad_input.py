@@ -362,7 +362,7 @@ def test_an_interruption_is_one_line(
 
     # Private: Ctrl-C comes while the launcher waits for its ranks, of which none is started here.
     monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
-    monkeypatch.setattr("benchmarks.launch.local._start", lambda *_: {})
+    monkeypatch.setattr("benchmarks.launch.local._start", lambda *_, **__: {})
     places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
     assert main() == 130

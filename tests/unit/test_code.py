@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_150,
     "benchmarks/explain": 2_410,
-    "benchmarks/launch": 3_770,
+    "benchmarks/launch": 3_815,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_170,
     "benchmarks/report": 3_830,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_100,
     "zeropp/types": 640,
 }
-MOST_LINES = 44_775
-MOST_LINES_OF_TESTS = 27_300
+MOST_LINES = 44_830
+MOST_LINES_OF_TESTS = 27_320
 
 
 @cache

@@ -51,11 +51,12 @@ def check_cuda(pp: int) -> None:
 def check_own_gpu(*, on_cuda: bool) -> None:
     """Refuse ranks that share a GPU, on all ranks; raises InfeasibleError. All ranks must call it,
     also those that do not train ``on_cuda``. They compare on the CPU, because NCCL's first
-    collective would fail with less to read."""
+    collective would fail with less to read. Ranks with hosts of their own by NCCL_HOSTID share one
+    on purpose, and NCCL lets them."""
     own_gpu = ""
     if on_cuda and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        own_gpu = f"{device.uuid} of {socket.gethostname()}"
+        own_gpu = f"{device.uuid} of {os.environ.get('NCCL_HOSTID') or socket.gethostname()}"
     group = dist.new_group(backend="gloo", group_desc="zeropp devices")
     gpus = gathered(own_gpu, group)
     dist.destroy_process_group(group)
