@@ -98,8 +98,10 @@ CONSTANTS = (
     Constant("rate within a node", "network", 0.4, 1.3, _of_link("intra")),
     Constant("rate between nodes", "network", 0.15, 1.3, _of_link("inter")),
     Constant(
-        "time per step of a ring between nodes", "network", 0.25, 4.0,
-        lambda cluster, factor: replace(cluster, ring_half_mb=factor * cluster.ring_half_mb),
+        "time per hop between nodes", "network", 0.25, 16.0,
+        lambda cluster, factor: replace(
+            cluster, inter=replace(cluster.inter, hop_us=factor * cluster.inter.hop_us)
+        ),
     ),
     Constant(
         "slowdown of compute beside collectives", "overlap", 0.4, 3.0,

@@ -202,7 +202,8 @@ RINGS = {
 def test_a_ring_over_nodes_slows_no_compute_while_it_only_waits(name: str) -> None:
     log, (lasts_s, only_waits_s) = Log(), RINGS[name]
     log.place(STEP)
-    group_, cluster = ("shard", tuple(range(16))), replace(CLUSTER, ring_half_mb=100.0)
+    far = replace(CLUSTER.inter, hop_us=CLUSTER.inter.hop_us + 1e4)
+    group_, cluster = ("shard", tuple(range(16))), replace(CLUSTER, inter=far)
     log.collective("nccl", group_, 16, name, GIB)
     log.kernel(COMPUTE, SECOND)
     log.place(STEP)

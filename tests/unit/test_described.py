@@ -127,7 +127,7 @@ def test_deepspeed_divides_gradients_where_a_backward_has_copied_them() -> None:
     in 16 bits. One is the embedding's, the other as large at most as a bucket."""
     asked = task(64, 64)
     fast = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
-    cluster = replace(asked.cluster, intra=fast, inter=fast, ring_half_mb=0.0)
+    cluster = replace(asked.cluster, intra=fast, inter=fast)
     shape = replace(asked.shape, ffn=2 * asked.shape.hidden)  # all matrices fit into a bucket
     contender = PRICED["deepspeed_3d"]
     knobs = contender.knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
@@ -151,7 +151,7 @@ def test_described_compute_has_no_collectives_but_the_update() -> None:
     device = replace(asked.cluster.device, overlap_slowdown=0.0)
     slow = replace(asked.cluster, device=device)
     link = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
-    free = replace(slow, intra=link, inter=link, ring_half_mb=0.0)
+    free = replace(slow, intra=link, inter=link)
     knobs = PRICED["deepspeed_3d"].knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
     here, alone = (
         PRICED["deepspeed_3d"].simulated(replace(asked, cluster=each), Candidate(knobs, 1))

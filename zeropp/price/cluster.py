@@ -128,8 +128,6 @@ class Cluster:
     inter: Link
     # The share of the link rate that a group of 1, 2, 3 ... ranks inside a node reaches; empty: 1.
     group_shares: tuple[Annotated[float, MORE_THAN_0], ...] = ()
-    # Megabytes per rank and step with which a ring over nodes reaches half of its rate.
-    ring_half_mb: Annotated[float, AT_LEAST_0] = 2.0
     # The factor by which in-switch reduction makes an all-reduce inside a node faster.
     reduction_gain: Annotated[float, MORE_THAN_0] = 1.0
 

@@ -2,12 +2,11 @@
 
 The model is that of rings with a latency and a bandwidth (Thakur, Rabenseifner, Gropp 2005,
 section 4): an all-gather or reduce-scatter of S bytes over n ranks moves (n-1)/n S through every
-rank's link, an all-reduce twice that, and every step of the ring costs a hop. Between nodes a step
-costs at least the time of the bytes with which a ring reaches half of its rate (Hockney, Parallel
-Computing 20, 1994). An all-reduce may also use trees, as NCCL does (Sanders, Speck, Traeff 2009),
-with a logarithmic number of hops. So larger messages reach a higher bandwidth. Between nodes the
-bottleneck is the node's NICs, which all groups across nodes share, because they communicate at the
-same time.
+rank's link, an all-reduce twice that, and every step of the ring costs a hop, which is longer
+between nodes than inside one, as in NCCL's own model (``src/graph/tuning.cc``). An all-reduce may
+also use trees, as NCCL does (Sanders, Speck, Traeff 2009), with a logarithmic number of hops. So
+larger messages reach a higher bandwidth. Between nodes the bottleneck is the node's NICs, which all
+groups across nodes share, because they communicate at the same time.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def all_reduce_waits_s(cluster: Cluster, group: Group) -> float:
     """Seconds of an all-reduce in which a rank only waits for its next bytes."""
     if group.size == 1:
         return 0.0
-    ring = 2 * _ring_steps_s(cluster, group)
+    ring = 2 * hops_s(cluster, group)
     local = group.size // group.nodes
     tree = 2 * (local - 1) * cluster.intra.hop_us * 1e-6
     tree += 2 * log2(group.nodes) * cluster.inter.hop_us * 1e-6
@@ -124,23 +123,13 @@ def waits_s(cluster: Cluster, group: Group) -> float:
     """Seconds of an all-gather or reduce-scatter in which a rank only waits for its next bytes."""
     if group.size == 1:
         return 0.0
-    return start_s(cluster, group) + _ring_steps_s(cluster, group)
+    return start_s(cluster, group) + hops_s(cluster, group)
 
 
 def hops_s(cluster: Cluster, group: Group) -> float:
-    """Seconds in which a small message goes once round a ring."""
-    if group.nodes == 1:
-        return (group.size - 1) * cluster.intra.hop_us * 1e-6
+    """Seconds of the hops with which a message goes once round a ring, one fewer than its ranks."""
     inside = (group.size - group.nodes) * cluster.intra.hop_us
-    return (inside + group.nodes * cluster.inter.hop_us) * 1e-6
-
-
-def _ring_steps_s(cluster: Cluster, group: Group) -> float:
-    """Seconds that a ring's steps take in addition to the bytes that they move."""
-    hops = hops_s(cluster, group)
-    if group.nodes == 1:
-        return hops
-    return max(hops, group.size * cluster.ring_half_mb * 1e6 / group.rate)
+    return (inside + (group.nodes - 1) * cluster.inter.hop_us) * 1e-6
 
 
 def _moved(group: Group, total: float) -> float:
