@@ -2,6 +2,8 @@
 
 All of it comes from the columns of the row; if a column is blank, the registered program's value is
 used. ZeRO-3 without a pipeline gathers every block for each forward and backward, as FSDP does.
+ZeRO-2 of such a program is FSDP's ``SHARD_GRAD_OP``, which gathers a block for a forward and keeps
+it until its backward has ended; that of others shards sums of gradients alone, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.plan import Plan, SizedPlan
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import COMPUTE, Op, RankProgram, Schedule
 from zeropp.types.layout import Layout
-from zeropp.types.literals import Precision, Recompute, ReduceEvery
+from zeropp.types.literals import Precision, Recompute, ReduceEvery, ReplicateZero
 from zeropp.types.shape import ModelShape
 
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
@@ -45,7 +47,8 @@ class Case:
     program: Program
     layout: Layout
     schedule: str
-    zero3: bool
+    gathers: bool  # parameters are sharded
+    keeps_gathered: bool  # from a forward to its backward
     microbatch: int
     num_microbatches: int
     recompute: Recompute
@@ -75,7 +78,8 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         program=program_of(row),
         layout=_layout(row),
         schedule="1f1b" if row.schedule == "none" else row.schedule,
-        zero3=row.zero == 3,
+        gathers=_gathers(row),
+        keeps_gathered=row.zero == 2,
         microbatch=row.micro_batch,
         num_microbatches=count,
         recompute=row.recompute,
@@ -104,6 +108,8 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
             f"schedule=zeropp: no price with tp={row.tp}, zero={row.zero} (tp=1, zero=0 or 3; "
             "ZeRO-1 over replicas is knobs=replicate_zero=1)"
         )
+    if row.zero == 2 and row.pp > 1:
+        raise UnpredictableError(f"zero=2: no program shards sums of gradients with pp={row.pp}")
     if row.zero == 3 and not program_named(row.program).zero3:
         raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
 
@@ -117,18 +123,31 @@ def _precision(row: PublishedRow) -> Precision:
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
 
 
+def _gathers(row: PublishedRow) -> bool:
+    """Whether parameters are sharded; with ZeRO-2 they are where the program has no buffers for
+    gradients that stay on their rank, as FSDP has none."""
+    program = program_named(row.program)
+    return row.zero == 3 or (row.zero == 2 and program.zero3 and not program.bf16.bucket)
+
+
 def _layout(row: PublishedRow) -> Layout:
     ranks = row.dp * row.cp  # gradients are summed over the slices of a sequence, too
-    shard = (row.zero3_group or ranks) if row.zero == 3 else 1
+    shard = (row.zero3_group or ranks) if _gathers(row) else 1
     return Layout(
         pp=row.pp,
         tp=row.tp,
         shard=shard,
         replicate=ranks // shard,
         chunks=row.chunks,
-        replicate_zero=1 if row.zero in (1, 2) and row.zero1_group is None else 0,
+        replicate_zero=_zero_over_replicas(row),
         sequence_parallel=row.sequence_parallel,
     )
+
+
+def _zero_over_replicas(row: PublishedRow) -> ReplicateZero:
+    if row.zero1_group is not None or _gathers(row):
+        return 0
+    return 2 if row.zero == 2 else 1 if row.zero == 1 else 0
 
 
 def program_of(row: PublishedRow) -> Program:
@@ -173,9 +192,11 @@ def plan_of(case: Case) -> Plan:
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
-        if case.zero3 and case.layout.pp == 1:
+        if case.gathers and case.layout.pp == 1:
             every = "step" if case.program.reduces_once else "unit"
-            schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches, every)
+            schedule, cuts = _fsdp_schedule(
+                case.shape, case.num_microbatches, every, kept=case.keeps_gathered
+            )
         else:
             schedule = _pipeline_schedule(case)
             cuts = _cuts(case, schedule.num_stages)
@@ -246,7 +267,7 @@ def _pipeline_schedule(case: Case) -> Schedule:
             num_ranks=pp,
             chunks=case.layout.chunks,
             num_microbatches=count,
-            gathered=case.zero3,
+            gathered=case.gathers,
         )
     if case.schedule == "zb_h2":
         made = build(
@@ -255,20 +276,41 @@ def _pipeline_schedule(case: Case) -> Schedule:
         )  # fmt: skip
     else:
         made = build(case.schedule, num_ranks=pp, chunks=case.layout.chunks, num_microbatches=count)
-    if pp == 1 and not case.zero3:
+    if pp == 1 and not case.gathers:
         return made
-    return lower(made, gather=case.zero3, reduce_every="step")
+    return lower(made, gather=case.gathers, reduce_every="step")
 
 
 @lru_cache(maxsize=1024)
 def _fsdp_schedule(
-    shape: ModelShape, count: int, reduce_every: ReduceEvery
+    shape: ModelShape, count: int, reduce_every: ReduceEvery, *, kept: bool
 ) -> tuple[Schedule, tuple[int, ...]]:
-    """A schedule in which every piece is a stage, which is gathered for each forward and backward
-    and reduced after the backward of each microbatch (``unit``) or of the last one."""
+    """A schedule in which every piece is a stage, which is gathered for each forward and backward,
+    or ``kept`` from one to the other, and reduced after the backward of each microbatch (``unit``)
+    or of the last one."""
     order = accumulation(shape.num_pieces, count)
     lowered = lower(order, gather=True, reduce_every=reduce_every)
+    if kept:
+        lowered = replace(lowered, programs=(_keeping(lowered.programs[0]),))
     return lowered, tuple(range(shape.num_pieces + 1))
+
+
+def _keeping(program: RankProgram) -> RankProgram:
+    """The program without releases behind forwards, and without the gathers after them."""
+    last: dict[int, Op] = {}
+    held: set[int] = set()
+    left = []
+    for action in program:
+        stage, op, _ = action
+        if op in COMPUTE:
+            last[stage] = op
+        if op is Op.RESHARD and last[stage] is Op.FORWARD:
+            held.add(stage)
+        elif op is Op.UNSHARD and stage in held:
+            held.discard(stage)
+        else:
+            left.append(action)
+    return tuple(left)
 
 
 def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ def test_flops_count_recomputation_and_attention_as_the_row_says() -> None:
         ({"offload": "optimizer"}, "host's memory"),
         ({"recompute": "full", "recompute_blocks": "6"}, "recompute_blocks=6"),
         ({"zero": "3", "program": "megatron_deepspeed_2022"}, "no price for its ZeRO-3"),
+        ({"zero": "2"}, "zero=2: no program shards sums of gradients with pp=4"),
         ({"schedule": "interleaved_1f1b", "chunks": "2", "micro_batch": "16"}, "groups of pp=4"),
         ({"global_batch": "9999998", "micro_batch": "1"}, "too many"),
     ],
@@ -182,6 +183,24 @@ def test_recomputing_a_part_of_the_blocks_costs_a_part(whole: bool) -> None:
         value(**flops, **more, recompute="full", recompute_blocks="12") * half,
     ]
     assert counted[2] == pytest.approx((counted[0] + counted[1]) / 2)
+
+
+@pytest.mark.parametrize("program", ["deepspeed_zero2", "llm_foundry"])
+def test_zero_2_is_neither_zero_1_nor_zero_3(program: str) -> None:
+    """DeepSpeed's shards sums of gradients; FSDP's keeps parameters from forward to backward."""
+    alone = {"pp": "1", "dp": "8", "schedule": "none", "program": program}
+    memory = {"metric": "peak_memory_allocated", "unit": "GiB"}
+    if program == "deepspeed_zero2":
+        one, two = (value(**alone, **memory, zero=zero) for zero in "12")
+        state = 1.3e9 * 4 * 7 / 8 / 2**30  # fp32 sums of which an eighth stays
+        assert two == pytest.approx(one - state, rel=0.05)
+        assert value(**alone, zero="2") > value(**alone, zero="1")  # it reduces every microbatch
+        return
+    two, three = (value(**alone, **memory, zero=zero) for zero in "23")
+    assert two > three + 1.3e9 * 2 * 0.7 / 2**30
+    slow = {"num_gpus": "64", "dp": "64", "nic_gbit_s": "10", "micro_batch": "1"}
+    # Per parameter 2 + 4 bytes are sent, not 2 + 2 + 4.
+    assert value(**alone | slow, zero="2") < 0.8 * value(**alone | slow, zero="3")
 
 
 def test_layers_that_do_not_divide_are_cut_as_programs_cut_them() -> None:
