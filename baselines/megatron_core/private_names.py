@@ -8,7 +8,8 @@ is the CPU (``run_on_cpu``): only the global name ``torch`` of modules ``megatro
 replaced, so that torch itself and other contenders in the process stay as they are. Two methods of
 tensors, ``.cuda()`` and ``.type()`` (with which Megatron-Core checks that a parameter is on a GPU),
 are replaced only while ``tensors_say_cuda`` is open. Nothing that is computed, sent or reduced is
-replaced.
+replaced, but for the norm of gradients, where Megatron-Core would use neither Transformer Engine's
+kernel nor Apex's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.update_rules import square_norm
 from zeropp.schedule.program import Op
 
 # Functions of Megatron-Core that a GPU runs as one compiled kernel each, where there is none.
@@ -61,8 +63,21 @@ with _quick_import():
     from megatron.core.tensor_parallel import random
 
 _CPU = torch.device("cpu")
-L2_NORM = (clip_grads, "l2_norm_impl")  # of gradients, on a GPU by a kernel of Apex or this one
 _PASSES = {Op.FORWARD: schedules.forward_step, Op.FULL_BACKWARD: schedules.backward_step}
+
+
+def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """The norm of gradients where neither Transformer Engine nor Apex gives a kernel for all. In
+    place of ``megatron.core.utils.local_multi_tensor_l2_norm``, with which the host waits once per
+    gradient, and whose norm of one large tensor is off on a CPU."""
+    del size, flag
+    (gradients,) = lists
+    squares = square_norm(((one, 1) for one in gradients), gradients[0].device)
+    return squares.sqrt().float().view(1), None
+
+
+if clip_grads.l2_norm_impl.__module__ == "megatron.core.utils":
+    clip_grads.l2_norm_impl = _l2_norm
 
 
 def supported_keywords(kind: Callable[..., Any], **values: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,17 +13,20 @@ import torch
 
 from baselines.zeropp.contender import ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec
-from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.worker.data import local_batch, open_batches
+from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts, order_checks
 from tests.gloo.cases import TIED, request
 from tests.gloo.contender_faults import MEGATRON_FAULTS, gate_without_last_reduction
 from tests.gloo.gate_faults import FAULTS, SUBTLE, find
-from tests.gloo.world import WorkerError, World
+from tests.gloo.world import WorkerError, World, on_ranks
 from tests.unit.test_extending import registered_example
+from tests.unit.toy_spec import mapping
 from zeropp.choose.contender import Contender
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
+CPU = torch.device("cpu")
 # Faults that need something which not every configuration has.
 NEEDS = {
     "one data-parallel rank never updated": "dp",
@@ -319,3 +324,39 @@ def test_a_reduction_is_dropped_where_both_axes_are(name: str) -> None:
         if case.contender == name and "one reduction dropped" in faults
     ]
     assert any(setting.has >= {"dp", "tp"} for setting in both)
+
+
+@pytest.mark.parametrize(
+    ("noise", "order", "passes"),
+    [
+        *((0.0, 0.0, True), (1e-3, 0.0, True), (0.0, 1e-3, False), (1e-4, 1e-3, False)),
+        *((math.nan, 0.0, False), (0.0, math.nan, False)),
+    ],
+)
+@on_ranks(1)
+def test_the_order_of_microbatches_is_told_from_attention_that_adds_in_no_order(
+    noise: float, order: float, passes: bool
+) -> None:
+    builds = 0
+
+    def build(*_: object) -> Any:
+        nonlocal builds
+        builds += 1
+        parameter, drawn = torch.zeros(1000), torch.randn(2, 1000)
+
+        def take(inputs: torch.Tensor, _: torch.Tensor) -> None:
+            is_rolled = not torch.equal(inputs[0], first)
+            parameter.add_(1 + noise * drawn[0] + is_rolled * order * drawn[1])
+
+        return SimpleNamespace(step=take, full_parameters=lambda: [("weight", parameter)])
+
+    torch.manual_seed(0)
+    spec = spec_from_mapping(
+        mapping() | {"num_gpus": 1, "precision": "bf16", "contender": {"name": "zeropp"}}
+    )
+    batches = open_batches(spec)
+    first = local_batch(batches, spec.plan().layout, 0, CPU)[0][0]
+    contender: Any = SimpleNamespace(build=build)
+    (check,) = order_checks(spec, contender, batches, CPU, OptimizerConfig(kind="sgd"))
+    assert (check.error <= check.limit) == passes
+    assert builds == (2 if not noise + order or math.isnan(noise + order) else 3)

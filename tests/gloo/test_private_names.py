@@ -179,7 +179,9 @@ CONTRACTS = {
         f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state",
         f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state",
     ],
-    f"{_MC}, traced: the norm of fake gradients": [f"{_CORE}.optimizer.clip_grads:l2_norm_impl"],
+    f"{_MC}: the norm of gradients by torch, without Apex": [
+        f"{_CORE}.optimizer.clip_grads:l2_norm_impl",
+    ],
     f"{_MC} on CPUs: fused functions that are not compiled": [f"{_CORE}.jit:jit_fuser"],
     f"{_MC}: its own layers": [
         f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec(normalization)",

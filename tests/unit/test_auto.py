@@ -69,6 +69,13 @@ def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
     assert points.with_best_plan(chosen) == (chosen, "")
 
 
+def test_replicas_that_leave_no_shards_are_chosen_for() -> None:
+    """ZeroPP's own search has shards of two ranks and more."""
+    chosen, _ = points.with_best_plan(spec_of("a800", "zeropp", pp=2, replicate=2))
+    layout = chosen.plan().layout
+    assert (layout.pp, layout.shard, layout.replicate) == (2, 1, 2)
+
+
 def test_without_prices_simple_rules_apply() -> None:
     spec = spec_of("cpu_gloo", "zeropp")
     chosen, _ = points.with_best_plan(spec)

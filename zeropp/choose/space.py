@@ -173,11 +173,15 @@ def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> I
             if pp > shape.layers:
                 rejected["more stages than layers"] += 1
                 continue
-            for shard in _open(requests.get("shard", 1), _within(space.shards, ranks // pp)):
+            asked_replicas = requests.get("replicate", "auto")
+            shards = _within(space.shards, ranks // pp)
+            if asked_replicas != "auto":  # they leave one size, whatever the space has
+                shards = [max(1, ranks // pp // asked_replicas)]
+            for shard in _open(requests.get("shard", 1), shards):
                 replicate = ranks // pp // shard
                 if tp * pp * shard * replicate != task.num_gpus:
                     continue  # a degree that was asked for does not divide
-                if requests.get("replicate", "auto") in ("auto", replicate):
+                if asked_replicas in ("auto", replicate):
                     yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
 
 
