@@ -32,7 +32,7 @@ BUDGET = {
     "baselines": 4_050,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
-    "benchmarks/evidence": 1_150,
+    "benchmarks/evidence": 1_155,
     "benchmarks/explain": 2_410,
     "benchmarks/launch": 3_815,
     "benchmarks/measured": 530,
@@ -42,7 +42,7 @@ BUDGET = {
     "benchmarks/tune": 230,
     "benchmarks/validation": 1_940,
     "benchmarks/verdict": 1_810,
-    "benchmarks/worker": 1_500,
+    "benchmarks/worker": 1_520,
     "zeropp": 140,
     "zeropp/choose": 1_830,
     "zeropp/emulate": 3_700,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_100,
     "zeropp/types": 640,
 }
-MOST_LINES = 44_855
-MOST_LINES_OF_TESTS = 27_340
+MOST_LINES = 44_895
+MOST_LINES_OF_TESTS = 27_400
 
 
 @cache
