@@ -1,7 +1,7 @@
 """Says whether any two of the engine's streams share a hardware queue, on one GPU and without
 peers: while a kernel spins on one stream, a kernel on another must end.
 
-    python scripts/stream_queues.py
+    python scripts/gpu/queues.py
 
 Lanes are made by the engine. The streams of messages are made as NCCL makes those of the engine's
 groups, of which a rank with two neighbours has four: from torch's pool with high priority.

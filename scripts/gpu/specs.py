@@ -90,7 +90,7 @@ TINY = ["model=gpt_tiny", "data=synthetic", "microbatch_size=2", "measure.steps=
 # zeropp/engine/engine.py): gpt_tiny's are narrower, so that on one rank, where no backward is split,
 # its gate never runs the product that adds 16-bit factors in fp32.
 WIDE = ["model.layers=4", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.ffn=2048"]
-# Left open, compile is true on a priced cluster: gpu_checks.sh gates compiled blocks alone.
+# Left open, compile is true on a priced cluster, and compiled blocks alone would be gated.
 EAGER = ["contender=zeropp", "contender.compile=false"]
 ONE = {
     "zeropp": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8", *WIDE],
