@@ -1,56 +1,74 @@
-"""Fits the cost model's constants to published measurements and prints them; it writes nothing.
+"""Fits the cost model's constants to published measurements: to all of them, or to those of all
+sources but one.
 
-There is one set of constants per device, and a few constants belong to programs
-(``conf/program``); none belongs to a single row. The fit is least squares on the logarithm of
-predicted over measured throughput, with a soft L1 loss, on at most ``--rows`` rows, drawn with a
-fixed seed, of each table whose rows have ``role=fitted``. Weak priors hold constants that the data
-do not determine. The rounded results are copied into ``conf/cluster`` and ``conf/program`` by
-hand. It takes some minutes.
-
-    python -m benchmarks.validation.fit_constants [--rows 120]
+There is one set of constants per chip, and a few constants belong to programs (``conf/program``:
+those whose source begins with "fitted on", and those of other entries that say that they are the
+same). The fit is least squares on the logarithm of predicted over measured speed, with a soft L1
+loss, on at most ``ROWS`` runs of each source, drawn with a fixed seed, so that no source counts for
+many. Weak priors hold constants that the data do not determine; they are rates of measured kernels
+and round physical numbers. Errors are taken for linear in the logarithms of constants, around those
+of ``conf/``, so that leaving a source out needs no price again.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from benchmarks.specification.command import CommandParser, command
 from benchmarks.validation.cases import Case, case_of
 from benchmarks.validation.predict import predict_case
-from benchmarks.validation.rows import (
-    PublishedRow,
-    UnpredictableError,
-    read_rows,
-    training_tables,
-)
+from benchmarks.validation.rows import PublishedRow
+from benchmarks.validation.stated import preset_of
+from zeropp.price.programs import entry_named, program_named, program_names
+
+ROWS = 30  # runs of a source that take part in the fit
+_STEP = 0.02  # the change of a constant's logarithm that gives the slope
+_SPREAD = 0.05  # errors beyond this count less and less
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A field of the device or program with the name ``of``, its physical prior, and the width of
-    the prior in logarithms."""
+    """A field of all devices or programs with a name in ``of``, its value today, its physical
+    prior, and the width of the prior in logarithms."""
 
-    of: str
-    field: str
+    of: tuple[str, ...]
+    field: str  # of a Device (``newer.matmul_bf16_tflops``: of its later kernels), or of a Program
+    now: float
     prior: float
     width: float
 
+    @property
+    def text(self) -> str:
+        """``a100 matmul_bf16_tflops``."""
+        return f"{self.of[0]} {self.field}"
 
-# The rates of products on A100 and H100 are those that fit best to measured kernels (the study
-# ``product_times``). The other priors are round numbers: three quarters of the V100's peak, four
-# fifths of the bandwidth, six tenths of the products' rate, and a kernel's start and end.
-CONSTANTS = (
+
+# Boards with the same chip; the first one's preset has the value.
+_CHIPS = {
+    "a100": ("a100", "a800", "stated"),
+    "h100": ("h100", "h800", "h200"),
+    "v100": ("v100",),
+    "gb200": ("gb200", "gb300"),
+}
+# The rates of products are those that fit best to measured kernels (product_times.csv), of GB200 in
+# its earlier generation; later attention is by arXiv 2407.08608. The other priors are round
+# numbers: three quarters of the V100's peak, four fifths of the bandwidth, six tenths of the
+# products' rate, and a kernel's start and end.
+_PRIORS = (
     *(
-        Constant(device, field, prior, width)
-        for device, rate in (("a100", 240.0), ("h100", 740.0), ("v100", 95.0))
+        (chip, field, prior, width)
+        for chip, rate in (("a100", 240.0), ("h100", 740.0), ("v100", 95.0))
         for field, prior, width in (
             ("matmul_bf16_tflops", rate, 0.2),
             ("memory_efficiency", 0.8, 0.1),
@@ -58,83 +76,109 @@ CONSTANTS = (
             ("kernel_us", 5.0, 0.3),
         )
     ),
-    Constant("llm_foundry", "traffic_factor", 1.0, 1.0),
-    Constant("llm_foundry", "attention_factor", 1.0, 0.5),
-    Constant("libai", "traffic_factor", 1.0, 1.0),
-    Constant("megatron_lm_v100", "traffic_factor", 1.0, 1.0),
+    ("h100", "newer.matmul_bf16_tflops", 740.0, 0.2),
+    ("gb200", "newer.matmul_bf16_tflops", 1163.0, 0.2),
 )
+_THAT_OF = re.compile(r"that of the (\w+) entry")
+_WIDTHS = {"traffic_factor": 1.0, "attention_factor": 0.5}  # of priors of 1, which is every default
 
 
-@dataclass(frozen=True)
-class FittedRow:
-    """One published row and the case that it describes."""
-
-    row: PublishedRow
-    case: Case
-
-    def log_error(self, values: Sequence[float]) -> float:
-        """The logarithm of predicted over measured throughput with these constants."""
-        device, program = self.case.cluster.device, self.case.program
-        for constant, value in zip(CONSTANTS, values, strict=True):
-            if constant.of == device.name:
-                device = replace(device, **cast("Any", {constant.field: value}))
-            elif constant.of == program.name:
-                program = replace(program, **cast("Any", {constant.field: value}))
-        cluster = replace(self.case.cluster, device=device)
-        case = replace(self.case, cluster=cluster, program=program)
-        return math.log1p(predict_case(self.row, case).relative_error)
+@cache
+def constants() -> tuple[Constant, ...]:
+    """All constants that were fitted to published runs."""
+    chips = (
+        Constant(_CHIPS[chip], field, _field(preset_of(chip).device, field), prior, width)
+        for chip, field, prior, width in _PRIORS
+    )
+    return (*chips, *_traits())
 
 
-def samples(rows: int) -> list[FittedRow]:
-    """Throughput rows of the sources that take part in the fit, at most ``rows`` per table."""
+def _traits() -> Iterator[Constant]:
+    """A constant per trait that was fitted, with all entries that have it: by its own source, by
+    that of the entry on which they are based, or because they say that it is that entry's."""
+    of: dict[tuple[str, str, float], list[str]] = defaultdict(list)
+    cited = _THAT_OF.findall(str([entry_named(name).sources for name in program_names()]))
+    for name in sorted(program_names(), key=lambda name: name not in cited):
+        program, sources = program_named(name), entry_named(name).sources
+        for trait, source in sources.items():
+            if (there := _THAT_OF.match(source)) and there[1] in cited:
+                source = entry_named(there[1]).sources.get(trait, "")
+            if source.startswith("fitted on"):
+                of[source, trait, getattr(program, trait)].append(name)
+    for (_, trait, value), names in of.items():
+        yield Constant(tuple(names), trait, value, 1.0, _WIDTHS[trait])
+
+
+def _field(owner: Any, path: str) -> float:
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return float(owner)
+
+
+def applies(constant: Constant, case: Case) -> bool:
+    """Whether a case has the constant."""
+    device, name = case.cluster.device, case.program.name
+    later = not constant.field.startswith("newer.") or device.newer is not None
+    return (device.name in constant.of and later) or name in constant.of
+
+
+def with_factors(case: Case, factors: Mapping[Constant, float]) -> Case:
+    """The case with constants times so much."""
+    for constant, factor in factors.items():
+        if not applies(constant, case):
+            continue
+        part, _, field = constant.field.rpartition(".")
+        if case.program.name in constant.of:
+            value = getattr(case.program, field) * factor
+            case = replace(case, program=replace(case.program, **{field: value}))
+            continue
+        device = case.cluster.device
+        owner: Any = device.newer if part else device
+        owner = replace(owner, **{field: getattr(owner, field) * factor})
+        device = replace(device, newer=owner) if part else owner
+        case = replace(case, cluster=replace(case.cluster, device=device))
+    return case
+
+
+def log_error(row: PublishedRow, case: Case) -> float:
+    """The logarithm of predicted over measured speed."""
+    return math.log1p(predict_case(row, case).error_of_speed)
+
+
+def slopes(row: PublishedRow) -> tuple[float, list[float]]:
+    """A row's error, and how much it changes with the logarithm of every constant."""
+    case = case_of(row)
+    error = log_error(row, case)
+    moved = [
+        (log_error(row, with_factors(case, {c: math.exp(_STEP)})) - error) / _STEP
+        if applies(c, case)
+        else 0.0
+        for c in constants()
+    ]
+    return error, moved
+
+
+def drawn(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+    """At most ``ROWS`` of the rows of each source."""
+    by_source: dict[str, list[PublishedRow]] = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append(row)
     chosen = []
-    for table in training_tables():
-        understood = []
-        for row in (line.row for line in read_rows(table)):
-            if row is None or row.role != "fitted":
-                continue
-            try:
-                sample = FittedRow(row, case_of(row))
-                if predict_case(row, sample.case).kind == "throughput":
-                    understood.append(sample)
-            except UnpredictableError:
-                continue
-        random.Random(0).shuffle(understood)
-        chosen += understood[:rows]
+    for members in by_source.values():
+        random.Random(0).shuffle(members)
+        chosen += members[:ROWS]
     return chosen
 
 
-def fit(chosen: Sequence[FittedRow]) -> Sequence[float]:
-    """The fitted constants, in the order of ``CONSTANTS``."""
-    priors = np.log([c.prior for c in CONSTANTS])
-    widths = np.array([c.width for c in CONSTANTS])
+def fit(errors: Array, moved: Array) -> dict[Constant, float]:
+    """The constants, as factors of today's, that fit best to runs with these ``errors`` [runs] and
+    slopes ``moved`` [runs, constants]."""
+    named = constants()
+    held = np.log([c.prior / c.now for c in named])
+    widths = np.array([c.width for c in named])
 
-    def residuals(logarithms: np.ndarray) -> np.ndarray:
-        errors = [sample.log_error(np.exp(logarithms)) for sample in chosen]
-        held = (logarithms - priors) / widths
-        print(f"median error {100 * np.median(np.abs(errors)):.2f} %", flush=True)
-        return np.concatenate([np.array(errors) / 0.05, held])
+    def residuals(changes: Array) -> Array:
+        return np.concatenate([(errors + moved @ changes) / _SPREAD, (changes - held) / widths])
 
-    done = least_squares(residuals, priors, loss="soft_l1", diff_step=1e-3, xtol=1e-3, max_nfev=12)
-    values: list[float] = np.exp(done.x).tolist()
-    return values
-
-
-@command
-def main() -> int:
-    """Print every constant beside its prior; see ``--help``."""
-    parser = CommandParser(
-        description="Fit the cost model's constants on published measurements and print them. "
-        "Writes nothing; takes some minutes.",
-        epilog="example: python -m benchmarks.validation.fit_constants --rows 20",
-    )
-    parser.add_argument("--rows", type=int, default=120, help="rows per source (%(default)s)")
-    chosen = samples(parser.parse_args().rows)
-    print(f"{len(chosen)} rows")
-    for constant, value in zip(CONSTANTS, fit(chosen), strict=True):
-        print(f"{constant.of:20} {constant.field:22} {value:8.3f}   prior {constant.prior:g}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    found = least_squares(residuals, np.zeros(len(named)), loss="soft_l1").x
+    return dict(zip(named, np.exp(found).tolist(), strict=True))

@@ -22,7 +22,7 @@ _PASSES = {"layer_forward_time": 1, "layer_backward_time": 2, "layer_time": 3}
 _OF_PRESET = (0.4, 1.25)
 _OF_THE_BOARD = ("memory_gib", "memory_bandwidth_gb_s", "peak_bf16_tflops")
 # Programs that shard parameters and divide nothing else.
-_SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
+SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
 
 
 def check_plausible(row: PublishedRow) -> None:
@@ -56,7 +56,7 @@ def _machine(row: PublishedRow) -> str:
     gpus = row.gpus_per_node or cluster.gpus_per_node
     if gpus % row.tp and row.tp % gpus:
         return f"gpus_per_node={gpus}: neither divides tp={row.tp} nor is divided by it"
-    if row.program in _SHARD_ALONE and row.tp * row.pp > 1:
+    if row.program in SHARD_ALONE and row.tp * row.pp > 1:
         return f"program={row.program}: shards parameters alone, not tp={row.tp} or pp={row.pp}"
     return ""
 

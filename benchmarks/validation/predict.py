@@ -55,6 +55,13 @@ class Prediction:
             return float(self.value != self.row.measured)
         return self.value / self.row.measured - 1.0
 
+    @property
+    def error_of_speed(self) -> float:
+        """Predicted over measured speed, minus 1, also where the row states a time; of other
+        quantities the same of them."""
+        error = self.relative_error
+        return 1 / (1 + error) - 1 if self.row.measure.kind in ("time", "layer") else error
+
 
 @dataclass(frozen=True)
 class RowOutcome:

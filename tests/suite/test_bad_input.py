@@ -311,7 +311,7 @@ def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> 
 
 COMMANDS = ("report.__main__", "show", "status", "tune.__main__", "validation.__main__")
 STUDIES = (
-    "validation.fit_constants",
+    "validation.strangers",
     "evidence.memory_table",
     "evidence.renew",
     "evidence.schedules",

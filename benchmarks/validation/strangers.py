@@ -1,0 +1,300 @@
+"""How far the simulator is from the runs of a publisher that it has never seen.
+
+    python -m benchmarks.validation.strangers --out results/reference/validation
+
+Every source of results/published is left out in turn. All constants are fitted again to the runs of
+the other sources (``fit_constants``), and its runs are priced with those. A program that only this
+source runs has no entry then: the entry of another source that shares most traits is taken for it,
+with the year of its own kernels, which is no secret. What a row states of its run is kept.
+
+It writes two tables. ``stranger_runs.csv`` has one line per run: its error in sample, with the
+constants and the entry of ``conf/``, and as a stranger. ``strangers.csv`` has one line per source
+and one for all. Errors are those of speed, predicted over measured minus 1, or of memory. The
+interval is the 90th percentile of absolute errors over all other sources, each of which weighs the
+same; ``inside`` is the share of a source's runs that are in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.specification.command import CommandParser, check_writable, command, workers
+from benchmarks.specification.progress import track
+from benchmarks.validation.cases import Case, case_of
+from benchmarks.validation.errors import first_of_runs, predictions_of
+from benchmarks.validation.fit_constants import (
+    Constant,
+    constants,
+    drawn,
+    fit,
+    slopes,
+    with_factors,
+)
+from benchmarks.validation.plausible import SHARD_ALONE
+from benchmarks.validation.predict import Prediction, outcome_of, predict_case
+from benchmarks.validation.rows import (
+    PublishedRow,
+    UnpredictableError,
+    read_rows,
+    training_tables,
+)
+from zeropp.price.programs import Program, program_named
+
+INSIDE = 0.9  # the share of runs that the interval is to hold
+_MOVES = 0.01  # a slope from which on a constant counts as one on which a run depends
+_SAME = [f.name for f in fields(Program) if f.name not in ("name", "kernels")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrangerRun:
+    """A published run: errors are predicted over measured minus 1, of speed or of memory."""
+
+    place: str
+    source: str
+    program: str
+    priced_as: str  # the program's entry, or the one that stands for it
+    device: str
+    quantity: str
+    in_sample: float
+    stranger: float
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The line of ``stranger_runs.csv``."""
+        return {
+            name: f"{value:.4f}" if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+
+
+@cache
+def nearest(program: str, others: frozenset[str]) -> str:
+    """The program of ``others`` that shares most traits with one; of equals the first by name."""
+    own = program_named(program)
+
+    def differing(name: str) -> int:
+        other = program_named(name)
+        return sum(getattr(own, trait) != getattr(other, trait) for trait in _SAME)
+
+    return min(sorted(others), key=differing)
+
+
+def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:
+    """The name of the entry with which a row of an unknown source is priced, and its case;
+    ``others`` are the programs of all other sources."""
+    name = row.program
+    if name not in others:
+        able = others - set(SHARD_ALONE) if row.tp * row.pp > 1 else others
+        if row.zero == 3:
+            able = frozenset(other for other in able if program_named(other).zero3)
+        name = nearest(name, able)
+    case = case_of(row.model_copy(update={"program": name}))
+    year = program_named(row.program).kernels
+    return name, replace(case, program=replace(case.program, kernels=year))
+
+
+def priced(
+    place: str, known: Prediction, others: frozenset[str], factors: Mapping[Constant, float]
+) -> StrangerRun | None:
+    """A run with its error in sample, and as a stranger; None where it has no price so."""
+    row = known.row
+    try:
+        name, case = as_stranger(row, others)
+        stranger = predict_case(row, with_factors(case, factors))
+    except UnpredictableError:
+        return None
+    return StrangerRun(
+        place=place,
+        source=row.source,
+        program=row.program,
+        priced_as=name,
+        device=row.device,
+        quantity="memory" if known.kind == "memory" else "speed",
+        in_sample=known.error_of_speed,
+        stranger=stranger.error_of_speed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceErrors:
+    """The errors of one source, or of all: absolute ones as median and 90th percentile, and the
+    median with its sign (+: too fast, or too much memory)."""
+
+    quantity: str
+    source: str
+    runs: int
+    median_in_sample: float
+    p90_in_sample: float
+    bias_in_sample: float
+    median: float
+    p90: float
+    bias: float
+    inside: float  # the share of runs inside the interval that the other sources give
+    interval: float  # its half width, as a share
+
+
+def interval_of(runs: Iterable[StrangerRun]) -> float:
+    """The absolute error that ``INSIDE`` of the runs do not exceed, where every source weighs the
+    same."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        by_source[run.source].append(abs(run.stranger))
+    errors = [(error, 1 / len(of)) for of in by_source.values() for error in of]
+    whole, reached = float(len(by_source)), 0.0
+    for error, weight in sorted(errors):
+        reached += weight
+        if reached >= INSIDE * whole - 1e-9:
+            return error
+    return float("nan")
+
+
+def errors_by_source(runs: Sequence[StrangerRun]) -> list[SourceErrors]:
+    """One line per quantity and source, and one over all sources, whose interval is that of every
+    further stranger."""
+    lines = []
+    for quantity in ("speed", "memory"):
+        of_kind = [run for run in runs if run.quantity == quantity]
+        sources = sorted({run.source for run in of_kind})
+        inside: list[bool] = []
+        for source in sources:
+            own = [run for run in of_kind if run.source == source]
+            width = interval_of(run for run in of_kind if run.source != source)
+            held = [abs(run.stranger) <= width for run in own]
+            inside += held
+            lines.append(_errors(quantity, source, own, held, width))
+        if of_kind:
+            lines.append(_errors(quantity, "all sources", of_kind, inside, interval_of(of_kind)))
+    return lines
+
+
+def _errors(
+    quantity: str, source: str, runs: Sequence[StrangerRun], inside: Sequence[bool], width: float
+) -> SourceErrors:
+    def sizes(errors: list[float]) -> tuple[float, float, float]:
+        median, p90 = np.percentile(np.abs(errors), (50, 90))
+        return float(median), float(p90), float(np.median(errors))
+
+    known = sizes([run.in_sample for run in runs])
+    strange = sizes([run.stranger for run in runs])
+    return SourceErrors(
+        quantity=quantity, source=source, runs=len(runs),
+        median_in_sample=known[0], p90_in_sample=known[1], bias_in_sample=known[2],
+        median=strange[0], p90=strange[1], bias=strange[2],
+        inside=float(np.mean(inside)), interval=width,
+    )  # fmt: skip
+
+
+def _text(errors: SourceErrors) -> str:
+    source = errors.source if len(errors.source) <= 34 else f"{errors.source[:33]}…"
+    numbers = (
+        f"{share:6.1%}"
+        for share in (errors.median_in_sample, errors.p90_in_sample, errors.median, errors.p90)
+    )
+    return (
+        f"{errors.quantity:7} {source:34} {errors.runs:5}  {'  '.join(numbers)}  "
+        f"{errors.bias:+6.1%}  {errors.inside:5.0%} in ±{errors.interval:.0%}"
+    )
+
+
+_HEAD = f"{'':7} {'source left out':34}  runs  in sample: med, p90  as a stranger: med, p90, bias"
+
+
+Runs = Mapping[str, Prediction]  # by the place of their row
+
+
+def left_out(known: Runs) -> tuple[list[StrangerRun], list[str]]:
+    """All runs as strangers, and a line of text on every constant."""
+    rows = [prediction.row for prediction in known.values()]
+    chosen = drawn([p.row for p in known.values() if p.kind == "throughput"])
+    programs: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        programs[row.program].add(row.source)
+    with workers(os.cpu_count() or 1) as pool:
+        priced_so = track(pool.map(slopes, chosen, chunksize=8), len(chosen), "slopes")
+        errors, moved = (np.array(each) for each in zip(*priced_so, strict=True))
+        of = np.array([row.source for row in chosen])
+        fits = {s: fit(errors[of != s], moved[of != s]) for s in {row.source for row in rows}}
+        others = {s: frozenset(name for name, by in programs.items() if by - {s}) for s in fits}
+        waiting = [
+            pool.submit(priced, place, p, others[p.row.source], fits[p.row.source])
+            for place, p in known.items()
+        ]
+        done = track((job.result() for job in waiting), len(waiting), "strangers")
+        runs = [run for run in done if run is not None]
+    whole = fit(errors, moved)
+    words = []
+    for constant, slope in zip(constants(), moved.T, strict=True):
+        users = sorted(set(of[np.abs(slope) > _MOVES]))
+        words.append(_of_constant(constant, whole, {user: fits[user] for user in users}))
+    return runs, words
+
+
+def _of_constant(
+    constant: Constant,
+    whole: Mapping[Constant, float],
+    fits: Mapping[str, Mapping[Constant, float]],
+) -> str:
+    """A constant in ``conf/``, fitted to all sources, and without each of those that it moves."""
+    refits = [constant.now * of[constant] for of in fits.values()]
+    words = f"{constant.text:34} {constant.now:8.4g} in conf/, fitted to all sources "
+    words += f"{constant.now * whole[constant]:8.4g}"
+    if len(fits) > 1:
+        return f"{words}, without one {min(refits):.4g} to {max(refits):.4g}"
+    return f"{words}, SERVES ONE SOURCE ALONE: {', '.join(fits) or 'no run moves with it'}"
+
+
+def _known() -> Runs:
+    """The predictions of all runs of results/published that have a price, by their first row."""
+    lines = [line for path in training_tables() for line in read_rows(path)]
+    with workers(os.cpu_count() or 1) as pool:
+        outcomes = list(track(pool.map(outcome_of, lines, chunksize=16), len(lines), "rows"))
+    places = {id(o.prediction): o.line.place for o in outcomes}
+    first = first_of_runs(predictions_of(outcomes))
+    return {places[id(prediction)]: prediction for prediction in first if prediction.kind != "oom"}
+
+
+@command
+def main() -> int:
+    """Print and write both tables; see ``--help``."""
+    parser = CommandParser(
+        description="Price every source of results/published as a stranger: with constants fitted "
+        "to the other sources, and with a program of theirs. Takes some minutes.",
+        epilog="example: python -m benchmarks.validation.strangers --out strangers",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the two tables")
+    options = parser.parse_args()
+    if options.out is not None:
+        check_writable("--out", options.out)
+    runs, words = left_out(_known())
+    errors = errors_by_source(runs)
+    print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
+    if options.out is not None:
+        _write(options.out / "stranger_runs.csv", [run.cells for run in runs])
+        cells = [
+            {n: f"{v:.4f}" if isinstance(v, float) else v for n, v in asdict(each).items()}
+            for each in errors
+        ]
+        _write(options.out / "strangers.csv", cells)
+        print(f"wrote {options.out}/strangers.csv and stranger_runs.csv")
+    return 0
+
+
+def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""benchmarks.validation.strangers: a source is priced without anything that it taught."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from math import log
+
+import numpy as np
+import pytest
+
+from benchmarks.validation import strangers
+from benchmarks.validation.cases import case_of
+from benchmarks.validation.fit_constants import constants, fit, slopes, with_factors
+from benchmarks.validation.strangers import (
+    StrangerRun,
+    as_stranger,
+    errors_by_source,
+    interval_of,
+    left_out,
+    nearest,
+)
+from tests.unit.published_cells import predicted, row
+
+ALONE = {"pp": "1", "dp": "8", "schedule": "none"}
+OTHERS = frozenset({"megatron_core_r0.8", "llm_foundry", "torchtitan"})
+
+
+def run(source: str, error: float, quantity: str = "speed") -> StrangerRun:
+    return StrangerRun(
+        place="a.csv:2", source=source, program="zeropp", priced_as="llm_foundry", device="a100",
+        quantity=quantity, in_sample=0.0, stranger=error,
+    )  # fmt: skip
+
+
+def constant(text: str) -> int:
+    return [each.text for each in constants()].index(text)
+
+
+def test_a_program_that_others_run_stays_and_another_is_the_one_with_most_traits_in_common() -> (
+    None
+):
+    assert nearest("torchtitan_compiled", OTHERS) == "torchtitan"
+    assert nearest("nemo_h100", OTHERS) == "megatron_core_r0.8"
+    published = row(program="megatron_core_r0.8")
+    assert as_stranger(published, OTHERS) == ("megatron_core_r0.8", case_of(published))
+
+
+def test_what_stands_for_a_program_can_run_as_the_row_does() -> None:
+    assert as_stranger(row(program="nemo_h100"), OTHERS)[0] == "megatron_core_r0.8"
+    assert (
+        as_stranger(row(program="nemo_h100", zero="3", **ALONE), OTHERS)[0] != "megatron_core_r0.8"
+    )
+    assert as_stranger(row(program="modalities", **ALONE), OTHERS)[0] == "llm_foundry"
+    assert as_stranger(row(program="modalities"), OTHERS)[0] != "llm_foundry"
+
+
+def test_a_stranger_keeps_the_year_of_its_kernels() -> None:
+    name, case = as_stranger(row(program="nemo_h100"), OTHERS)
+    assert (name, case.program.kernels) == ("megatron_core_r0.8", 2025)
+
+
+def test_constants_are_those_of_conf_and_change_what_has_them_alone() -> None:
+    matmul = constants()[constant("a100 matmul_bf16_tflops")]
+    case = case_of(row(program="llm_foundry", **ALONE))
+    faster = with_factors(case, {matmul: 1.1}).cluster.device
+    assert matmul.now == case.cluster.device.matmul_bf16_tflops
+    assert faster.matmul_bf16_tflops == pytest.approx(1.1 * matmul.now)
+    other = case_of(row(device="h100"))
+    assert with_factors(other, {matmul: 1.1}) == other
+    later = constants()[constant("h100 newer.matmul_bf16_tflops")]
+    newer = with_factors(other, {later: 1.1}).cluster.device.newer
+    assert newer is not None
+    assert newer.matmul_bf16_tflops == pytest.approx(1.1 * later.now)
+    assert with_factors(case, {later: 1.1}) == case
+
+
+def test_faster_products_make_a_run_faster() -> None:
+    _, moved = slopes(row())
+    assert 0.3 < moved[constant("a100 matmul_bf16_tflops")] < 1
+    assert moved[constant("h100 matmul_bf16_tflops")] == 0
+
+
+def test_a_fit_takes_the_error_away_and_without_runs_it_is_the_prior() -> None:
+    number = constant("a100 matmul_bf16_tflops")
+    moved = np.zeros((40, len(constants())))
+    moved[:, number] = 0.8
+    matmul = constants()[number]
+    assert log(fit(np.full(40, 0.04), moved)[matmul]) == pytest.approx(-0.05, abs=0.003)
+    nothing = fit(np.zeros(0), moved[:0])
+    assert all(value == pytest.approx(c.prior / c.now) for c, value in nothing.items())
+
+
+def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> None:
+    many = [run("many", 0.01) for _ in range(90)]
+    few = [run("few", error) for error in (-0.3, 0.3)]
+    assert interval_of([*many, *few]) == 0.3
+    assert interval_of(many) == 0.01
+    of = {each.source: each for each in errors_by_source([*many, *few])}
+    assert (of["few"].interval, of["few"].inside) == (0.01, 0)
+    assert (of["many"].interval, of["many"].inside) == (0.3, 1)
+    assert of["all sources"].inside == pytest.approx(90 / 92)
+    assert (of["few"].median, of["few"].bias, of["all sources"].runs) == (0.3, 0, 92)
+
+
+def test_two_sources_are_priced_by_each_others_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "workers", ThreadPoolExecutor)
+    known = {
+        place: predicted(source=place, program=name, **ALONE)
+        for place, name in (("one", "llm_foundry"), ("two", "megatron_core_r0.8"))
+    }
+    runs, words = left_out(known)
+    assert [(r.source, r.priced_as) for r in runs] == [
+        ("one", "megatron_core_r0.8"), ("two", "llm_foundry"),
+    ]  # fmt: skip
+    assert runs[0].in_sample == known["one"].error_of_speed
+    assert abs(runs[0].stranger - runs[0].in_sample) > 0.01
+    assert len(words) == len(constants())
+    alone = [line for line in words if "SERVES ONE SOURCE ALONE: one" in line]
+    assert [line.split()[:2] for line in alone] == [
+        ["llm_foundry", "attention_factor"],
+        ["llm_foundry", "traffic_factor"],
+    ]
