@@ -40,7 +40,7 @@ BUDGET = {
     "benchmarks/report": 3_830,
     "benchmarks/specification": 900,
     "benchmarks/tune": 230,
-    "benchmarks/validation": 1_940,
+    "benchmarks/validation": 2_285,
     "benchmarks/verdict": 1_810,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_100,
     "zeropp/types": 640,
 }
-MOST_LINES = 44_895
-MOST_LINES_OF_TESTS = 27_400
+MOST_LINES = 45_240
+MOST_LINES_OF_TESTS = 27_505
 
 
 @cache
