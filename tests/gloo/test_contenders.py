@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.blocks import prepare_block
@@ -19,8 +19,16 @@ from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from baselines.model import build_piece
 from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, LLAMA, STEPS, TIED, check, request
 from tests.gloo.world import World
+from zeropp.engine.chunk import run_recomputed
+from zeropp.engine.deferred import (
+    WeightGradStore,
+    backward_of_chunk,
+    defer_weight_grads,
+    save_early,
+)
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
+from zeropp.types.literals import Recompute
 from zeropp.types.training import OptimizerConfig
 
 CLIPPED = OptimizerConfig(clip_norm=0.1)
@@ -128,6 +136,31 @@ def test_a_compiled_block_leaves_its_last_product_out() -> None:
     products = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())
     linears = sum(isinstance(module, nn.Linear) for module in block.modules())
     assert products == 3 * linears + linears - 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("model", [TIED, LLAMA], ids=["gpt", "llama"])
+def test_a_delaying_block_leaves_its_last_product_out(model: Options, compiled: bool) -> None:
+    plan = plan_of("zeropp", {"recompute": "full"}, model=model)
+    block = build_piece(plan.shape, 1, 0, torch.device("cpu"))
+    defer_weight_grads([block], WeightGradStore())
+    save_early([block])
+    if compiled:
+        block.compile(backend="aot_eager_decomp_partition")
+    x = torch.randn(2, plan.shape.seq, plan.shape.hidden, requires_grad=True)
+
+    def run(recompute: Recompute) -> tuple[int, list[Tensor]]:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled, backward_of_chunk():
+            y = run_recomputed(block, x, recompute=recompute, random=False)
+            gradients = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
+        products = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())
+        return products, list(gradients)
+
+    run("full")  # compiles
+    (once, expected), (again, found) = run("none"), run("full")
+    linears = sum(isinstance(module, nn.Linear) for module in block.modules())
+    assert again - once == linears - 1
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,12 @@ def passes_of_layer(
     moved = sum(element * elements for elements in _backwards(layer, "weight"))
     moved += accumulation_bytes(program, precision) * layer.trained
     adding = len(weights) + len(_backwards(layer, "weight"))
+    products = [
+        matmul_s(device, precision, m=product.m, k=product.k, n=product.n, batch=product.batch)
+        for product in layer.products
+    ]
     kernels = KernelSeconds(
-        products=sum(
-            matmul_s(device, precision, m=product.m, k=product.k, n=product.n, batch=product.batch)
-            for product in layer.products
-        ),
+        products=sum(products),
         transposed=sum(_gradients_s(layer, "input", device, precision)),
         weights=sum(weights),
         attention=sum(
@@ -87,6 +88,7 @@ def passes_of_layer(
         elementwise=stream_s(device, element * sum(forwards), len(forwards)),
         elementwise_backward=stream_s(device, element * sum(backwards), len(backwards)),
         accumulation=stream_s(device, moved, adding),
+        last=products[-1] if layer.ends_in_product else 0.0,
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
     in_line = program.blocking_launches or device.is_cpu

@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elementwise: list[Elementwise] = []
         self._chains: list[_Chain] = []
         self._launches = 0
-        self._is_attending = False
+        self._is_attending = self._ends_in_product = False
         parameters = list(module.parameters())
         self._trained = sum(x.numel() for x in parameters if x.requires_grad)
         for x in parameters:
@@ -143,6 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elementwise=(*self._elementwise, *chains, *sums),
             launches=self._launches,
             trained=self._trained,
+            ends_in_product=self._ends_in_product,
         )
 
     def __torch_dispatch__(
@@ -185,6 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         is_backward = "backward" in operator  # of a layer that differentiates itself
         product = None if is_backward else product_of(operator, operands, results, given)
+        if operator not in SUMS and operator not in COPIES:
+            self._ends_in_product = isinstance(product, Product)
         if isinstance(product, Attention):
             self._kernel(map(self._value_of, operands), results, is_attended=True)
             self._attentions.append(replace(product, has_backward=results[0].requires_grad))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
+from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, save_early
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.engine.values import (
@@ -173,7 +173,9 @@ class Chunk:
         self.modules, self.flats = modules, flats
         self.arriving, self.leaving = arriving, leaving
         self._lanes, self._store, self._options = lanes, store, options
-        self._recomputed = {id(block) for block in blocks[: options.recomputed]}
+        recomputed = blocks[: options.recomputed] if options.recompute != "none" else ()
+        self._recomputed = {id(block) for block in recomputed}
+        save_early(recomputed)
         self._names = [keywords_of(module) for module in modules]
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}

@@ -81,7 +81,8 @@ class WeightGradStore:
 class _DeferredLinear(torch.autograd.Function):
     """A linear layer, from [..., in] to [..., out], or to [rows, out] with a bias, because torch
     would return a view of these rows, which the next layer could not change in place.
-    ``transposed``: the weight is [in, out] instead of [out, in]."""
+    ``transposed``: the weight is [in, out] instead of [out, in]. ``early``: without its product,
+    for which a single number stands that has the output's shape."""
 
     @staticmethod
     def forward(
@@ -91,6 +92,7 @@ class _DeferredLinear(torch.autograd.Function):
         bias: Tensor | None,
         store: WeightGradStore,
         transposed: bool,
+        early: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
@@ -99,13 +101,15 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        rows = x if bias is None else x.reshape(-1, x.shape[-1])
-        return F.linear(rows, weight.t() if transposed else weight, bias)
+        if early:
+            rows = x.shape[:-1] if bias is None else (x.shape[:-1].numel(),)
+            return x.new_empty(()).expand(*rows, weight.shape[int(transposed)])
+        return _product(x, weight, bias, transposed)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         left, right = (rows, grad) if ctx.transposed else (grad, rows)
@@ -120,7 +124,29 @@ class _DeferredLinear(torch.autograd.Function):
         # Autocast computes in a smaller type than the weight's.
         grad_x = (grad @ back.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """The product of a linear layer whose ``early`` node takes its gradient. That node's inputs are
+    saved before the product runs, and where they are a recomputed block's last ones, torch's
+    ``checkpoint`` leaves the product out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    ) -> Tensor:
+        del ctx, node
+        return _product(x, weight, bias, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    rows = x if bias is None else x.reshape(-1, x.shape[-1])
+    return F.linear(rows, weight.t() if transposed else weight, bias)
 
 
 def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -153,39 +179,50 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer whose weight gradients go through ``store``."""
+    """A linear layer whose weight gradients go through ``store``; ``early`` where it is
+    recomputed, so that the last one need not be."""
 
     store: WeightGradStore
+    early = False
 
     def forward(self, x: Tensor) -> Tensor:
         """The forward of ``nn.Linear``: [..., in] to [..., out]."""
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
             return F.linear(x, weight, self.bias)  # computed from other parameters
-        return _linear(x, weight, self.bias, self.store, transposed=False)
+        return _linear(x, weight, self.bias, self.store, transposed=False, early=self.early)
 
 
 class DeferredConv1D(nn.Module):
     """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
 
     store: WeightGradStore
+    early = False
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
-        return _linear(x, self.weight, self.bias, self.store, transposed=True)
+        return _linear(x, self.weight, self.bias, self.store, transposed=True, early=self.early)
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    store: WeightGradStore,
+    *,
+    transposed: bool,
+    early: bool,
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        return _uncompiled(x, weight, bias, store, transposed=transposed)  # type: ignore[no-any-return]
+        return _uncompiled(x, weight, bias, store, transposed=transposed, early=early)  # type: ignore[no-any-return]
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
-        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, transposed, early)  # type: ignore[no-untyped-call]
+        if early:
+            output = _Product.apply(output, x, weight, bias, transposed)  # type: ignore[no-untyped-call]
         return output if output.dim() == x.dim() else output.view(*x.shape[:-1], output.shape[-1])
     except RuntimeError as error:
         if "functorch" not in str(error):
@@ -227,6 +264,14 @@ def defer_weight_grads(
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(kind):
                 _warn_once(kind)
     return weights
+
+
+def save_early(modules: Iterable[nn.Module]) -> None:
+    """Let linear layers inside the modules save what their backward needs before their product."""
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, DeferredLinear | DeferredConv1D):
+                module.early = True
 
 
 def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:

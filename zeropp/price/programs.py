@@ -96,8 +96,8 @@ class Program:
     # Recomputation ends once it has all saved tensors, so that it leaves out a block's last product
     # (torch's ``checkpoint`` with ``use_reentrant=False``) and the collective behind it. It does so
     # in a block that is compiled with its ``checkpoint``, too, as nothing in a backward's graph
-    # needs that product. A function of autograd saves only after it has run, so that this does not
-    # hold for linear layers of ZeroPP's engine, nor for what is compiled inside ``checkpoint``.
+    # needs that product. A function of autograd saves only after it has run, for which ZeroPP's
+    # linear layers are two.
     stops_recomputing: bool = False
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer

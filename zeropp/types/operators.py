@@ -58,7 +58,8 @@ class LayerOperators:
     """All operators of one layer for one microbatch.
 
     ``launches``: kernels that the host starts in the forward; ``elementwise`` may take several of
-    them for one. ``trained``: elements of the layer's trained parameters.
+    them for one. ``trained``: elements of the layer's trained parameters. ``ends_in_product``:
+    whether the backward needs nothing that is made after the last product.
     """
 
     products: tuple[Product, ...] = ()
@@ -66,3 +67,4 @@ class LayerOperators:
     elementwise: tuple[Elementwise, ...] = ()
     launches: int = 0
     trained: int = 0
+    ends_in_product: bool = False
