@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any
 
 from rich.console import Console
 
@@ -24,7 +23,7 @@ from benchmarks.measured.logs import Measurement, Step, measurement
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
 from benchmarks.validation.ratio_errors import priced_runs
-from benchmarks.validation.rows import COLUMNS, METRICS, POWER_W, SPEEDS, PublishedRow
+from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task
 from zeropp.price import parameter_count
@@ -203,7 +202,7 @@ class Training:
         """The training of a task whose step takes so long."""
         seconds = tokens / (task.global_batch * task.shape.seq) * step_s
         hours = seconds / 3600 * task.num_gpus
-        power: Any = POWER_W.get(task.cluster.device.name)
+        power = task.cluster.device.power_w
         return cls(tokens, seconds / 86400, hours, power and power * hours / 1e6)
 
 

@@ -5,7 +5,7 @@ instead of one, or of one GPU instead of all.
 
 from __future__ import annotations
 
-from benchmarks.validation.rows import POWER_W, PublishedRow, UnpredictableError
+from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from benchmarks.validation.stated import cluster_of, measured_s, preset_of
 from zeropp.price import model_flops_per_token, parameter_count
 from zeropp.price.cluster import Device
@@ -20,7 +20,7 @@ _OVER_16_BIT = {"fp8": 2, "mxfp8": 2, "int8": 2, "fp4": 6, "nvfp4": 6, "mxfp4": 
 _PASSES = {"layer_forward_time": 1, "layer_backward_time": 2, "layer_time": 3}
 # A board of a device may differ by these factors from the preset: A100 of 40 GB, H100 on PCIe.
 _OF_PRESET = (0.4, 1.25)
-_OF_THE_BOARD = ("memory_gib", "memory_bandwidth_gb_s", "peak_bf16_tflops")
+_OF_THE_BOARD = ("memory_gib", "memory_bandwidth_gb_s", "peak_bf16_tflops", "power_w")
 # Programs that shard parameters and divide nothing else.
 SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
 
@@ -46,7 +46,6 @@ def _machine(row: PublishedRow) -> str:
     """What is wrong with the devices, the nodes, or the degrees for this program."""
     cluster = preset_of(row.device)
     nominal = {name: getattr(cluster.device, name) for name in _OF_THE_BOARD}
-    nominal |= {"power_w": POWER_W.get(row.device)}
     for name, whole in nominal.items():
         stated = getattr(row, name)
         if stated and whole and row.device != "stated":

@@ -179,15 +179,11 @@ Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
 ]  # of the products
 Half = Literal["fp32", "fp16", "bf16"]
-# Nominal power of the boards in W (results/published/hardware.csv), for rows with ``power_w``.
-POWER_W = {
-    "v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700, "b200": 1000,
-    "gb200": 1200, "gb300": 1400,
-}  # fmt: skip
 # The range of each number of a device; one outside it is in another unit.
 PLAUSIBLE = {
     "memory_gib": (1, 2000), "memory_bandwidth_gb_s": (50, 50000), "peak_bf16_tflops": (5, 20000),
-    "power_w": (20, 5000), "intra_gb_s": (1, 5000), "nic_gbit_s": (0.1, 10000),
+    "products_tflops": (1, 20000), "power_w": (20, 5000), "intra_gb_s": (1, 5000),
+    "nic_gbit_s": (0.1, 10000),
 }  # fmt: skip
 SLACK = 0.03  # parameters may differ by this share from those of the shape
 NAME_SLACK = 1.5  # the factor by which they may differ from the size in the model's name
@@ -241,6 +237,7 @@ class PublishedRow(BaseModel):
     memory_gib: Decimal | None = None
     memory_bandwidth_gb_s: Decimal | None = None
     peak_bf16_tflops: Decimal | None = None
+    products_tflops: Decimal | None = None  # reached by large 16-bit products
     power_w: Decimal | None = None
     intra_link: Literal["nvlink", "pcie"] | None = None
     intra_gb_s: Decimal | None = None  # of one GPU's links inside a node, per direction
@@ -318,7 +315,7 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
-OPTIONAL = ("cuts", "knobs", "intra_gb_s")  # a table need not have these columns
+OPTIONAL = ("cuts", "knobs", "intra_gb_s", "products_tflops")  # a table need not have these columns
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
@@ -415,14 +412,16 @@ def _units(row: PublishedRow) -> str:
 
 def _device(row: PublishedRow) -> str:
     numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
-    if row.device == "stated" and None in numbers:
-        return "device=stated: needs memory_gib, memory_bandwidth_gb_s and peak_bf16_tflops"
+    if row.device == "stated" and None in (*numbers, row.products_tflops):
+        return (
+            "device=stated: needs memory_gib, memory_bandwidth_gb_s, peak_bf16_tflops, and in "
+            "products_tflops what large 16-bit products were measured to reach; without a rate of "
+            "its own its price would be within a factor of 2 at best"
+        )
     if row.intra_link and row.intra_gb_s:
         return f"intra_gb_s={row.intra_gb_s:g}: leave intra_link={row.intra_link} or it blank"
     if row.device == "v100" and row.dtype == "bf16":
         return "dtype='bf16': device=v100 has no products of this type (fp16 or fp32)"
-    if row.power_w and row.device not in POWER_W:
-        return f"power_w={row.power_w:g}: no nominal power of device={row.device} is known"
     for name in ("heads", "ffn"):
         if getattr(row, name) % row.tp:
             return f"tp={row.tp}: must divide {name}={getattr(row, name)}"

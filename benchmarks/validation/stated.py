@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from benchmarks.measured.fit import scaled_device
 from benchmarks.specification.reading import preset
-from benchmarks.validation.rows import POWER_W, PublishedRow, UnpredictableError
+from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from zeropp.price import model_flops_per_token
 from zeropp.price.cluster import Cluster, Device
 from zeropp.price.flops import block_forward_flops
 
 # One direction of 16 PCIe lanes: generation 3 and 4 in these devices, 5 in all later ones.
-_PCIE_GB_S = {"v100": 15.5, "a100": 31.0, "a800": 31.0, "stated": 31.0}
+_PCIE_GB_S = {"v100": 15.5, "a100": 31.0, "a100_40gb": 31.0, "a800": 31.0, "stated": 31.0}
 _PCIE_5_GB_S = 63.0
 
 
@@ -26,22 +26,28 @@ def cluster_of(row: PublishedRow) -> Cluster:
     """The cluster that a row describes: its device's preset in ``conf/cluster``, with the numbers
     of the row.
 
-    ``device=stated`` is an A100 that is scaled to the row's peak, memory and memory bandwidth.
-    ``power_w`` changes the clocks: the rate of products changes with the square root of the power,
-    because power grows with frequency and voltage.
+    ``device=stated`` is an A100 that is scaled to the row's numbers. ``power_w`` changes the
+    clocks: the rate of products changes with the square root of the power, because power grows
+    with frequency and voltage. Raises UnpredictableError where the nominal power is not known.
     """
     cluster = preset_of(row.device)
     device = cluster.device
     if row.peak_bf16_tflops:
         device = with_peak(device, row.peak_bf16_tflops)
     if row.power_w:
-        device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
+        if device.power_w is None or row.device == "stated":
+            raise UnpredictableError(f"power_w: no nominal power of device={row.device} is known")
+        device = at_rate(device, (row.power_w / device.power_w) ** 0.5)
+    if row.products_tflops:
+        device = at_rate(device, row.products_tflops / device.matmul_bf16_tflops)
     stated = {"memory_gib": row.memory_gib, "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s}
     given = {name: number for name, number in stated.items() if number is not None}
     device = replace(device, **given)  # type: ignore[arg-type]
-    intra, inter = cluster.intra, cluster.inter
+    intra, inter, shares = cluster.intra, cluster.inter, cluster.group_shares
     if row.intra_link == "pcie":
-        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S.get(row.device, _PCIE_5_GB_S))
+        card = preset("cluster", "a100_pcie", Cluster)
+        lanes, shares = _PCIE_GB_S.get(row.device, _PCIE_5_GB_S), card.group_shares
+        intra = replace(card.intra, bandwidth_gb_s=lanes)
     if row.intra_gb_s:
         intra = replace(intra, bandwidth_gb_s=row.intra_gb_s)
     if row.nic_gbit_s:
@@ -49,8 +55,9 @@ def cluster_of(row: PublishedRow) -> Cluster:
     gpus = row.gpus_per_node or cluster.gpus_per_node
     nics = row.nics_per_node or min(cluster.nics_per_node, gpus)
     return replace(
-        cluster, device=device, intra=intra, inter=inter, gpus_per_node=gpus, nics_per_node=nics
-    )
+        cluster, device=device, intra=intra, inter=inter, group_shares=shares, gpus_per_node=gpus,
+        nics_per_node=nics,
+    )  # fmt: skip
 
 
 def at_rate(device: Device, factor: float) -> Device:

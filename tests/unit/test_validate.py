@@ -16,7 +16,7 @@ from benchmarks.validation.cases import case_of, even_cuts, module_cuts
 from benchmarks.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
 from benchmarks.validation.predict import outcome_of, predict
 from benchmarks.validation.rows import UnpredictableError, read_rows, training_tables
-from benchmarks.validation.stated import cluster_of, measured_s, speed
+from benchmarks.validation.stated import cluster_of, measured_s, preset_of, speed
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
 from zeropp.price import compute_limit
@@ -250,13 +250,33 @@ def test_clusters_are_their_preset_with_the_numbers_of_the_row() -> None:
     assert small.device.memory_bandwidth_gb_s == 2400
     assert small.device.matmul_bf16_tflops < 0.9 * h100.device.matmul_bf16_tflops
     assert cluster_of(row(intra_link="pcie")).intra.bandwidth_gb_s == 31
+    with pytest.raises(UnpredictableError, match="no nominal power of device=leonardo is known"):
+        cluster_of(row(device="leonardo", power_w="300"))
     assert cluster_of(row(intra_gb_s="100")).intra.bandwidth_gb_s == 100
     new = cluster_of(row(device="gb300", memory_gib=""))
     assert (new.gpus_per_node, new.device.peak_bf16_tflops) == (72, 2500)
-    stated = {"device": "stated", "memory_bandwidth_gb_s": "1600", "peak_bf16_tflops": "181"}
-    assert cluster_of(row(**stated)).device.peak_bf16_tflops == 181
+    stated = {"memory_bandwidth_gb_s": "1600", "peak_bf16_tflops": "181", "products_tflops": "140"}
+    other = cluster_of(row(device="stated", **stated)).device
+    assert (other.peak_bf16_tflops, round(other.matmul_bf16_tflops, 6)) == (181, 140)
     with pytest.raises(UnpredictableError, match="peak_bf16_tflops=130: v100's own is not known"):
         cluster_of(row(device="v100", dtype="fp16", peak_bf16_tflops="130"))
+
+
+BOARDS = {"a100": ("a100_40gb", "a100_pcie"), "h100": ("h100_pcie", "h20"), "b200": ("b300",)}
+
+
+@pytest.mark.parametrize("chip", BOARDS)
+def test_a_board_is_its_chip_but_for_what_was_measured_of_it(chip: str) -> None:
+    """A chip's constants that are fitted anew are so on its boards, too."""
+    like = preset_of(chip)
+    for name in BOARDS[chip]:
+        board = preset_of(name)
+        for same in ("memory_efficiency", "kernel_us", "overlap_slowdown", "exposed_output"):
+            assert getattr(board.device, same) == getattr(like.device, same)
+        pcie = name.endswith("pcie")
+        assert board.intra.rate < 0.2 * like.intra.rate if pcie else board.intra == like.intra
+        faster, slower = board.device.matmul_bf16_tflops, like.device.matmul_bf16_tflops
+        assert faster < slower if pcie or name == "h20" else faster >= slower
 
 
 def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
@@ -313,7 +333,7 @@ def test_the_command_prints_a_summary_and_writes_every_row(
     assert "rows  runs  median     p90    bias  signs\n" in printed
     assert "3 of 6 rows predicted" in printed
     assert "table.csv:3: set apart: num_gpus=8: a GPU of 80 GiB would need" in printed
-    assert "refused:    1 of table.csv: device='?': must be one of a100, a800" in printed
+    assert "refused:    1 of table.csv: device='?': must be one of a100, a100_40gb" in printed
     assert "of table.csv: dtype=fp8: no rate for products of this type" in printed
     assert "1 of 2 such rows predicted; 0 of 1 rows that ran predicted not to fit" in printed
     assert "table.csv:2 " not in printed

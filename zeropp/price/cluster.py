@@ -38,6 +38,7 @@ class Device:
     name: str
     memory_gib: Annotated[float, MORE_THAN_0]
     memory_bandwidth_gb_s: Annotated[float, MORE_THAN_0]
+    power_w: Annotated[float | None, MORE_THAN_0] = None  # the board's limit
     matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # reached by the largest matrix products
     matmul_fp32_tflops: Annotated[float, MORE_THAN_0]
     # Those of later software, where they were seen to differ; all else is of the earlier one.
