@@ -40,7 +40,7 @@ BUDGET = {
     "benchmarks/report": 3_830,
     "benchmarks/specification": 900,
     "benchmarks/tune": 230,
-    "benchmarks/validation": 2_285,
+    "benchmarks/validation": 2_290,
     "benchmarks/verdict": 1_810,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 640,
 }
 MOST_LINES = 45_300
-MOST_LINES_OF_TESTS = 27_540
+MOST_LINES_OF_TESTS = 27_560
 
 
 @cache
