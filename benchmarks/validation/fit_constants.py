@@ -56,8 +56,8 @@ class Constant:
 
 # Boards with the same chip; the first one's preset has the value.
 _CHIPS = {
-    "a100": ("a100", "a800", "stated"),
-    "h100": ("h100", "h800", "h200"),
+    "a100": ("a100", "a100_40gb", "a100_pcie", "a800", "leonardo", "stated"),
+    "h100": ("h100", "h100_pcie", "h200", "h800", "gh200"),
     "v100": ("v100",),
     "gb200": ("gb200", "gb300"),
 }
