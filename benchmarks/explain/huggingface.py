@@ -51,6 +51,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
         raise SpecError(
             f"model_type={kind!r}: no price (there is one for {', '.join(_LLAMA_LIKE)}, gpt2)"
         )
+    reading.code = "llama" if kind == "mistral" else kind  # as these two are written alike
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         keys.take("sliding_window")  # a window that is not used changes nothing
@@ -241,6 +242,7 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
         elif reading.settings["precision"] == "bf16":  # DeepSpeed takes the type of the model
             reading.knobs["grad_accum_dtype"] = "bf16"
     reading.free = "shard" if stage == 3 else "replicate"
+    reading.traits["eager"] = reading.code
     _without_recomputation(reading)
     size = keys.number("train_micro_batch_size_per_gpu")
     steps = keys.number("gradient_accumulation_steps", 1) or 1
@@ -293,6 +295,7 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     model.contender, model.free = "fsdp", "shard"
     model.knobs = {"shard": share_of_ranks(gpus, {"replicate": replicate}), "replicate": replicate}
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    model.traits["eager"] = model.code  # where it is not compiled
     if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
         model.knobs["recompute"] = "full"
     else:

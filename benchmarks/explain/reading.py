@@ -29,6 +29,7 @@ class Reading:
     traits: dict[str, Any] = field(default_factory=dict)
     free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
     batch_per_replica: int | None = None  # where the global batch follows from it
+    code: str = ""  # that of the model, a row of conf/eager_kernels.csv
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)

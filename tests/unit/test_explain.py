@@ -425,6 +425,8 @@ def test_trainers_around_a_model_of_hugging_face(
         asked = beside_llama(tmp_path, name, text, *words)
     assert asked.contender.name == contender
     assert asked.contender.label.startswith("nanotron") == (name == "n.yaml")
+    eager = "" if name == "n.yaml" else "llama"  # the others run the model's own code
+    assert asked.reading.traits.get("eager", "") == eager
     assert {key: getattr(asked.knobs, key) for key in degrees} == degrees
     assert asked.task.global_batch == batch
     assert sizes(asked.reading.model) == SHAPE_8B

@@ -29,7 +29,14 @@ from zeropp.price.kernels import (
     stream_s,
 )
 from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s, waits_s
-from zeropp.price.pieces import KernelSeconds, PassTimes, accumulation_bytes, loss_s, passes_of
+from zeropp.price.pieces import (
+    BACKWARD_LAUNCHES,
+    KernelSeconds,
+    PassTimes,
+    accumulation_bytes,
+    loss_s,
+    passes_of,
+)
 from zeropp.price.programs import Program, gathers, program_as_run, program_named
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
@@ -92,7 +99,10 @@ def passes_of_layer(
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
     in_line = program.blocking_launches or device.is_cpu
-    return passes_of(kernels, program, recompute, host_s=host_s, in_line=in_line)
+    back_s = BACKWARD_LAUNCHES * host_s
+    return passes_of(
+        kernels, program, recompute, host_s=host_s, back_host_s=back_s, in_line=in_line
+    )
 
 
 def _backwards(layer: LayerOperators, gradient: Gradient) -> list[int]:

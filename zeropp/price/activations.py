@@ -7,6 +7,7 @@ traces (``zeropp.emulate.memory``); a test compares these formulas with the trac
 
 from __future__ import annotations
 
+from zeropp.price.eager import eager_pass
 from zeropp.price.kernels import element_bytes
 from zeropp.price.pieces import Work
 
@@ -54,13 +55,16 @@ def block_saved(work: Work) -> float:
     shape, program = work.shape, work.program
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
+    scores = 0.0
+    if not program.flash and work.recompute != "selective":
+        scores = shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
+    if program.eager:
+        kept = eager_pass(program.eager, shape, work.precision, "saved").moved(shape)
+        return work.tokens * (kept + scores / work.tp)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
     products = 2 * h * _input_bytes(work) / _inputs_split(work)
     inner = (2 * h + 2 * kv) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
-    if program.flash:
-        inner += FP32 * shape.heads
-    elif work.recompute != "selective":
-        inner += shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
+    inner += FP32 * shape.heads if program.flash else scores
     rotations = 0
     if not program.fused_rotary and shape.family == "llama":
         inner += h * e  # rotated heads are contiguous, so attention's output is copied into rows

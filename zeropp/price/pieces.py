@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Device
+from zeropp.price.eager import EagerPass, eager_pass
 from zeropp.price.flops import piece_parameters
 from zeropp.price.kernels import (
     element_bytes,
@@ -125,13 +126,28 @@ class PieceTimes:
 def piece_times(work: Work, forward_tp: float, backward_tp: float, again_tp: float) -> PieceTimes:
     """The times of all kinds of piece. ``forward_tp``, ``backward_tp`` and, of recomputation,
     ``again_tp`` are the exposed seconds of a block's tensor-parallel collectives."""
-    launches = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
+    launches, back = _launches(work)
     block = passes_of(
         _block_kernels(work), work.program, work.recompute,
-        host_s=launches * work.launch_s, in_line=work.launches_in_line,
+        host_s=launches * work.launch_s, back_host_s=back * work.launch_s,
+        in_line=work.launches_in_line,
         forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
     )  # fmt: skip
     return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
+
+
+def _launches(work: Work) -> tuple[float, float]:
+    """What the host starts in a block's forward and in its backward, in launches."""
+    forward: float = KERNELS[work.shape.family]
+    backward = BACKWARD_LAUNCHES * forward
+    if work.program.eager:
+        forward, backward = (_eager(work, name).launches for name in ("forward", "backward"))
+    more = TENSOR_KERNELS if work.tp > 1 else 0
+    return forward + more, backward + BACKWARD_LAUNCHES * more
+
+
+def _eager(work: Work, name: str, part: str = "block") -> EagerPass:
+    return eager_pass(work.program.eager, work.shape, work.precision, name, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +203,14 @@ def passes_of(
     recompute: Recompute,
     *,
     host_s: float,
+    back_host_s: float,
     in_line: bool,
     forward_tp: float = 0.0,
     backward_tp: float = 0.0,
     again_tp: float = 0.0,
 ) -> PassTimes:
     """The passes of a block, or of any other layer, whose forward the host starts in ``host_s``
-    seconds, and its backward in 1.5 times as many: before the kernels run (``in_line``) or while
+    seconds, and its backward in ``back_host_s``: before the kernels run (``in_line``) or while
     they do. For the others see ``piece_times``."""
     core, elementwise = kernels.attention, kernels.elementwise
     forward = kernels.products + core + elementwise + forward_tp
@@ -210,7 +227,7 @@ def passes_of(
     input_ += kernels.elementwise_backward - kernels.biases + backward_tp
     if not input_ + weight:  # nothing in it has a gradient
         return PassTimes(forward, again[recompute], 0.0)
-    back = BACKWARD_LAUNCHES * host_s / (input_ + weight)
+    back = back_host_s / (input_ + weight)
     stretch = 1.0 + back if in_line else max(1.0, back)
     return PassTimes(forward, input_ * stretch + again[recompute], weight * stretch)
 
@@ -280,11 +297,16 @@ def _head(work: Work) -> PassTimes:
     vocab = shape.vocab
     if work.tp > 1 or work.program.pads_vocabulary:  # to whole 128 columns per rank, as Megatron
         vocab = -(-vocab // (128 * work.tp)) * 128
-    norm = stream_s(device, 2 * tokens * h * e, kernels=2)
+    norm = norm_backward = stream_s(device, 2 * tokens * h * e, kernels=2)
+    if work.program.eager:
+        norm, norm_backward = (
+            stream_s(device, tokens * last.moved(shape), last.kernels)
+            for last in (_eager(work, name, "norm") for name in ("forward", "backward"))
+        )
     lost = vocab if work.program.vocab_parallel else vocab * work.tp
     loss, loss_backward = loss_s(device, work.program, precision, tokens * lost, work.tp)
     forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
-    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss_backward
+    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm_backward + loss_backward
     weight = matmul_s(device, precision, m=h, k=tokens, n=vocab)
     weight += stream_s(device, work.accumulated * h * vocab)
     return PassTimes(forward, backward, weight)
@@ -295,6 +317,8 @@ def _elementwise_kernels(work: Work) -> tuple[int, int]:
     two norms, two sums and a non-linearity, of rotary embedding one each for queries and keys, and
     of a gate its product; in the backward a sum for every further product of the same input, and
     one of each bias."""
+    if work.program.eager:
+        return _eager(work, "forward").kernels, _eager(work, "backward").kernels
     if not work.program.separate_projections:
         return 12, 18
     gated = work.shape.gates - 1
@@ -307,6 +331,8 @@ def block_traffic(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's forward: two norms, two residual adds, the
     layout changes around attention (none with separate projections, but for rotary embedding, which
     reads and writes queries and keys), and the MLP's non-linearity."""
+    if work.program.eager:
+        return work.tokens * _eager(work, "forward").moved(work.shape)
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     whole += 2 * _biases_added(work)
@@ -355,6 +381,8 @@ def block_traffic_backward(work: Work) -> float:
     outputs. GELU's backward reads two tensors and writes one, and its
     bias sums one; that of a gated MLP is assumed to move 1.5 times what its forward moves."""
     shape = work.shape
+    if work.program.eager:
+        return work.tokens * _eager(work, "backward").moved(shape)
     biases = 1 if shape.family == "gpt" else 0
     whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)  # of each residual branch
     if work.sequence_parallel:

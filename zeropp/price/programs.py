@@ -103,6 +103,10 @@ class Program:
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     # The same again where blocks rotate queries and keys, and torch.compile has not fused that.
     eager_traffic: float = 1.0
+    # The model code whose operators are a kernel each, where torch.compile has not fused them: one
+    # of conf/eager_kernels.csv, or "huggingface", which has one by family. "": kernels are those
+    # that people write by hand.
+    eager: str = ""
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
     blocking_launches: bool = False
@@ -295,8 +299,9 @@ def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Progra
     rotate queries and keys, which is the one chain of kernels in the suite's models. GPT has the
     same kernels compiled and not."""
     program = program_named(name)
-    factor = 1.0 if compiled or not rotates else program.eager_traffic
-    return replace(program, traffic_factor=program.traffic_factor * factor)
+    factor = 1.0 if compiled or not rotates or program.eager else program.eager_traffic
+    eager = "" if compiled else program.eager
+    return replace(program, traffic_factor=program.traffic_factor * factor, eager=eager)
 
 
 def program_of(plan: SizedPlan) -> Program:

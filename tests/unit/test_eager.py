@@ -1,0 +1,64 @@
+"""Prices of model code that nothing fuses, from the table of its kernels."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.shapes import gpt
+from tests.unit.simulated_task import cluster
+from zeropp.price.activations import block_saved
+from zeropp.price.eager import TABLE, eager_pass
+from zeropp.price.pieces import Work, block_traffic, block_traffic_backward, piece_times
+from zeropp.price.programs import program_as_run
+from zeropp.types.shape import ModelShape
+
+H100 = cluster("h100").device
+GPT = gpt(2, 1024, 16, seq=1024)
+LLAMA = replace(GPT, name="llama", family="llama", kv_heads=4, ffn=2816, seq=16384)
+
+
+def work(shape: ModelShape, **traits: object) -> Work:
+    program = replace(program_as_run("zeropp", compiled=True), **traits)  # type: ignore[arg-type]
+    return Work(
+        shape=shape, device=H100, program=program, precision="bf16", recompute="none",
+        microbatch=1, tp=1, sequence_parallel=False, accumulated=0.0,
+    )  # fmt: skip
+
+
+def test_kernels_written_by_hand_are_those_that_a_trace_sees() -> None:
+    by_hand, traced = work(GPT), work(GPT, eager="suite gpt")
+    assert block_traffic(traced) == block_traffic(by_hand)
+    assert block_traffic_backward(traced) == block_traffic_backward(by_hand)
+    counts = [
+        eager_pass("suite gpt", GPT, "bf16", name).kernels for name in ("forward", "backward")
+    ]
+    assert counts == [5, 13]
+    # the trace sees no number per row, which by hand are the sums of attention's scores
+    assert block_saved(traced) == pytest.approx(block_saved(by_hand), rel=0.01)
+
+
+def test_models_of_transformers_move_what_their_operators_do() -> None:
+    both = [piece_times(work(LLAMA, eager=code), 0.0, 0.0, 0.0) for code in ("", "huggingface")]
+    tokens, keys = LLAMA.seq, LLAMA.kv_heads * LLAMA.head_dim
+    moved = tokens * (104 * LLAMA.hidden + 20 * keys + 10 * LLAMA.ffn)
+    assert block_traffic(work(LLAMA, eager="huggingface")) == moved
+    for by_hand, eager in zip(*((t.block, t.head) for t in both), strict=True):
+        assert eager.forward > 1.02 * by_hand.forward
+        assert eager.backward_input > 1.02 * by_hand.backward_input
+        assert eager.backward_weight == by_hand.backward_weight
+
+
+def test_what_is_compiled_runs_no_operator_alone() -> None:
+    assert program_as_run("huggingface_fsdp", compiled=False).eager == "huggingface"
+    assert program_as_run("huggingface_fsdp", compiled=True).eager == ""
+
+
+def test_every_code_has_all_passes() -> None:
+    with TABLE.open(encoding="utf-8") as file:
+        rows = [tuple(row.values())[:4] for row in csv.DictReader(file)]
+    codes = {code for code, *_ in rows}
+    assert {"llama", "qwen2", "qwen3", "gpt_neox", "gpt2"} < codes
+    assert len(set(rows)) == len(rows) == len(codes) * 2 * 2 * 3
