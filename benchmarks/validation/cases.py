@@ -155,7 +155,7 @@ def program_of(row: PublishedRow) -> Program:
     rotates = row.shape.family == "llama"
     program = program_as_run(row.program, compiled=bool(row.compiled), rotates=rotates)
     precision = _precision(row)
-    state = program.state(precision)
+    state, own = program.state(precision), program.scaling
     if row.gradient_dtype:
         state = replace(state, gradients=_BYTES[row.gradient_dtype])
     if row.reduce_dtype:
@@ -167,6 +167,7 @@ def program_of(row: PublishedRow) -> Program:
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
         "eight_bit": row.dtype in EIGHT_BIT or None,
+        "scaling": row.scaling or ("mx" if row.dtype == "mxfp8" and own != "fused" else None),
         "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}

@@ -34,7 +34,7 @@ from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
 from benchmarks.specification.reading import validated
 from zeropp.price import parameter_count
-from zeropp.price.programs import entry_named
+from zeropp.price.programs import Scaling, entry_named
 from zeropp.types.data import DATA
 from zeropp.types.literals import Recompute
 from zeropp.types.shape import Family, ModelShape
@@ -265,6 +265,7 @@ class PublishedRow(BaseModel):
     recompute: Recompute
     recompute_blocks: Count | None = None  # blank: all blocks
     dtype: Precise
+    scaling: Scaling | None = None  # of 8-bit products; blank: the program's
     gradient_dtype: Half | None = None  # of the sum over microbatches; blank: the program's
     reduce_dtype: Half | None = None  # on the wire; blank: the program's
     # Traits in which the run differs from its program; blank: the program's.
@@ -315,7 +316,13 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
-OPTIONAL = ("cuts", "knobs", "intra_gb_s", "products_tflops")  # a table need not have these columns
+OPTIONAL = (
+    "cuts",
+    "knobs",
+    "intra_gb_s",
+    "products_tflops",
+    "scaling",
+)  # a table need not have these columns
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",

@@ -36,6 +36,11 @@ Updated = Literal["gather", "broadcasts", "slices"]
 # "torch": torch's own cross-entropy, with its temporaries. "in_place_under_tp": one like Megatron's
 # with tensor parallelism, and torch's own without.
 LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
+# How 8-bit products get their inputs. "fused": as Transformer Engine, one kernel reads a tensor and
+# writes it and its transpose, norms write 8 bits themselves, and cast weights are kept. As torchao
+# with torch.compile: "tensorwise" reads a tensor for its maximum, and then to cast it; "rowwise"
+# does both along rows and along columns; "mx" casts blocks of 32 along both.
+Scaling = Literal["fused", "tensorwise", "rowwise", "mx"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
 # count as one block each if the number of blocks does not divide. "blocks": blocks alone.
 # "modules": embedding, blocks, final norm and head, of which the first stages get the remainder.
@@ -82,6 +87,7 @@ class Program:
     # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
     pads_vocabulary: bool = False
     eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
+    scaling: Scaling = "fused"  # of 8-bit products
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     # Queries, keys and values are products of their own, which attention takes as they are; so are
     # both parts of a gated MLP's input.
