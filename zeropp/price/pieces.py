@@ -404,9 +404,9 @@ def block_traffic_backward(work: Work) -> float:
 # "rowwise": along rows and along columns 16 bits are read twice, and 8 are written. "mx": the two
 # casts of 3 bytes, as long as they take on a B200 (5.5 and 3.9 TB/s by the README of mx_formats).
 _CASTS = {"fused": 4, "tensorwise": 7, "rowwise": 10, "mx": 8}
-# The share of the 8-bit rate that products with a scale per row reach: an 8B gains 10 % with them on
-# 8 H100 and 4 % on 8 B200, and 25 % with a scale per tensor on both (torchao's workflows/training.md
-# and README of mx_formats).
+# The share of the 8-bit rate that products with a scale per row reach: an 8B gains 10 % with them
+# on 8 H100 and 4 % on 8 B200, and 25 % with a scale per tensor on both (torchao, training.md and
+# README of mx_formats).
 _ROWWISE = 0.8
 
 
