@@ -201,7 +201,7 @@ class MegatronTrainer(ActionRecorder):
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="learned_absolute" if shape.family == "gpt" else "rope",
             **supported_keywords(GPTModel, vp_stage=chunk if layout.chunks > 1 else None),
-        )
+        ).to(self._device)  # positions are made on the CPU; Megatron-LM's get_model moves them, too
         if stage == 0:
             model.embedding.embedding_dropout.p = 0.0  # the suite's models have none there
         if plan.recompute == "selective" and self._config.add_bias_linear:
