@@ -24,8 +24,8 @@ from baselines.private_names import (
     with_real_tensors,
 )
 from zeropp.engine.update_rules import clip_factor, square_norm
+from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
-from zeropp.types.literals import Precision
 from zeropp.types.training import StepResult
 
 
@@ -54,12 +54,14 @@ def data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool
+    module: nn.Module, mesh: DeviceMesh, plan: SizedPlan, *, reshard_after_forward: bool
 ) -> FSDPModule:
-    """``fully_shard`` with bf16 compute and fp32 reduction where the precision is bf16."""
+    """``fully_shard`` with compute in bf16 where that is the plan's precision, and reductions in
+    its ``reduce_dtype``."""
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if plan.precision == "bf16":
+        sent = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.reduce_dtype]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sent)
     sharded = fully_shard(
         module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
     )

@@ -29,16 +29,26 @@ from zeropp.choose.space import (
     one_member,
     placement_choices,
     sequence_choices,
+    wire_choices,
     zero_choices,
 )
 from zeropp.choose.task import Task
 from zeropp.price import cut_by_cost
+from zeropp.price.programs import program_named
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
-from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.types.literals import (
+    AT_LEAST_1,
+    Auto,
+    Placement,
+    Precision,
+    Recompute,
+    WireType,
+    if_auto,
+)
 
 Public3D = Literal[
     "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
@@ -62,6 +72,7 @@ class Public3DKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
+    grad_accum_dtype: WireType | Auto = "fp32"  # type in which gradients are added and sent
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -75,7 +86,7 @@ class Best3DKnobs(Public3DKnobs):
 
 @dataclass(frozen=True)
 class MegatronDeepSpeedKnobs(Public3DKnobs):
-    """Settings of Megatron-DeepSpeed of 2022."""
+    """Settings of Megatron-DeepSpeed with flash attention."""
 
     name: Literal["megatron_deepspeed"] = "megatron_deepspeed"
 
@@ -107,6 +118,7 @@ class Offer:
     recomputed: frozenset[Public3DSchedule]
     # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
     recomputes: tuple[Recompute, ...] = ("none", "full")
+    sums: tuple[WireType, ...] = ("fp32", "bf16")  # types in which gradients are added and sent
     selects_blocks: bool = True  # selective recomputation may be of some blocks of a stage
     sequence_parallel: bool = True
     interleaves_few: bool = False
@@ -154,6 +166,7 @@ OFFERS: dict[Public3D, Offer] = {
         program="controllable_memory",
         schedules={**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
         recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "zbv"}),
+        sums=("fp32",),  # megatron/arguments.py: bf16 sets accumulate_allreduce_grads_in_fp32
         placements=("dp_inner",),
     ),
     # No existing program: the best of every public part at once.
@@ -186,13 +199,14 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    _check_offer(knobs, schedule)
+    _check_offer(knobs, schedule, task.precision)
     offer = OFFERS[knobs.name]
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_schedule(knobs, schedule, layout, microbatches)
+    sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
     plan = SizedPlan(
@@ -202,11 +216,12 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered(schedule, placement, microbatches),
         cuts=(),
-        program=on_cpus or offer.program,
+        program=_program(on_cpus or offer.program, task.precision, sums),
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
+        sum_dtype=sums,
     )
     plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
     in_all = plan.recompute != "selective" or plan.recomputed_per_stage == plan.blocks
@@ -216,6 +231,15 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
             f"{knobs.name} is that of all blocks (use auto)"
         )
     return plan
+
+
+def _program(name: str, precision: Precision, sums: WireType) -> str:
+    """A program with gradients that are added and sent in a type."""
+    if precision == "fp32":
+        return name
+    if sums == "bf16":
+        return f"{name}+bf16.gradients=2+bf16.reduced=2"
+    return name if program_named(name).bf16.reduced == 4 else f"{name}+bf16.reduced=4"
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -242,7 +266,7 @@ def _schedule(
     return lower(order, gather=False, reduce_every="step")
 
 
-def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
+def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule, precision: Precision) -> None:
     offer = OFFERS[knobs.name]
     if schedule not in offer.schedules:
         known = ", ".join(offer.schedules)
@@ -254,6 +278,12 @@ def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
         raise InfeasibleError(
             f"contender.recompute={knobs.recompute}: {knobs.name} does not have it (use one of "
             f"{known})"
+        )
+    if knobs.grad_accum_dtype == "bf16" and (precision == "fp32" or "bf16" not in offer.sums):
+        raise InfeasibleError(
+            f"contender.grad_accum_dtype=bf16: {knobs.name} adds gradients in fp32 with "
+            f"precision={precision} (use fp32)",
+            "bf16 gradients need bf16",
         )
     if knobs.sequence_parallel is True and not offer.sequence_parallel:
         raise InfeasibleError(
@@ -304,8 +334,10 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     offer = OFFERS[asked.name]
     sequences = sequence_choices(asked.sequence_parallel, degrees)
     placements = placement_choices(asked.placement, point)
-    for zero, sequence, placement, schedule in product(
+    types = wire_choices(asked.grad_accum_dtype, point.task.precision)
+    for zero, sums, sequence, placement, schedule in product(
         zero_choices(asked.replicate_zero, degrees),
+        [kind for kind in types if kind in offer.sums],
         sequences if offer.sequence_parallel else (False,),
         [placement for placement in placements if placement in offer.placements],
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
@@ -325,6 +357,7 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
+                grad_accum_dtype=sums,
             )
 
 
@@ -343,13 +376,17 @@ SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
 
 def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
     return Contender(
-        name=name, label=label, knobs=knobs, size=size, orders=one_order(programs), space=SPACE
+        name=name,
+        label=label,
+        knobs=knobs,
+        size=size,
+        orders=one_order(programs),
+        space=SPACE,
+        gradient_types=("grad_accum_dtype",) if len(OFFERS[name].sums) > 1 else (),
     )
 
 
-MEGATRON_DEEPSPEED = _priced(
-    "megatron_deepspeed", "Megatron-DeepSpeed 2022", MegatronDeepSpeedKnobs
-)
+MEGATRON_DEEPSPEED = _priced("megatron_deepspeed", "Megatron-DeepSpeed", MegatronDeepSpeedKnobs)
 ZERO_BUBBLE = _priced("zero_bubble", "zero-bubble fork", ZeroBubbleKnobs)
 _BEST_3D = _priced("best_3d", "3D, all public parts", Best3DKnobs)
 BEST_3D = replace(_BEST_3D, search_effort=2)

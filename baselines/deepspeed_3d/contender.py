@@ -26,6 +26,7 @@ from zeropp.choose.space import (
     one_member,
     placement_choices,
     recompute_choices,
+    wire_choices,
     zero_choices,
 )
 from zeropp.choose.task import Task
@@ -56,8 +57,11 @@ class DeepSpeedKnobs:
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
     replicate_zero: ReplicateZero | Auto = "auto"  # ZeRO stage; 2 without a pipeline alone
-    # The type in which gradients of microbatches are added (``data_types.grad_accum_dtype``).
-    grad_accum_dtype: WireType | Auto = "auto"
+    # The types in which gradients of microbatches are added (``data_types.grad_accum_dtype``) and
+    # in which they are sent (``communication_data_type``). DeepSpeed's defaults are bf16.
+    grad_accum_dtype: WireType | Auto = "fp32"
+    reduce_dtype: WireType | Auto = "fp32"
+    reduce_bucket_size: Annotated[int | Auto, AT_LEAST_1] = "auto"  # elements reduced at once
     # All-reduce a bucket; False, in a pipeline alone: reduce each rank's part of it to that rank.
     use_multi_rank_bucket_allreduce: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
@@ -73,7 +77,8 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     but without an order of actions.
 
     Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, one stage
-    per node, ZeRO-1, sums in fp32. Raises InfeasibleError, whose message is one line.
+    per node, ZeRO-1, sums and messages in fp32, DeepSpeed's own bucket. Raises InfeasibleError,
+    whose message is one line.
     """
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, _simple_tp(task, knobs))))
     layout = replace(
@@ -85,6 +90,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     check_tensor_parallel(task.shape, layout)
     placement = loop_placement(layout.pp, 1)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
+    sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     plan = SizedPlan(
         contender="deepspeed_3d",
@@ -93,35 +99,35 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered("1f1b", placement, microbatches),
         cuts=(),
-        program=_program(knobs, layout, task.precision, sums),
+        program=_program(knobs, layout, task.precision, sums=sums, sent=sent),
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, layout.pp),
         reduce_every="step",
+        reduce_dtype=sent,
         sum_dtype=sums,
         compile=if_auto(knobs.compile, False),
     )
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
-def _program(knobs: DeepSpeedKnobs, layout: Layout, precision: Precision, sums: WireType) -> str:
+_BUCKET = 500_000_000  # DeepSpeed's default of ``reduce_bucket_size``
+
+
+def _program(
+    knobs: DeepSpeedKnobs, layout: Layout, precision: Precision, *, sums: WireType, sent: WireType
+) -> str:
     """The program by DeepSpeed's engine and optimizer: ``PipelineEngine`` or the ordinary engine;
     with ZeRO its own optimizer or, for bf16 with sums in fp32 and ZeRO-1, ``BF16_Optimizer``
     (``runtime/engine.py``: ``_do_optimizer_sanity_check``). Raises InfeasibleError for what
-    DeepSpeed does not have."""
+    DeepSpeed does not have.
+
+    Sums that are sent in fp32 are copied as often as in 16 bits, but for casts: ``BF16_Optimizer``
+    scales them where they are (8 bytes per parameter moved), and ZeRO-2, which divides its 16-bit
+    bucket (4), casts it (6), and casts what it has received back (6).
+    """
     zero = layout.replicate_zero
-    if precision == "bf16" and zero == 0:
-        raise InfeasibleError(
-            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
-            "ZeRO only (use 1)",
-            "bf16 needs ZeRO-1",
-        )
-    if precision == "fp32" and sums == "bf16":
-        raise InfeasibleError(
-            "contender.grad_accum_dtype=bf16: gradients of fp32 parameters are added in fp32 (use "
-            "fp32, or precision=bf16)",
-            "bf16 sums need bf16",
-        )
+    _check_types(precision, zero, sums=sums, sent=sent)
     if layout.pp > 1 and zero == 2:
         raise InfeasibleError(
             f"contender.replicate_zero=2: DeepSpeed's pipelines have no ZeRO-2 (use 1, or "
@@ -133,6 +139,10 @@ def _program(knobs: DeepSpeedKnobs, layout: Layout, precision: Precision, sums: 
         name = f"deepspeed_zero{zero}" if by_bucket else "deepspeed_ordinary"
     else:
         name = "deepspeed_3d_buckets" if sums == "bf16" else "deepspeed_3d"
+    if precision == "bf16" and sent == "fp32":
+        name += f"+bf16.reduced=4+bf16.copied={16 if by_bucket else 8}"
+    if by_bucket:
+        name += f"+{precision}.bucket={if_auto(knobs.reduce_bucket_size, _BUCKET)}"
     if if_auto(knobs.use_multi_rank_bucket_allreduce, True):
         return name
     if layout.pp == 1 or not by_bucket:
@@ -142,6 +152,28 @@ def _program(knobs: DeepSpeedKnobs, layout: Layout, precision: Precision, sums: 
             "buckets are not reduced to their owners",
         )
     return f"{name}+{precision}.zero1_all_reduces=false"
+
+
+def _check_types(precision: Precision, zero: int, *, sums: WireType, sent: WireType) -> None:
+    if precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
+            "ZeRO only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
+        if precision == "fp32" and kind == "bf16":
+            raise InfeasibleError(
+                f"contender.{name}=bf16: gradients of fp32 parameters are added and sent in fp32 "
+                "(use fp32, or precision=bf16)",
+                "bf16 gradients need bf16",
+            )
+    if (sums, sent) == ("bf16", "fp32"):
+        raise InfeasibleError(
+            "contender.reduce_dtype=fp32: gradients that are added in bf16 are sent in bf16 (use "
+            "bf16, or contender.grad_accum_dtype=fp32)",
+            "bf16 sums are sent in bf16",
+        )
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -222,15 +254,13 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     asked, degrees = point.asked, point.degrees
     largest = -(-point.task.shape.layers // degrees.pp)
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest)
-    for (zero, sums, all_reduce), placement, (recompute, blocks) in product(
+    for reduction, placement, (recompute, blocks) in product(
         _reductions(point), placement_choices(asked.placement, point), list(recomputed)
     ):
         yield at_degrees(
             asked,
             degrees,
-            replicate_zero=zero,
-            grad_accum_dtype=sums,
-            use_multi_rank_bucket_allreduce=all_reduce,
+            **reduction,
             placement=placement,
             recompute=recompute,
             recompute_blocks=blocks,
@@ -238,23 +268,35 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
         )
 
 
-def _reductions(
-    point: SearchPoint[DeepSpeedKnobs],
-) -> Iterator[tuple[ReplicateZero, WireType, bool]]:
-    """(ZeRO stage, type of sums, whether buckets are all-reduced) to try. ZeRO-2 adds in fp32 at no
-    cost, as a rank has a part of the sums alone."""
+# Sizes of buckets to try: DeepSpeed's default, that of Hugging Face's older examples, and one that
+# leaves room for more activations.
+_BUCKETS = (_BUCKET, 200_000_000, 50_000_000)
+
+
+def _reductions(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[dict[str, object]]:
+    """The knobs of reductions to try. ZeRO-2 adds in fp32 at no cost, as a rank has a part of the
+    sums alone; what is added in bf16 is sent so."""
     asked, degrees, precision = point.asked, point.degrees, point.task.precision
     known: set[ReplicateZero] = {1} if precision == "bf16" else {*zero_choices("auto", degrees)}
     if degrees.pp == 1 and degrees.replicate > 1:
         known.add(2)
+    types = wire_choices("auto", precision)
     for zero in choices(asked.replicate_zero, sorted(known)):
-        both: tuple[WireType, ...] = ("fp32", "bf16")
-        sums = both if precision == "bf16" and zero == 1 else both[:1]
-        for each in choices(asked.grad_accum_dtype, sums):
-            owners = degrees.pp > 1 and zero == 1 and precision == each and degrees.replicate > 1
-            ways = (True, False) if owners else (True,)
-            for way in choices(asked.use_multi_rank_bucket_allreduce, ways):
-                yield zero, each, way
+        for sums in choices(asked.grad_accum_dtype, types if zero == 1 else types[:1]):
+            by_bucket = zero == 2 or (zero == 1 and precision == sums)
+            owners = by_bucket and degrees.pp > 1 and degrees.replicate > 1
+            for sent, size, all_reduce in product(
+                choices(asked.reduce_dtype, types if sums == "fp32" else types[1:]),
+                choices(asked.reduce_bucket_size, _BUCKETS if by_bucket else _BUCKETS[:1]),
+                choices(asked.use_multi_rank_bucket_allreduce, (True, False)[: 1 + owners]),
+            ):
+                yield {
+                    "replicate_zero": zero,
+                    "grad_accum_dtype": sums,
+                    "reduce_dtype": sent,
+                    "reduce_bucket_size": size,
+                    "use_multi_rank_bucket_allreduce": all_reduce,
+                }
 
 
 SPACE = Space(families=families, members=one_member, tensor=True)
@@ -267,6 +309,7 @@ DEEPSPEED_3D = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    gradient_types=("grad_accum_dtype", "reduce_dtype"),
     trainer="baselines.deepspeed_3d.build:build",
     late_imports=(  # by deepspeed.initialize: two seconds of work per rank
         "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -2,14 +2,14 @@
 
 A piece of the model (embedding, block or head) is built whole, as one process would build it, and
 then cut in place: attention by heads, the MLP by its hidden width, embedding and logits by the
-vocabulary. The input of a cut region is passed on as it is, and its gradient is summed over the
-group; the output is summed over the group, and its gradient is passed on as it is. A parameter that
-was cut has two attributes: ``model_parallel``, which DeepSpeed reads, and ``cut_dim``, the cut
-dimension.
+vocabulary. The gradient of a cut region's input is summed over the group; the output is summed over
+the group, and its gradient is passed on as it is. A parameter that was cut has two attributes:
+``model_parallel``, which DeepSpeed reads, and ``cut_dim``, the cut dimension.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +22,29 @@ from baselines.model import Block, Embedding, Head
 Group = dist.ProcessGroup
 
 
-class _Copy(torch.autograd.Function):
-    """Identity in the forward, all-reduce of the gradient in the backward."""
+class _Columns(torch.autograd.Function):
+    """Column-parallel products of one input, [..., in] -> one [..., out / tp] per weight and bias.
+    The gradient of the input is summed over the group beside the products of the weights'
+    gradients, as in Megatron-LM (``LinearWithGradAccumulationAndAsyncCommunication``)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, *parameters: Any) -> tuple[Tensor, ...]:
+        weights, ctx.biases = parameters[::2], parameters[1::2]
         ctx.group = group
-        return x.view_as(x)
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, ctx.biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        total: Any = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        summed = dist.all_reduce(total, group=ctx.group, async_op=True)
+        rows, made = x.flatten(0, -2), []
+        for grad, bias in zip(grads, ctx.biases, strict=True):
+            columns = grad.flatten(0, -2)
+            made += [columns.t() @ rows, None if bias is None else columns.sum(0)]
+        summed.wait()
+        return total, None, *made
 
 
 class _Sum(torch.autograd.Function):
@@ -62,15 +72,15 @@ def cut_piece(piece: nn.Module, group: Group) -> None:
         piece.tokens.forward = _vocabulary_embedding(piece.tokens, group)  # type: ignore[method-assign]
     elif isinstance(piece, Head):
         _cut_parameter(piece.output, "weight", 0, group)
-        _copy_input(piece.output, group)
+        piece.output.forward = lambda x: cut_logits(x, piece.output.weight, group)  # type: ignore[assignment, method-assign]
 
 
 def cut_logits(x: Tensor, weight: Tensor, group: Group) -> Tensor:
     """This rank's logits [batch, seq, vocab / tp] from hidden states [batch, seq, hidden] and a
     weight [vocab / tp, hidden] that is cut by the vocabulary."""
-    if group.size() > 1:
-        x = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return F.linear(x, weight)
+    if group.size() == 1:
+        return F.linear(x, weight)
+    return _Columns.apply(x, group, weight, None)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def whole_parameter(parameter: Tensor, values: Tensor, group: Group) -> Tensor:
@@ -136,10 +146,8 @@ def _cut_block(block: Block, group: Group) -> None:
     for linear in (attention.output, mlp.down):
         _cut_parameter(linear, "weight", 1, group)
         linear.forward = _row_parallel(linear, group)  # type: ignore[method-assign]
-    # The projections of a region share one copy of its input, so that the backward has one
-    # all-reduce per region instead of one per projection.
-    _copy_input(attention, group)
-    _copy_input(mlp, group)
+    _share_input(attention, columns[:3], group)
+    _share_input(mlp, columns[3:], group)
 
 
 def _cut_parameter(module: nn.Module, name: str, dim: int, group: Group) -> None:
@@ -151,8 +159,19 @@ def _cut_parameter(module: nn.Module, name: str, dim: int, group: Group) -> None
     setattr(module, name, parameter)
 
 
-def _copy_input(module: nn.Module, group: Group) -> None:
-    module.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
+def _share_input(module: nn.Module, linears: list[nn.Linear], group: Group) -> None:
+    """Compute all of a module's column-parallel products when it gets its input, so that the
+    backward has one all-reduce for them; each of ``linears`` then gives its own."""
+    outputs: dict[int, Tensor] = {}
+
+    def multiply(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+        made = _Columns.apply(inputs[0], group, *parameters)  # type: ignore[no-untyped-call]
+        outputs.update(enumerate(made))
+
+    module.register_forward_pre_hook(multiply)
+    for index, linear in enumerate(linears):
+        linear.forward = partial(lambda i, _: outputs.pop(i), index)  # type: ignore[method-assign]
 
 
 def _row_parallel(linear: nn.Linear, group: Group) -> Any:

@@ -17,14 +17,15 @@ from zeropp.choose.space import (
     choices,
     one_member,
     recompute_choices,
+    wire_choices,
 )
 from zeropp.choose.task import Task
 from zeropp.price.programs import gathers
 from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
-from zeropp.types.layout import microbatches_per_step
-from zeropp.types.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
+from zeropp.types.layout import InfeasibleError, microbatches_per_step
+from zeropp.types.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, WireType, if_auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class FSDPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
     reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
+    # Type in which gradients are sent, and in which those of microbatches are added until then.
+    reduce_dtype: WireType | Auto = "fp32"
     compile: bool | Auto = "auto"  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -50,6 +53,7 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     pieces = task.shape.num_pieces
     layout = replace(resolve_degrees(task, knobs), chunks=pieces)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
+    sent = sent_type(task, knobs.reduce_dtype)
     return SizedPlan(
         contender="fsdp",
         shape=task.shape,
@@ -62,8 +66,22 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
+        reduce_dtype=sent,
+        sum_dtype=sent if knobs.reduce_every == "step" else "fp32",
         compile=if_auto(knobs.compile, False),
     )
+
+
+def sent_type(task: Task, asked: WireType | Auto) -> WireType:
+    """The type in which FSDP2 sends gradients, by a simple rule fp32; raises InfeasibleError for
+    one narrower than that of compute."""
+    if asked == "bf16" and task.precision == "fp32":
+        raise InfeasibleError(
+            "contender.reduce_dtype=bf16: gradients of fp32 parameters are sent in fp32 (use fp32, "
+            "or precision=bf16)",
+            "bf16 gradients need bf16",
+        )
+    return if_auto(asked, "fp32")
 
 
 def recomputed_pieces(asked: int | Auto, pieces: int) -> tuple[int, ...]:
@@ -120,16 +138,18 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     summed before they are reduced."""
     asked, degrees = point.asked, point.degrees
     reductions = choices(asked.reduce_every, _REDUCE if point.num_microbatches > 1 else _REDUCE[:1])
+    wires = wire_choices(asked.reduce_dtype, point.task.precision)
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
-    for reduce_every, (recompute, blocks) in product(reductions, recomputed):
+    for reduce_every, wire, (recompute, blocks) in product(reductions, wires, list(recomputed)):
         yield at_degrees(
             asked,
             degrees,
             recompute=recompute,
             recompute_blocks=blocks,
             reduce_every=reduce_every,
+            reduce_dtype=wire,
             compile=if_auto(asked.compile, True),
         )
 
@@ -144,6 +164,7 @@ FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    gradient_types=("reduce_dtype",),
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",

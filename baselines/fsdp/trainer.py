@@ -101,13 +101,13 @@ class FsdpTrainer(ActionRecorder):
                 prepare_block(piece, plan, recomputed=plan.recomputes(index, index))
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
-                sharded = shard(piece, mesh, plan.precision, reshard_after_forward=index != head)
+                sharded = shard(piece, mesh, plan, reshard_after_forward=index != head)
                 count_collectives(sharded, self._counts)
             pieces.append(piece)
         model = nn.Sequential(*pieces)
         if shape.tied_embeddings:
             model[-1].output.weight = model[0].tokens.weight  # type: ignore[union-attr]
-        root = shard(model, mesh, plan.precision, reshard_after_forward=False)
+        root = shard(model, mesh, plan, reshard_after_forward=False)
         if shape.tied_embeddings:
             count_collectives(root, self._counts)
         return model

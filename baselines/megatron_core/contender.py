@@ -38,6 +38,7 @@ MEGATRON_CORE = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    gradient_types=("grad_accum_dtype",),
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
     emulation="baselines.megatron_core.emulated:stand_ins",
     extra=("megatron", "megatron"),

@@ -166,7 +166,8 @@ class MegatronTrainer(ActionRecorder):
         models = [self._build_model(chunk, seed) for chunk in range(layout.chunks)]
         zero, several = layout.replicate_zero == 1, layout.chunks > 1
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=self._plan.sum_dtype == "fp32",
+            average_in_collective=True,
             use_distributed_optimizer=zero,
             overlap_grad_reduce=True,
             # In a pipeline without chunks ranks would gather one after another, each behind the
@@ -305,9 +306,14 @@ def _with_copied_bias(_: nn.Module, __: Any, result: tuple[Tensor, Tensor]) -> A
     return output, bias.clone()
 
 
+def _has_engine(plan: Plan) -> bool:
+    """Whether a plan's program has the layers of Transformer Engine."""
+    return plan.program.partition("+")[0] == "megatron_core"
+
+
 def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
     """What Megatron-Core builds a stage's layers and the final norm of, by the plan's program."""
-    if plan.program == "megatron_core":
+    if _has_engine(plan):
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
     parts = layer.submodules
@@ -320,7 +326,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
     """Megatron-Core's configuration, with every fusion that the device and the program have."""
     shape, layout, cuda = plan.shape, plan.layout, device.type == "cuda"
     fused = private_names.has_fused_functions(device, shape.gates)
-    engine, several = plan.program == "megatron_core", layout.chunks > 1
+    engine, several = _has_engine(plan), layout.chunks > 1
     if engine and not private_names.has_transformer_engine():
         raise RuntimeError(
             "contender=megatron_core: needs Transformer Engine and Apex's kernel for accumulation, "

@@ -28,6 +28,7 @@ from zeropp.choose.space import (
     one_member,
     placement_choices,
     sequence_choices,
+    wire_choices,
 )
 from zeropp.choose.task import Task
 from zeropp.price import cut_by_cost
@@ -48,7 +49,7 @@ from zeropp.schedule.program import (
 )
 from zeropp.schedule.torch_runtime import lower_for_torch, with_messages
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
-from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, WireType, if_auto
 
 TorchSchedule = Literal[
     "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev", "zeropp"
@@ -71,6 +72,8 @@ class TorchPPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
+    # Type in which gradients are sent, and in which those of microbatches are added until then.
+    reduce_dtype: WireType | Auto = "fp32"
     compile: bool | Auto = "auto"  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -85,6 +88,7 @@ class TorchtitanKnobs(TorchPPKnobs):
     compile: Literal[True] = True
     placement: Literal["dp_inner"] = "dp_inner"  # torchtitan has no key for another
     recompute_blocks: Literal["auto"] = "auto"  # all blocks: it has no key for some
+    reduce_dtype: Literal["fp32"] = "fp32"  # ``mixed_precision_reduce`` has no other value
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -125,6 +129,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
+    sent = fsdp.sent_type(task, knobs.reduce_dtype)
     unit = min(layout.pp, microbatches) if schedule == "zeropp" else microbatches
     plan = SizedPlan(
         contender=knobs.name,
@@ -138,6 +143,8 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="unit" if schedule == "zeropp" else "step",
+        reduce_dtype=sent,
+        sum_dtype=sent,
         compile=if_auto(knobs.compile, False),
     )
     if isinstance(knobs, TorchtitanKnobs) and layout.pp == 1:
@@ -327,8 +334,9 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     """All knobs to try at a point, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
-    for sequence, placement, schedule in product(
+    for sequence, wire, placement, schedule in product(
         sequence_choices(asked.sequence_parallel, degrees),
+        wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
         choices(asked.schedule, _schedules(asked, degrees.pp)),
     ):
@@ -343,6 +351,7 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
+                reduce_dtype=wire,
                 compile=if_auto(asked.compile, schedule not in SPLIT_BACKWARD),
             )
 
@@ -372,6 +381,7 @@ TORCH_PP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    gradient_types=("reduce_dtype",),
     check=check,
     search_effort=3,
     trainer="baselines.torch_pp.trainer:TorchPipelineTrainer",

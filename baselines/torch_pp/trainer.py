@@ -238,12 +238,12 @@ class TorchPipelineTrainer(ActionRecorder):
                 cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
             if 0 < index < shape.num_pieces - 1:
                 prepare_block(piece, plan, recomputed=plan.recomputes(stage, index))
-            sharded = shard(piece, mesh, plan.precision, reshard_after_forward=False)
+            sharded = shard(piece, mesh, plan, reshard_after_forward=False)
             if not pieces:  # a chunk is gathered as a whole, so its first piece alone is counted
                 count_collectives(sharded, self._counts)
             pieces[index] = piece
         chunk = _StageModule(pieces)
-        shard(chunk, mesh, plan.precision, reshard_after_forward=False)
+        shard(chunk, mesh, plan, reshard_after_forward=False)
         return chunk
 
     def _build_stage(self, index: int, chunk: _StageModule) -> ObservedStage:

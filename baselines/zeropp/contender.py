@@ -21,6 +21,7 @@ from zeropp.choose.space import (
     choices,
     placement_choices,
     recompute_choices,
+    wire_choices,
     zero_choices,
 )
 from zeropp.choose.task import Task
@@ -35,6 +36,7 @@ from zeropp.types.literals import (
     Auto,
     Recompute,
     ReduceEvery,
+    WireType,
     if_auto,
 )
 
@@ -48,6 +50,8 @@ class ZeroppKnobs(StepKnobs):
 
     name: Literal["zeropp"] = "zeropp"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    # fp32 | bf16: the type in which gradients are sent; sums are fp32
+    reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -59,7 +63,11 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, and those of
     ``size_step``. Raises InfeasibleError, whose message is one line.
     """
-    knobs = replace(knobs, compile=if_auto(knobs.compile, False))
+    knobs = replace(
+        knobs,
+        compile=if_auto(knobs.compile, False),
+        reduce_dtype=if_auto(knobs.reduce_dtype, "fp32"),
+    )
     _refuse(task, knobs)
     plan = size_step(
         knobs,
@@ -112,8 +120,9 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     # Chunks of one block each have the smallest buffers.
     most = max(1, point.task.shape.layers // degrees.pp)
-    for zero, placement, chunks in product(
+    for zero, wire, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
+        wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
         choices(asked.chunks, sorted({*_CHUNKS, most})),
     ):
@@ -125,6 +134,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 asked,
                 degrees,
                 replicate_zero=zero,
+                reduce_dtype=wire,
                 placement=placement,
                 chunks=chunks,
                 recompute=recompute,
@@ -170,6 +180,7 @@ ZEROPP = Contender(
     size=size,
     orders=drafts,
     space=SPACE,
+    gradient_types=("reduce_dtype",),
     search_effort=4,
     caveat=(
         "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "

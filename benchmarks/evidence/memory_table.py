@@ -113,9 +113,9 @@ deepspeed_3d gpt_mini pp=4 tp=4 recompute=full b=8 m=8 fp32
 deepspeed_3d gpt_mini tp=2 replicate=4 recompute=full b=8 m=4 fp32
 deepspeed_3d llama_tiny pp=2 tp=2 replicate_zero=1 b=8 m=8 bf16
 deepspeed_3d llama_tiny pp=4 replicate=2 b=8 m=8 fp32
-deepspeed_3d gpt_mini pp=2 replicate=2 replicate_zero=1 grad_accum_dtype=bf16 b=8 m=8 bf16
+deepspeed_3d gpt_mini pp=2 replicate=2 grad_accum_dtype=bf16 reduce_dtype=bf16 b=8 m=8 bf16
 deepspeed_3d gpt_mini tp=2 replicate=4 replicate_zero=1 b=8 m=4 bf16
-deepspeed_3d gpt_mini replicate=4 replicate_zero=1 grad_accum_dtype=bf16 b=8 m=4 bf16
+deepspeed_3d gpt_mini replicate=4 grad_accum_dtype=bf16 reduce_dtype=bf16 b=8 m=4 bf16
 deepspeed_3d gpt_mini tp=2 replicate=4 replicate_zero=2 b=8 m=4 bf16
 deepspeed_3d llama_mini replicate=4 replicate_zero=2 recompute=full b=8 m=1 bf16
 megatron_core_local gpt_mini pp=2 replicate=4 replicate_zero=1 b=8 m=8 bf16

@@ -51,14 +51,11 @@ _OWN_LAYERS = {"megatron_core": "megatron_core_local"}
 def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
     """The verdict's best plans whose code runs here, with their cells, by what one trace serves,
     the name of the row first. Those with the fewest passes of a block come first, one of each row
-    after another. DeepSpeed is replayed as it comes, and not once more with the type in which all
-    others sum gradients."""
+    after another."""
     found: dict[tuple[Any, ...], list[tuple[Cell, Plan]]] = defaultdict(list)
     for record in read_table(REFERENCE / "claim_33" / TABLE):
         name = record.spec["contender"]["name"]
         if record.basis != BASES["best"] or not record.step_s or name not in COMPARED:
-            continue
-        if name.endswith("_fp32"):
             continue
         program = COMPARED[name].contender.name
         known = CONTENDERS.get(_OWN_LAYERS.get(program, program))

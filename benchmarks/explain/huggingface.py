@@ -241,6 +241,10 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
             reading.knobs["grad_accum_dtype"] = sums
         elif reading.settings["precision"] == "bf16":  # DeepSpeed takes the type of the model
             reading.knobs["grad_accum_dtype"] = "bf16"
+        own = reading.settings["precision"]
+        reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
+        if bucket := keys.number("zero_optimization.reduce_bucket_size"):
+            reading.knobs["reduce_bucket_size"] = bucket
     reading.free = "shard" if stage == 3 else "replicate"
     reading.traits["eager"] = reading.code
     _without_recomputation(reading)

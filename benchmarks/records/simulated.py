@@ -26,7 +26,12 @@ from zeropp.types.shape import ModelShape
 
 TABLE = "plans.csv"
 # The bases of comparison (``RunRecord.basis``) by their names in tables.
-BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
+BASES = {
+    "best": "best plans",
+    "own": "best plans, own types of gradients",
+    "equal": "equal degrees",
+    "paper": "the paper's setting",
+}
 _MODES = {basis: mode for mode, basis in BASES.items()}
 _CHANGED = "+changes"  # after a commit from whose files the checkout differed
 

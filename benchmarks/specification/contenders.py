@@ -67,10 +67,6 @@ def _has_pipeline(knobs: Any) -> bool:
     return bool(knobs.pp > 1)
 
 
-def _sums_in_fp32(knobs: Any) -> bool:
-    return bool(knobs.grad_accum_dtype == "fp32")
-
-
 def whole(contender: Contender[Any]) -> Compared:
     """The row of a contender that may have any plan of its space."""
     return Compared(
@@ -79,19 +75,12 @@ def whole(contender: Contender[Any]) -> Compared:
 
 
 # DeepSpeed is compared as the claim's own opponent, which has a pipeline, and with whatever it runs
-# fastest: without a pipeline its ordinary engine runs. Each is searched with both types in which it
-# can sum bf16 gradients, as it comes, and again with the type in which all others sum them.
+# fastest: without a pipeline its ordinary engine runs.
 _DEEPSPEED = tuple(
     Compared(name=name, label=label, contender=DEEPSPEED_3D, allows=allows)
     for name, label, allows in (
         ("deepspeed_3d", "DeepSpeed 3D", _has_pipeline),
-        (
-            "deepspeed_3d_fp32",
-            "DeepSpeed 3D, fp32 sums",
-            lambda knobs: _has_pipeline(knobs) and _sums_in_fp32(knobs),
-        ),
         ("deepspeed_best", "DeepSpeed, best", lambda _: True),
-        ("deepspeed_best_fp32", "DeepSpeed, best, fp32 sums", _sums_in_fp32),
     )
 )
 # The rows of the comparison by name, in the order of the verdict's tables.

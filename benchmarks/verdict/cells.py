@@ -54,11 +54,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellPart:
-    """The part of a cell that one process computes: the best plan of the row named ``part``, or the
-    plans of the given setting named ``part``."""
+    """The part of a cell that one process computes: the best plan of the row named ``part``, in
+    mode "best" or "own", or the plans of the given setting named ``part``."""
 
     cell: Cell
     part: str
+    mode: str
     tolerance: float
     known: str = ""  # the setting of the best plan that an earlier search found
 
@@ -74,17 +75,25 @@ class CellPart:
         """The records of this part, which the code of a ``commit`` computes."""
         cell, name = self.cell, self.part
         if name not in GIVEN:
-            winner = winner_of(cell, self.tolerance, COMPARED[name], self.known)
-            return [_record(cell, "best", commit, name, winner)]
+            own = self.mode == "own"
+            winner = winner_of(cell, self.tolerance, COMPARED[name], self.known, own=own)
+            return [_record(cell, self.mode, commit, name, winner)]
         plans = GIVEN[name](cell.priced)
         return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
 
 
 def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[CellPart]:
-    """All parts of a cell; ``known`` has settings by the cell's key and the row's name."""
+    """All parts of a cell; ``known`` has settings by the cell's key, the row's name and the mode.
+
+    In mode "best" everybody adds and sends gradients in fp32; in mode "own", in cells with the
+    clusters' own bandwidth, rows whose program's configuration has 16 bits, too, may choose them.
+    """
+    parts = [(name, "best") for name in COMPARED] + [(name, name) for name in GIVEN]
+    if cell.bandwidth == 1.0:
+        parts += [(name, "own") for name, row in COMPARED.items() if row.contender.gradient_types]
     return [
-        CellPart(cell, name, tolerance, known.get((*cell.key, name), ""))
-        for name in (*COMPARED, *GIVEN)
+        CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ""))
+        for name, mode in parts
     ]
 
 
@@ -107,15 +116,24 @@ def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
 
 
 def winner_of(
-    cell: Cell, tolerance: float, row: Compared, known: str = ""
+    cell: Cell, tolerance: float, row: Compared, known: str = "", *, own: bool = False
 ) -> Evaluated[Any] | None:
     """A row's best plan; None if none fits. The search begins with the setting ``known``, unless
-    the contender no longer has its knobs or the row does not allow them."""
+    the contender no longer has its knobs or the row does not allow them. ``own``: the types of
+    gradients are chosen, too."""
     begin = []
     with suppress(SpecError):
         begin = [candidate_of(known)[1]] if known else []
-    begin = [candidate for candidate in begin if row.allows(candidate.knobs)]
-    found = search(cell.priced, row.searched, tolerance=tolerance, runner_up=False, known=begin)
+    fixed = {} if own else dict.fromkeys(row.contender.gradient_types, "fp32")
+    begin = [
+        each
+        for each in begin
+        if row.allows(each.knobs) and fixed.items() <= vars(each.knobs).items()
+    ]
+    asked = row.contender.any_gradient_types if own else None
+    found = search(
+        cell.priced, row.searched, asked, tolerance=tolerance, runner_up=False, known=begin
+    )
     return found.winner
 
 

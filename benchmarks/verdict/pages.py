@@ -43,7 +43,7 @@ Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, ba
 # The rows of the headline: the claim's opponent and the same program as it runs fastest, each also
 # with its sums in fp32, and those with which a reader would compare.
 _HEADLINE = (
-    *("deepspeed_3d", "deepspeed_3d_fp32", "deepspeed_best", "deepspeed_best_fp32"),
+    *("deepspeed_3d", "deepspeed_best"),
     *("megatron_core", "torchtitan", "fsdp", BOUND),
 )
 _REPRODUCED = [
@@ -59,7 +59,7 @@ def page_tables(
     configured: Collection[Key],
 ) -> dict[str, str]:
     """Markdown by name: a number (``num_own``), sentences (``short``, ``kempnerforge``,
-    ``answer``, ``sums``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
+    ``answer``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
     (``headline``, ``assumptions``, ``cells``, ``best``, ``limit``, ``behind``, ``reproduced``,
     ``memory``, ``network``, ``equal``, ``paper``). ``plans`` are the rows, ``repriced`` those of
     ``assumptions.csv``, and ``configured`` the keys of all cells that the study's configuration
@@ -77,7 +77,6 @@ def page_tables(
         "errors": _errors(),
         "headline": _headline(best, uncertainty),
         "answer": _answer(best, uncertainty),
-        "sums": _sums(uncertainty),
         "pipelines": _pipelines(ours),
         "exposed": _exposed(ours),
         "assumptions": _assumptions(uncertainty),
@@ -175,19 +174,6 @@ def _errors() -> str:
         f"{next(sizes)}; {len(published)} pairs of published runs of two programs with one model, "
         f"batch and number of devices are off by {next(sizes)}."
     )
-
-
-def _sums(uncertainty: Uncertainty) -> str:
-    """What DeepSpeed's sums in fp32 are worth to ZeroPP."""
-    texts = []
-    for name in ("deepspeed_3d", "deepspeed_best"):
-        free, fp32 = (uncertainty.medians[n].values() for n in (name, f"{name}_fp32"))
-        moves = [
-            f"from {a.value:.2f} to {b.value:.2f} with {words}"
-            for a, b, words in zip(free, fp32, uncertainty.medians[name], strict=True)
-        ]
-        texts.append(f"the median over {BASELINES[name]} goes " + " and ".join(moves))
-    return f"With sums in fp32 for all, {', and '.join(texts)}."
 
 
 def _pipelines(ours: pd.DataFrame) -> str:

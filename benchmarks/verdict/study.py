@@ -159,12 +159,12 @@ def simulate_cells(
     todo = missing_jobs(rows, cells, spec.tolerance, known)
     commit = commit_of(*git_state())
     jobs = [job for missing in todo.values() for job in missing]
-    parts: dict[Cell, dict[str, list[RunRecord]]] = defaultdict(dict)
+    parts: dict[Cell, dict[tuple[str, str], list[RunRecord]]] = defaultdict(dict)
     with workers(os.cpu_count() or 1) as pool:
         running = {pool.submit(job.records, commit): job for job in jobs}
         for job, done in _as_they_end(running):
             of_cell = parts[job.cell]
-            of_cell[job.part] = done.result()
+            of_cell[job.part, job.mode] = done.result()
             if len(of_cell) < len(todo[job.cell]):
                 continue
             rows += [line_of(record) for records in of_cell.values() for record in records]
@@ -190,13 +190,13 @@ def _as_they_end(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPa
 
 
 def _committed_settings() -> dict[object, str]:
-    """The settings of the committed best plans, by cell and contender. Searches begin with them,
-    because whatever has a bound above their time need not be tried."""
+    """The settings of the committed best plans, by cell, contender and mode. Searches begin with
+    them, because whatever has a bound above their time need not be tried."""
     if not COMMITTED.exists():
         return {}
     plans = pd.read_csv(COMMITTED)
-    best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
-    keys = best[[*CELL, "contender"]].itertuples(index=False, name=None)
+    best = plans[plans["mode"].isin(["best", "own"]) & plans["setting"].notna()]
+    keys = best[[*CELL, "contender", "mode"]].itertuples(index=False, name=None)
     return dict(zip(keys, best["setting"], strict=True))
 
 
@@ -206,11 +206,19 @@ def missing_jobs(
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
     have = {
-        (*(row[name] for name in CELL), row["mode"] if row["mode"] in GIVEN else row["contender"])
+        (
+            *(row[name] for name in CELL),
+            row["mode"] if row["mode"] in GIVEN else row["contender"],
+            row["mode"],
+        )
         for row in rows
     }
     jobs = {
-        cell: [job for job in jobs_of(cell, tolerance, known) if (*cell.key, job.part) not in have]
+        cell: [
+            job
+            for job in jobs_of(cell, tolerance, known)
+            if (*cell.key, job.part, job.mode) not in have
+        ]
         for cell in cells
     }
     return {cell: missing for cell, missing in jobs.items() if missing}

@@ -64,7 +64,7 @@ def types_of(spec: RunSpec) -> NumberTypes:
 
 def asks_for_narrow_sums(spec: RunSpec) -> bool:
     """Whether a run asks for gradients of microbatches to be summed in bf16."""
-    return getattr(spec.contender, "grad_accum_dtype", "fp32") == "bf16"
+    return spec.plan().sum_dtype == "bf16"
 
 
 @dataclass(frozen=True)

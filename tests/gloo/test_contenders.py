@@ -78,7 +78,9 @@ def build_in_python(*arguments: Any) -> DeepSpeedTrainer:
 
 build_with_own = partial(build_with, "DeepSpeedZeroOptimizer")
 build_with_bf16 = partial(build_with, "BF16_Optimizer")
-TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": False}
+IN_BF16 = {"grad_accum_dtype": "bf16", "reduce_dtype": "bf16"}
+TO_OWNERS = IN_BF16 | {"use_multi_rank_bucket_allreduce": False}
+SMALL = {"reduce_bucket_size": 20_000}  # several buckets
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,9 @@ TO_OWNERS = {"grad_accum_dtype": "bf16", "use_multi_rank_bucket_allreduce": Fals
     [
         ({"pp": 2, "tp": 2, "replicate_zero": 1}, "build_with_bf16"),
         ({"pp": 2, "replicate_zero": 1, **TO_OWNERS}, "build_with_own"),
-        ({"pp": 1, "tp": 1, "replicate_zero": 1, "grad_accum_dtype": "bf16"}, "build_with_own"),
-        ({"pp": 1, "tp": 2, "replicate_zero": 2}, "build_with_own"),
+        ({"pp": 1, "tp": 1, "replicate_zero": 1, **IN_BF16, **SMALL}, "build_with_own"),
+        ({"pp": 1, "tp": 2, "replicate_zero": 2, **SMALL}, "build_with_own"),
+        ({"pp": 1, "tp": 2, "replicate_zero": 2, "reduce_dtype": "bf16"}, "build_with_own"),
     ],
     ids=str,
 )
@@ -228,6 +231,7 @@ def test_contenders_clip_and_adapt(world: World, name: str, ranks: int, options:
     ("name", "ranks", "options"),
     [
         ("fsdp", 2, {"shard": 2}),
+        ("fsdp", 2, {"shard": 2, "reduce_every": "step", "reduce_dtype": "bf16"}),
         ("torch_pp", 4, {"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}),
     ],
     ids=str,

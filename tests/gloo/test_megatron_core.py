@@ -23,7 +23,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import run_gate
-from benchmarks.worker.one_process import ROUNDED, OneProcess
+from benchmarks.worker.one_process import OneProcess, types_of
 from tests.gloo.cases import CPU, LLAMA, TEXT, TIED, request
 from tests.gloo.world import World
 from zeropp.schedule.plan import Plan
@@ -54,7 +54,8 @@ class Case:
         )  # fmt: skip
 
 
-GATED = "TP2 DP2 Llama, sequence parallel, sharded, bf16"
+IN_BF16 = {"grad_accum_dtype": "bf16"}
+GATED = ("TP2 DP2 Llama, sequence parallel, sharded, bf16", "DP2 sharded, gradients in bf16")
 INTERLEAVED = Case(4, ALL_AXES | SEQUENCE)
 CASES = {
     "TP2 PP2 V2 DP2, sequence parallel, sharded": Case(8, ALL_AXES | SEQUENCE | SHARDED),
@@ -63,7 +64,8 @@ CASES = {
         4, {"tp": 2, "pp": 2, "recompute": "selective"} | SEQUENCE
     ),
     "PP2 DP2 uneven, sharded": Case(4, {"pp": 2} | SHARDED, {"layers": 5}),
-    GATED: Case(4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA | {"layers": 2}, "bf16"),
+    GATED[0]: Case(4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA | {"layers": 2}, "bf16"),
+    GATED[1]: Case(2, SHARDED | IN_BF16, {"layers": 2}, "bf16"),
     "DP2": Case(2, {}, {"layers": 2}),
 }
 
@@ -97,7 +99,7 @@ def curve(spec: RunSpec, steps: int, gate: bool) -> Curve:
 
 def curve_of_one_process(spec: RunSpec, steps: int) -> list[float]:
     """The losses of one process with the number types of the spec's run."""
-    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED[spec.precision])
+    alone = OneProcess(spec, open_batches(spec), CPU, types_of(spec))
     return alone.train(spec.optimizer, steps).losses
 
 
@@ -159,9 +161,9 @@ def test_losses_actions_and_messages(world: World, name: str) -> None:
     plan = spec.plan()
     expected = curve_of_one_process(spec, STEPS)
     assert expected[-1] < expected[0] - 0.05  # it learns
-    found = world.run(curve, spec, STEPS, name == GATED, size=case.ranks)
+    found = world.run(curve, spec, STEPS, name in GATED, size=case.ranks)
     for rank, seen in enumerate(found):
-        assert seen.passed == (name == GATED)
+        assert seen.passed == (name in GATED)
         assert seen.losses == pytest.approx(expected, rel=1e-4)
         program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
         assert seen.actions == [str(action) for action in program if action.op.is_compute]

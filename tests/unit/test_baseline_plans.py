@@ -38,6 +38,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sequence_parallel": True}, "contender.sequence_parallel=True"),
         ({"pp": 2, "replicate_zero": 2}, "contender.replicate_zero=2: DeepSpeed's pipelines"),
         ({"grad_accum_dtype": "bf16"}, "contender.grad_accum_dtype=bf16: gradients of fp32"),
+        ({"reduce_dtype": "bf16"}, "contender.reduce_dtype=bf16: gradients of fp32"),
+        (
+            {"grad_accum_dtype": "bf16", "precision": "bf16", "replicate_zero": 1},
+            "contender.reduce_dtype=fp32: gradients that are added in bf16",
+        ),
         ({"precision": "bf16", "replicate_zero": 0}, "contender.replicate_zero=0"),
         ({"pp": 1, **OWNERS}, "contender.use_multi_rank_bucket_allreduce=False"),
         ({"pp": 2, "precision": "bf16", **OWNERS}, "contender.use_multi_rank_bucket_allreduce"),

@@ -218,7 +218,8 @@ def without_pipeline(name: str, microbatches: int, zero: ReplicateZero = 1) -> P
 
 
 def test_deepspeed_without_a_pipeline_hides_its_reduction() -> None:
-    open_, hidden = (without_pipeline(f"deepspeed_{n}", 4) for n in ("ordinary", "zero1"))
+    names = ("deepspeed_ordinary", "deepspeed_zero1+bf16.bucket=50000000")
+    open_, hidden = (without_pipeline(name, 4) for name in names)
     (behind,), (beside,) = open_.stages, hidden.stages
     backward = beside.backward_input + beside.backward_weight
     assert behind.reduce_replicas < backward  # so that it can be hidden
@@ -227,7 +228,7 @@ def test_deepspeed_without_a_pipeline_hides_its_reduction() -> None:
     # Its sums have two bytes instead of four, but gradients also stand in buckets.
     less = open_.memory[0].gradients - hidden.memory[0].gradients
     assert 2 * less == open_.memory[0].gradients
-    state = program_named("deepspeed_zero1").state("bf16")
+    state = program_named(names[1]).state("bf16")
     assert hidden.memory[0].parameters - open_.memory[0].parameters >= 2 * 2 * state.bucket
     assert open_.resident_gradients > hidden.resident_gradients
 
@@ -244,17 +245,14 @@ def test_zero2_shards_the_sums_and_reduces_every_microbatch() -> None:
     assert more == pytest.approx(four.extras[0].reductions)
 
 
-def test_deepspeed_looks_for_overflow_in_16_bits_alone() -> None:
-    checks = program_named("deepspeed_zero1")
-    spent = {}
-    for precision in ("bf16", "fp32"):
-        mine = replace(plan(replicate=16, replicate_zero=1), precision=precision)
-        looks, none = (
-            price_plan(mine, A100, replace(checks, checks_gradients=value)).stages[0].update
-            for value in (True, False)
-        )
-        spent[precision] = looks - none
-    assert spent["bf16"] > spent["fp32"] + 12 * GPT.layers * A100.device.launch_us / 1e6
+def test_gradients_that_are_added_in_16_bits_are_joined_and_cast_before_an_update() -> None:
+    mine = plan(replicate=16, replicate_zero=1)
+    joins = program_named("deepspeed_zero1")
+    both = [price_plan(mine, A100, replace(joins, joins_gradients=v)) for v in (True, False)]
+    more = both[0].stages[0].update - both[1].stages[0].update
+    updated = both[0].memory[0].gradients / 2 / 16
+    # Scaled, joined and cast, instead of scaled in fp32.
+    assert more == pytest.approx(stream_s(A100.device, (4 * 2 + 2 + 4 - 2 * 4) * updated, 0))
 
 
 def test_blocks_that_are_not_compiled_move_more_bytes_if_they_rotate() -> None:

@@ -27,7 +27,6 @@ from benchmarks.verdict.cells import (
     priced_again,
     winner_of,
 )
-from benchmarks.verdict.given_settings import GIVEN
 from benchmarks.verdict.judge import BASELINES, CLAIM, PUBLIC_3D, judge
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.uncertainty import (
@@ -114,8 +113,12 @@ def test_parts_of_a_cell_that_have_no_rows_are_simulated() -> None:
     keys = dict(zip(CELL, cell.key, strict=True))
     rows = [keys | {"contender": name, "mode": "best"} for name in COMPARED if name != "fsdp"]
     rows.append(keys | {"contender": "zeropp", "mode": "equal"})
-    missing = study.missing_jobs(rows, [cell], 0.03, {(*cell.key, "fsdp"): "{}"})
-    assert [job.part for job in missing[cell]] == ["fsdp", *(set(GIVEN) - {"equal"})]
+    missing = study.missing_jobs(rows, [cell], 0.03, {(*cell.key, "fsdp", "best"): "{}"})
+    first, paper, *own = missing[cell]
+    assert (first.part, first.mode, paper.part) == ("fsdp", "best", "paper")
+    typed = [name for name, row in COMPARED.items() if row.contender.gradient_types]
+    assert [(job.part, job.mode) for job in own] == [(name, "own") for name in typed]
+    assert 0 < len(typed) < len(COMPARED)
     assert missing[cell][0].known == "{}"
 
 
@@ -178,7 +181,8 @@ def test_a_cell_in_which_nothing_fits_is_a_record_without_a_step(tmp_path: Path)
 @pytest.mark.parametrize(("part", "basis"), [("fsdp", "best plans"), ("equal", "equal degrees")])
 def test_a_part_of_a_cell_gives_the_records_of_its_plans(part: str, basis: str) -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE), 0.5)
-    records = CellPart(cell, part, 0.3).records("0123456789ab+changes")
+    mode = "best" if part == "fsdp" else part
+    records = CellPart(cell, part, mode, 0.3).records("0123456789ab+changes")
     assert [r.spec["contender"]["name"] for r in records] == (
         ["fsdp"] if part == "fsdp" else ["deepspeed_3d", "megatron_core", "zeropp"]
     )
@@ -203,33 +207,41 @@ def test_every_committed_step_is_the_sum_of_its_losses() -> None:
 
 
 def test_a_row_has_only_plans_that_it_allows() -> None:
-    """DeepSpeed 3D has a pipeline, whatever an earlier search has found; with sums in fp32 it is
-    never faster; and no row of DeepSpeed is faster than the best of all."""
+    """DeepSpeed 3D has a pipeline, and sums and messages in fp32 unless it may have its own types,
+    whatever an earlier search has found; no row of DeepSpeed is faster than the best of all."""
     cell = Cell(replace(task(8, 64), shape=SHAPE))
-    best = winner_of(cell, 0.01, COMPARED["deepspeed_best"])
+    rows = [row for row in COMPARED.values() if row.contender.name == "deepspeed_3d"]
+    own = {row.name: winner_of(cell, 0.01, row, own=True) for row in rows}
+    best = own["deepspeed_best"]
     assert best is not None
-    assert best.plan.layout.pp == 1  # a plan that DeepSpeed 3D must not begin with
+    assert best.plan.reduce_dtype == "bf16"
     known = json.dumps(asdict(best.candidate) | {"knobs": asdict(best.candidate.knobs)})
-    names = [name for name, row in COMPARED.items() if row.contender.name == "deepspeed_3d"]
-    plans = {name: winner_of(cell, 0.01, COMPARED[name], known) for name in names}
-    speeds = {}
-    for name, plan in plans.items():
+    for row in rows:
+        plan, free = winner_of(cell, 0.01, row, known), own[row.name]
         assert plan is not None
-        assert plan.plan.layout.pp > 1 or "best" in name
-        assert plan.candidate.knobs.grad_accum_dtype == "fp32" or "fp32" not in name
-        speeds[name] = 1 / plan.step_s
-    for name in ("deepspeed_3d", "deepspeed_best"):
-        assert speeds[f"{name}_fp32"] <= 1.01 * speeds[name]
-    assert speeds["deepspeed_3d"] <= 1.01 * speeds["deepspeed_best"]
+        assert free is not None
+        assert plan.plan.layout.pp > 1 or row.name == "deepspeed_best"
+        assert (plan.plan.reduce_dtype, plan.plan.sum_dtype) == ("fp32", "fp32")
+        assert best.step_s <= 1.01 * free.step_s <= 1.03 * plan.step_s
+
+
+def test_every_row_of_best_plans_has_one_with_types_of_gradients_of_its_own() -> None:
+    """The faster one of both, or the only one."""
+    best = _rows("best", {"zeropp": (100.0, 10.0), "fsdp": (90.0, 9.0), "zero_bubble": (80.0, 8.0)})
+    own = _rows("own", {"zeropp": (90.0, 9.0), "fsdp": (95.0, 9.5)})
+    row = judge(pd.concat([best, own])).set_index("mode").loc["own"]
+    speeds = [row[f"{name}_tokens_per_s_per_gpu"] for name in ("zeropp", "fsdp", "zero_bubble")]
+    assert speeds == [100.0, 95.0, 80.0]
+    assert set(judge(best)["mode"]) == {"best"}
 
 
 def test_a_setting_of_a_row_is_read_again() -> None:
     cell = Cell(replace(task(8, 16), shape=SHAPE))
-    (record,) = CellPart(cell, "deepspeed_best_fp32", 0.3).records("")
+    (record,) = CellPart(cell, "deepspeed_best", "own", 0.3).records("")
     line = line_of(record)
-    assert line["contender"] == "deepspeed_best_fp32"
+    assert (line["contender"], line["mode"]) == ("deepspeed_best", "own")
     row, candidate = candidate_of(str(line["setting"]))
-    assert (row.name, candidate.knobs.name) == ("deepspeed_best_fp32", "deepspeed_3d")
+    assert (row.name, candidate.knobs.name) == ("deepspeed_best", "deepspeed_3d")
 
 
 def _constant(common: list[float]) -> ProgramErrors:
@@ -268,7 +280,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE))
-    (record,) = CellPart(cell, "zeropp", 0.3).records("")
+    (record,) = CellPart(cell, "zeropp", "best", 0.3).records("")
     line = line_of(record)
     times = RepricedPlan(cell, str(line["setting"])).step_s()
     assert len(times) == 2 * len(ASSUMPTIONS)

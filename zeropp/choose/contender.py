@@ -9,7 +9,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.choose.planner import fastest
@@ -84,6 +84,9 @@ class Contender(Generic[K]):
     # Whether a row of the verdict's comparison has its plans, if it runs (``COMPARED`` in
     # ``benchmarks.specification.contenders``).
     in_verdict: bool = True
+    # Knobs, fp32 by default, with which its own configuration lets users choose 16 bits as the type
+    # in which gradients are added or sent.
+    gradient_types: tuple[str, ...] = ()
     # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
     # has imported them; names that the installed version does not have are ignored.
     late_imports: tuple[str, ...] = ()
@@ -97,6 +100,11 @@ class Contender(Generic[K]):
     reproduces_dropout: bool = False
     filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
     emulation: str = ""  # what runs otherwise on an emulated device; empty: nothing
+
+    @property
+    def any_gradient_types(self) -> K:
+        """Knobs with which a search chooses the types of gradients, too, and everything else."""
+        return replace(cast("Any", self.knobs()), **dict.fromkeys(self.gradient_types, "auto"))  # type: ignore[no-any-return]
 
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
         """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises

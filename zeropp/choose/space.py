@@ -17,7 +17,14 @@ from zeropp.choose.planner import asked_degrees
 from zeropp.choose.task import K, Knobs, Task
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
-from zeropp.types.literals import Auto, Placement, Recompute, ReplicateZero
+from zeropp.types.literals import (
+    Auto,
+    Placement,
+    Precision,
+    Recompute,
+    ReplicateZero,
+    WireType,
+)
 
 T = TypeVar("T")
 
@@ -81,6 +88,12 @@ def zero_choices(zero: ReplicateZero | Auto, degrees: Layout) -> tuple[Replicate
 def sequence_choices(sequence_parallel: bool | Auto, degrees: Layout) -> tuple[bool, ...]:
     """Whether to try sequence parallelism: both with tensor parallelism, otherwise only without."""
     return choices(sequence_parallel, (False, True) if degrees.tp > 1 else (False,))
+
+
+def wire_choices(asked: WireType | Auto, precision: Precision) -> tuple[WireType, ...]:
+    """The types to try in which gradients are added or sent: that of compute, too, if it is less
+    than fp32."""
+    return choices(asked, ("fp32", "bf16") if precision == "bf16" else ("fp32",))
 
 
 def recompute_choices(
@@ -195,9 +208,12 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
 
 
-# Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
-# them, nor do the cuts.
-_OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
+# Knobs that say how data-parallel ranks are used and what they send; the compute of a pipeline rank
+# does not depend on them, nor do the cuts.
+_OF_DATA_PARALLELISM = {
+    *("shard", "replicate", "replicate_zero", "placement"),
+    *("reduce_dtype", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+}
 
 
 def compute_knobs(knobs: type[K]) -> Callable[[K], object]:

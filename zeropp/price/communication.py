@@ -110,10 +110,11 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         # the first slice is exposed, the others slow products
         collective *= 1 / work.tp + slowdown
     elif program.overlap_input_gradient:
-        *before, _, up, _ = linears(work)
+        first = 2 + (work.shape.gates if work.program.separate_projections else 1)  # from the end
+        products = linears(work)
         weights_s = [
-            sum(matmul_s(work.device, work.precision, m=k, k=work.tokens, n=n) for k, n in products)
-            for products in (before, [up])  # column-parallel: before attention and in the MLP
+            sum(matmul_s(work.device, work.precision, m=k, k=work.tokens, n=n) for k, n in columns)
+            for columns in (products[:-first], products[1 - first : -1])
         ]
         more -= (1 - slowdown) * sum(min(last, seconds) for seconds in weights_s)
     again = {"none": 0.0, "selective": float(program.selective == "mlp"), "full": 2.0}
@@ -188,8 +189,8 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     kernels = len(sizes) * (tensors_of(work) if program.fsdp_hooks and shards == 1 else 1)
     if program.shard_copies:  # every byte is read once and written once
         sent, made = wire["reduce_grad"], program.state(plan.precision).gradients
-        if program.fsdp_hooks and not work.accumulated:  # FSDP2 has added no other to them
-            made = element_bytes(plan.precision)
+        if program.fsdp_hooks and (not work.accumulated or plan.sum_dtype == "bf16"):
+            made = element_bytes(plan.precision)  # as autograd has made, or added, them
         seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], kernels)
         seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
         if shards == 1:  # a copy stands for the reduction
@@ -431,30 +432,19 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     updated = parameters / optimizer_shards(plan.layout, program)
     kept = 0 if state.casts_parameters else element_bytes(plan.precision)
     moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
-    kernels = 4
-    if program.checks_gradients:
-        blocks = plan.shape.layers / plan.layout.pp
-        tensors = blocks * tensors_of(work) * updated / parameters
-        looks = plan.precision != "fp32"  # for overflow
-        moved += updated * _checked_bytes(state.gradients, looks)
-        kernels += round((_NORMS + _LOOKS * looks) * tensors)
+    if program.joins_gradients and state.gradients == element_bytes(plan.precision):
+        moved += updated * _joined_bytes(state.gradients)
     elif program.gradient_buffer:
-        moved += parameters * 3 * state.gradients
+        moved += parameters * (1 if program.average_in_collective else 3) * state.gradients
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
-    return stream_s(cluster.device, moved, kernels)
+    return stream_s(cluster.device, moved, kernels=4)
 
 
-_NORMS, _LOOKS = 6, 12  # kernels of ``checks_gradients`` for a gradient's norm, and for overflow
-
-
-def _checked_bytes(gradient: int, looks: bool) -> int:
-    """Bytes per element that DeepSpeed's ZeRO and its trainer move to check gradients of so many
-    bytes and to hand them to Adam: a norm, the scaling that clips, a norm in fp64, where they look
-    for overflow the greatest and the least, and, if they are not fp32, their joining and their
-    cast."""
-    checked = gradient + 2 * gradient + (gradient + 8) + 8 + 2 * gradient * looks
-    return checked + (0 if gradient == _FP32 else 2 * gradient + gradient + _FP32)
+def _joined_bytes(gradient: int) -> int:
+    """Bytes per element that DeepSpeed's ZeRO moves to hand gradients of so many bytes to Adam:
+    their scaling, their joining and, if they are not fp32, their cast."""
+    return 4 * gradient + (0 if gradient == _FP32 else gradient + _FP32)
 
 
 def tied_s(plan: SizedPlan, cluster: Cluster) -> float:

@@ -52,6 +52,7 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
     # Gradients wait for their reduction in fp32 if microbatches are summed first. With a single
     # shard, the optimizer reads the flat buffer itself.
     summed = element if program.fsdp_root and plan.reduce_every == "unit" else FP32
+    summed = min(summed, element_bytes(plan.sum_dtype)) if program.fsdp_hooks else summed
     summed *= separate * (layout.shard > 1 or not program.flat_chunks)
     # Those of a microbatch are apart before they are added to an fp32 sum.
     unsummed = element * separate if summed > element else 0
@@ -123,7 +124,8 @@ def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:
     reduces (``runtime/zero/stage_1_and_2.py``: ``allreduce_bucket``)."""
     shape, bucket = plan.shape, program.state(plan.precision).bucket
     largest = max(shape.vocab, shape.ffn) * shape.hidden / plan.layout.tp
-    return element_bytes(plan.precision) * min(parameters, max(bucket, largest))
+    sent = program.state(plan.precision).reduced
+    return sent * min(parameters, max(bucket, largest))
 
 
 def shares_ends(plan: SizedPlan, program: Program) -> bool:
@@ -168,9 +170,9 @@ def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
 
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     """Bytes of the copy of gradients that DeepSpeed makes to reduce them: with buckets one of them,
-    beside the second buffer; otherwise in bf16 all of them, cast to 16 bits, and in fp32 at most
-    5e8 elements at a time, in one tensor (``runtime/engine.py``: ``allreduce_bucket``,
-    ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    beside the second buffer; otherwise in bf16 all of them, cast to 16 bits to be
+    sent so, and in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
+    ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
     bucket = program.state(plan.precision).bucket
@@ -178,7 +180,9 @@ def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
         buffer = element_bytes(plan.precision) * min(parameters, bucket)
         copied = buffer + _bucket_copy(plan, program, parameters)
         return copied * (not program.overlap_reduction)
-    return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
+    if plan.precision == "fp32":
+        return FP32 * min(parameters, 5e8)
+    return 2 * parameters * (program.bf16.reduced == 2)
 
 
 def optimizer_shards(layout: Layout, program: Program) -> int:

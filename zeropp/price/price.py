@@ -173,8 +173,9 @@ def _accumulated(plan: SizedPlan, program: Program) -> float:
         together = min(together, plan.schedule.unit)
     if together == 1:
         return 0.0
-    sums = program.state(plan.precision).gradients
-    element = element_bytes(plan.precision)
+    sums, element = program.state(plan.precision).gradients, element_bytes(plan.precision)
+    if plan.sum_dtype == "bf16":  # autograd adds them
+        sums, each = element, 3 * element
     cast = sums + element if sums > element else 0
     return (cast + each * (together - 1)) / together
 

@@ -171,12 +171,13 @@ class Program:
     # holds the logits of two microbatches.
     pipe_buffers: bool = False
     flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
-    # Before an update the norm is taken once more, and in 16 bits the greatest and the least of
-    # every gradient are looked at, tensor by tensor and in a dozen kernels each.
-    checks_gradients: bool = False
-    # Gradients are cleared and scaled in one buffer of all parameters of a rank, of which ZeRO-1
-    # updates a part.
+    # Before an update gradients in the type of compute are copied into one tensor, and those of 16
+    # bits cast to fp32.
+    joins_gradients: bool = False
+    # Gradients are cleared in one buffer of all parameters of a rank, of which ZeRO-1 updates a
+    # part, and scaled there, unless their reduction averages.
     gradient_buffer: bool = False
+    average_in_collective: bool = False
 
     # Defaults of the program.
     spread: Spread = "pieces"
