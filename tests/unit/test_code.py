@@ -29,11 +29,11 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_050,
+    "baselines": 4_205,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_345,
-    "benchmarks/explain": 2_415,
+    "benchmarks/explain": 2_420,
     "benchmarks/launch": 3_815,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_170,
@@ -41,10 +41,10 @@ BUDGET = {
     "benchmarks/specification": 900,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_300,
-    "benchmarks/verdict": 1_810,
+    "benchmarks/verdict": 1_830,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 1_840,
+    "zeropp/choose": 1_865,
     "zeropp/emulate": 3_700,
     "zeropp/engine": 5_860,
     "zeropp/huggingface": 810,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_100,
     "zeropp/types": 640,
 }
-MOST_LINES = 45_645
-MOST_LINES_OF_TESTS = 27_665
+MOST_LINES = 45_850
+MOST_LINES_OF_TESTS = 27_680
 
 
 @cache
