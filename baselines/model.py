@@ -21,11 +21,16 @@ from torch.nn import functional as F
 from zeropp.types.shape import ModelShape
 
 
-def rope_angles(head_dim: int, seq: int, device: torch.device, base: float = 10000.0) -> Tensor:
-    """Rotation angles of RoPE (arXiv 2104.09864, eq. 15): float32 [seq, head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    positions = torch.arange(seq, device=device, dtype=torch.float32)
-    return torch.outer(positions, base**-exponents)
+def rope_angles(head_dim: int, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotation angles of RoPE (arXiv 2104.09864, eq. 15) at positions [batch or 1, seq]: float32
+    [batch or 1, 1, seq, head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    return positions[:, None, :, None] * base ** -(exponents / head_dim)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """The positions [1, seq] of the tokens of rows [batch, seq, ...], where none are given."""
+    return torch.arange(x.shape[1], device=x.device)[None]
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -55,7 +60,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.hidden, kv_width, bias=bias)
         self.output = nn.Linear(shape.hidden, shape.hidden, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
         batch, seq, _ = x.shape
         q, k, v = (
@@ -63,7 +68,8 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         if self.rope:
-            angles = rope_angles(self.head_dim, seq, x.device)
+            positions = _positions(x) if position_ids is None else position_ids
+            angles = rope_angles(self.head_dim, positions)
             q, k = rotate(q, angles), rotate(k, angles)
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -106,9 +112,10 @@ class Block(nn.Module):
         self.mlp = Mlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]; ``position_ids`` [batch, seq] are those of
+        the tokens in their sequences, by default 0 to seq-1."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), position_ids))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
 
@@ -137,12 +144,12 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.seq, shape.hidden) if shape.family == "gpt" else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, seq] -> [batch, seq, hidden]."""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """int64 [batch, seq] -> [batch, seq, hidden]; ``position_ids`` as in ``Block``."""
         x: Tensor = self.tokens(tokens)
         if self.positions is None:
             return x
-        return x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))  # type: ignore[no-any-return]
+        return x + self.positions(_positions(tokens) if position_ids is None else position_ids)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
+    check_context,
     check_stages,
     check_tensor_parallel,
     one_order,
@@ -43,6 +44,7 @@ from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.types.literals import (
     AT_LEAST_1,
     Auto,
+    Exchange,
     Placement,
     Precision,
     Recompute,
@@ -53,6 +55,8 @@ from zeropp.types.literals import (
 Public3D = Literal[
     "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
 ]
+CpCommType = Literal["p2p", "a2a", "a2a+p2p"]
+EXCHANGES: dict[CpCommType, Exchange] = {"p2p": "ring", "a2a": "heads", "a2a+p2p": "both"}
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
@@ -77,8 +81,16 @@ class Public3DKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlicingKnobs(Public3DKnobs):
+    """Settings of programs that divide sequences, too."""
+
+    context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # context_parallel_size
+    cp_comm_type: CpCommType | Auto = "auto"  # how attention sees other slices
+
+
 @dataclass(frozen=True)
-class Best3DKnobs(Public3DKnobs):
+class Best3DKnobs(SlicingKnobs):
     """Settings of the bound that has the best of all public parts."""
 
     name: Literal["best_3d"] = "best_3d"
@@ -198,7 +210,12 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
+        context_copies=True,
+        exchange=EXCHANGES[if_auto(getattr(knobs, "cp_comm_type", "p2p"), "p2p")],
     )
+    # Transformer Engine 2.9, attention/dot_product_attention/context_parallel.py
+    # (attn_forward_func_with_cp): heads of queries, keys and values divide.
+    check_context(task.shape, layout, kv_heads=True)
     _check_offer(knobs, schedule, task.precision)
     offer = OFFERS[knobs.name]
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
@@ -335,8 +352,10 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     sequences = sequence_choices(asked.sequence_parallel, degrees)
     placements = placement_choices(asked.placement, point)
     types = wire_choices(asked.grad_accum_dtype, point.task.precision)
-    for zero, sums, sequence, placement, schedule in product(
-        zero_choices(asked.replicate_zero, degrees),
+    ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
+    for way, zero, sums, sequence, placement, schedule in product(
+        ways if degrees.context > 1 else ways[:1],
+        zero_choices(asked.replicate_zero, replace(degrees, context_copies=True)),
         [kind for kind in types if kind in offer.sums],
         sequences if offer.sequence_parallel else (False,),
         [placement for placement in placements if placement in offer.placements],
@@ -350,6 +369,7 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
             yield at_degrees(
                 asked,
                 degrees,
+                **({"cp_comm_type": way} if isinstance(asked, SlicingKnobs) else {}),
                 replicate_zero=zero,
                 chunks=chunks,
                 schedule=schedule,
@@ -371,7 +391,7 @@ def _in_all_blocks(
     return dict.fromkeys(whole)
 
 
-SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
+SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True, contexts=True)
 
 
 def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:

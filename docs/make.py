@@ -222,9 +222,9 @@ def _as_read(question: Question) -> tuple[str, list[str]]:
     size = question.microbatch_size
     words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
     degrees: dict[str, object] = {
-        key: knobs[key] for key in ("tp", "pp", "shard", "replicate") if key in knobs
+        key: knobs[key] for key in ("tp", "pp", "context", "shard", "replicate") if key in knobs
     }
-    degrees |= {"cp": question.reading.slices, "chunks": knobs.get("chunks", 1)}
+    degrees |= {"chunks": knobs.get("chunks", 1)}
     words += [f"{key}={value}" for key, value in degrees.items() if value not in (1, "auto")]
     words += [f"zero{knobs['replicate_zero']}"] if knobs.get("replicate_zero", 0) in (1, 2) else []
     words += ["sequence parallel"] if knobs.get("sequence_parallel") is True else []

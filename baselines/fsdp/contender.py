@@ -9,7 +9,7 @@ from itertools import product
 from typing import Annotated, Literal
 
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import one_order, resolve_degrees
+from zeropp.choose.planner import check_context, check_whole_sequences, one_order, resolve_degrees
 from zeropp.choose.space import (
     SearchPoint,
     Space,
@@ -36,6 +36,7 @@ class FSDPKnobs:
     name: Literal["fsdp"] = "fsdp"
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
+    context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks that divide a sequence (a ring)
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
     reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
@@ -51,7 +52,8 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     order of actions. By a simple rule ``shard: auto`` is the GPUs of a node. Raises
     InfeasibleError."""
     pieces = task.shape.num_pieces
-    layout = replace(resolve_degrees(task, knobs), chunks=pieces)
+    layout = replace(resolve_degrees(task, knobs), chunks=pieces, exchange="ring")
+    check_context(task.shape, layout)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     sent = sent_type(task, knobs.reduce_dtype)
     return SizedPlan(
@@ -154,7 +156,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         )
 
 
-SPACE = Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0))
+SPACE = Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0), contexts=True)
 
 
 FSDP = Contender(
@@ -165,6 +167,7 @@ FSDP = Contender(
     orders=one_order(programs),
     space=SPACE,
     gradient_types=("reduce_dtype",),
+    check=check_whole_sequences,
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from baselines.public_3d import SPACE, Public3DKnobs, programs, size
+from baselines.public_3d import SPACE, Public3DKnobs, SlicingKnobs, programs, size
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import one_order
+from zeropp.choose.planner import check_whole_sequences, one_order
 from zeropp.engine.cuda_settings import CUDA_SETTINGS
 
 
 @dataclass(frozen=True)
-class MegatronCoreKnobs(Public3DKnobs):
+class MegatronCoreKnobs(SlicingKnobs):
     """Settings of Megatron-Core."""
 
     name: Literal["megatron_core"] = "megatron_core"
@@ -39,6 +39,7 @@ MEGATRON_CORE = Contender(
     orders=one_order(programs),
     space=SPACE,
     gradient_types=("grad_accum_dtype",),
+    check=check_whole_sequences,
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
     emulation="baselines.megatron_core.emulated:stand_ins",
     extra=("megatron", "megatron"),

@@ -12,6 +12,7 @@ from baselines.fsdp import contender as fsdp
 from baselines.torch_pp.dualpipev import dualpipev
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
+    check_context,
     check_stages,
     check_tensor_parallel,
     default_chunks,
@@ -89,6 +90,7 @@ class TorchtitanKnobs(TorchPPKnobs):
     placement: Literal["dp_inner"] = "dp_inner"  # torchtitan has no key for another
     recompute_blocks: Literal["auto"] = "auto"  # all blocks: it has no key for some
     reduce_dtype: Literal["fp32"] = "fp32"  # ``mixed_precision_reduce`` has no other value
+    context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # context_parallel_degree: a ring
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -117,10 +119,12 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
         chunks=if_auto(knobs.chunks, simple_chunks),
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
+        exchange="ring",
     )
+    check_context(task.shape, layout)
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
-    if schedule == "zeropp" and layout.shard == 1:
+    if schedule == "zeropp" and layout.shards == 1:
         raise InfeasibleError(
             "contender.shard=1: contender.schedule=zeropp gathers stages over a shard group (use 2 "
             "or more, or contender=zeropp)"
@@ -394,7 +398,7 @@ TORCHTITAN = Contender(
     knobs=TorchtitanKnobs,
     size=size,
     orders=one_order(programs),
-    space=replace(SPACE, families=_recomputing_all),
+    space=replace(SPACE, families=_recomputing_all, contexts=True),
     check=check,
     search_effort=1,
 )

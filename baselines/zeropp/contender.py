@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
+    check_context,
     check_stages,
     default_chunks,
     recomputed_blocks,
@@ -91,6 +92,7 @@ def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     check_stages(task, layout)
+    check_context(task.shape, layout)
     return layout
 
 
@@ -170,7 +172,7 @@ def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int, ...]:
 
 # With one pipeline rank ZeroPP is FSDP that gathers once per unit instead of once per microbatch. A
 # ZeRO-3 group has at least two ranks, as it would otherwise be a zero-bubble pipeline.
-SPACE = Space(families=families, members=members, shards=(2, 0))
+SPACE = Space(families=families, members=members, shards=(2, 0), contexts=True)
 
 
 ZEROPP = Contender(

@@ -30,7 +30,7 @@ _search = partial(search, tolerance=0.01, runner_up=False)
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
-_DEGREES = ("tp", "pp", "shard", "replicate")
+_DEGREES = ("tp", "pp", "context", "shard", "replicate")
 _FIXED = ("name", "placement", "compile", "split_backward")
 
 
@@ -53,7 +53,7 @@ class Answer:
 def answer(question: Question, search_s: float | None = None) -> Answer:
     """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
     CPU time after which a search over all knobs takes the best plan so far."""
-    task, contender = question.own_task, question.contender
+    task, contender = question.task, question.contender
     search_s = search_s or SEARCH_S
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
@@ -83,7 +83,7 @@ def settled(
         return Candidate(question.knobs, size)
     asked = question.knobs, size
     if own is None or asked != (question.contender.knobs(), "auto"):
-        own = _search(question.own_task, question.contender, *asked, budget_s=search_s)
+        own = _search(question.task, question.contender, *asked, budget_s=search_s)
     winner = own.winner
     if winner is None and size != "auto" and not set(opened) & set(_DEGREES):
         return Candidate(question.knobs, size)  # by simple rules: the screen says what is missing
@@ -107,7 +107,7 @@ def _changes(
     for knob, asked, size in _opened(now.candidate):
         tell(description=f"changes of {knob}")
         winner = _search(
-            question.own_task, question.contender, asked, size, budget_s=search_s / 5
+            question.task, question.contender, asked, size, budget_s=search_s / 5
         ).winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue

@@ -173,21 +173,18 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         for name in ("tp", "pp", "dp", "context_parallel_size")
     }
     slices = degree.pop("context_parallel_size")
-    reading.slice_sequences("parallelism.context_parallel_size", slices)
     engine = str(keys.take("parallelism.pp_engine", "1f1b"))
     if degree["pp"] > 1 and engine != "1f1b":
         raise SpecError(f"parallelism.pp_engine={engine}: no price (use 1f1b)")
     gpus = num_gpus or degree["tp"] * degree["pp"] * degree["dp"] * slices
-    replicate = slices * share_of_ranks(
-        gpus, {"tp": degree["tp"], "pp": degree["pp"], "cp": slices}
-    )
+    replicate = share_of_ranks(gpus, {"tp": degree["tp"], "pp": degree["pp"], "cp": slices})
     size = keys.needed("tokens.micro_batch_size")
     local = size * (keys.number("tokens.batch_accumulation_per_replica", 1) or 1)
     reading.free, reading.batch_per_replica = "replicate", local
     reading.model = llama(config, "llama")
     reading.model["seq"] = keys.needed("tokens.sequence_length")
     config.sort_rest(reading, _NEUTRAL, (*_HARMLESS, *_NANOTRON_MODEL))
-    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate // slices}
+    reading.settings = {"num_gpus": gpus, "global_batch": local * replicate}
     reading.settings |= {"microbatch_size": size}
     half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
     reading.settings["precision"] = "bf16" if half else "fp32"
@@ -204,6 +201,7 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         "recompute": "full" if recompute else "none",
         "placement": "dp_inner",
     }
+    reading.slice_sequences("parallelism.context_parallel_size", slices)
     keys.sort_rest(reading, _NANOTRON_NEUTRAL, _NANOTRON_HARMLESS)
     return reading
 
@@ -231,7 +229,7 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
         if tp > 1:
             raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
         reading.contender = "fsdp"
-        reading.knobs = {"shard": num_gpus, "replicate": 1, "compile": False}
+        reading.knobs = {"shard": num_gpus, "replicate": 1, "context": 1, "compile": False}
         reading.named.append("zero_optimization.stage=3: priced as FSDP2's ZeRO-3, not DeepSpeed's")
     else:
         reading.contender = "deepspeed_3d"
@@ -294,10 +292,11 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
             f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "
             f"contender=torchtitan contender.tp={tp} with the config.json alone)"
         )
-    model.slice_sequences(f"{_DEGREES}cp_size", cp)
     replicate = machines if strategy == "HYBRID_SHARD" else own
     model.contender, model.free = "fsdp", "shard"
-    model.knobs = {"shard": share_of_ranks(gpus, {"replicate": replicate}), "replicate": replicate}
+    shard = share_of_ranks(gpus, {"replicate": replicate, "cp": cp})
+    model.knobs = {"shard": shard, "replicate": replicate}
+    model.slice_sequences(f"{_DEGREES}cp_size", cp)
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
     model.traits["eager"] = model.code  # where it is not compiled
     if keys.take("fsdp_config.fsdp_activation_checkpointing", False):

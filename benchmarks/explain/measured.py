@@ -125,7 +125,7 @@ def _measured(
     task = question.task
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
     try:
-        plan = question.contender.simulated(question.own_task, settled(question)).plan
+        plan = question.contender.simulated(question.task, settled(question)).plan
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     run = Run(priced(plan, task), measured.step_s)
@@ -147,8 +147,7 @@ def priced(plan: Plan, task: Task) -> Priced:
 def on_fitted(question: Question, fitted: Fitted) -> Question:
     """The question on its cluster with the fitted constants."""
     cluster = scaled_cluster(question.task.cluster, fitted.factors)
-    tasks = {name: getattr(question, name) for name in ("task", "own_task")}
-    return replace(question, **{n: replace(task, cluster=cluster) for n, task in tasks.items()})
+    return replace(question, task=replace(question.task, cluster=cluster))
 
 
 def nearest(question: Question) -> list[PublishedNear]:

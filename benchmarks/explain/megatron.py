@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
+from baselines.public_3d import EXCHANGES, CpCommType
 from benchmarks.explain.arguments import (
     Arguments,
     arguments_of,
@@ -29,7 +30,6 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp8-format": (None, "no price for 8-bit products; priced in bf16"),
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
-    "--cp-comm-type": ("p2p", "keys and values are priced as sent round a ring"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
     "--kv-channels": (None, "heads are priced as hidden / heads wide"),
     "--window-size": (None, "attention is priced over the whole sequence"),
@@ -139,12 +139,16 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
     if not stated:
         reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
-    replicate = cp * share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
+    replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
     reading.slice_sequences("--context-parallel-size", cp)
+    way = str(keys.take("--cp-comm-type") or "p2p").split()[0]  # of every layer, or of each
+    if cp > 1 and way not in get_args(CpCommType):
+        raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
+    reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
     size = keys.needed("--micro-batch-size")
     batch = keys.number("--global-batch-size")
     if batch is None:
-        batch, reading.batch_per_replica = size * replicate // cp, size
+        batch, reading.batch_per_replica = size * replicate, size
     layers = keys.needed("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
@@ -423,6 +427,7 @@ def written(plan: SizedPlan) -> str:
     if plan.schedule.name not in ("1f1b", "interleaved_1f1b"):
         raise SpecError(f"--as megatron: schedule={plan.schedule.name}: not in Megatron-LM")
     program = program_named(plan.program)
+    ways = {exchange: way for way, exchange in EXCHANGES.items()}
     flags: dict[str, object] = {
         "--num-layers": shape.layers,
         "--hidden-size": shape.hidden,
@@ -430,8 +435,8 @@ def written(plan: SizedPlan) -> str:
         "--num-attention-heads": shape.heads,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads != shape.heads and shape.kv_heads,
-        "--seq-length": shape.seq * program.slices,
-        "--max-position-embeddings": shape.seq * program.slices,
+        "--seq-length": shape.seq,
+        "--max-position-embeddings": shape.seq,
         "--position-embedding-type": "rope" if shape.family == "llama" else "learned_absolute",
         "--normalization": "RMSNorm" if shape.family == "llama" else "LayerNorm",
         "--disable-bias-linear": shape.family == "llama",
@@ -441,7 +446,8 @@ def written(plan: SizedPlan) -> str:
         "--hidden-dropout": shape.dropout,
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
-        "--context-parallel-size": program.slices > 1 and program.slices,
+        "--context-parallel-size": layout.context > 1 and layout.context,
+        "--cp-comm-type": layout.context > 1 and ways[layout.exchange],
         "--num-virtual-stages-per-pipeline-rank": layout.chunks > 1 and equal and layout.chunks,
         "--pipeline-model-parallel-layout": not equal
         and f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L",
@@ -449,7 +455,7 @@ def written(plan: SizedPlan) -> str:
         "--use-distributed-optimizer": layout.replicate_zero == 1,
         "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
         "--micro-batch-size": plan.microbatch_size,
-        "--global-batch-size": plan.global_batch // program.slices,
+        "--global-batch-size": plan.global_batch,
         "--bf16": plan.precision == "bf16",
         "--overlap-grad-reduce": program.overlap_reduction,
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,

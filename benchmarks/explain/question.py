@@ -23,7 +23,6 @@ from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import SizedPlan
-from zeropp.types.layout import InfeasibleError
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
@@ -32,12 +31,10 @@ KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "
 
 @dataclass(frozen=True)
 class Question:
-    """One configuration to price: ``microbatch_size`` and knobs may be ``auto``. With context
-    parallelism, ``own_task`` has the slices of sequences that the program's ranks train on."""
+    """One configuration to price: ``microbatch_size`` and knobs may be ``auto``."""
 
     reading: Reading
     task: Task
-    own_task: Task
     contender: Contender[Any]
     knobs: Knobs
     microbatch_size: Any
@@ -170,6 +167,8 @@ def _record(values: Mapping[str, Any]) -> Reading | None:
     if not isinstance(spec, dict):
         return None
     knobs = dict(spec["contender"])
+    if hasattr(PRICED[knobs["name"]].knobs, "context"):  # which older records do not have
+        knobs = {"context": 1, **knobs}
     reading = Reading(dialect="record", contender=knobs.pop("name"))
     reading.model, reading.knobs = spec["model"], knobs
     keys = ("num_gpus", "global_batch", "microbatch_size", "precision")
@@ -202,16 +201,8 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     check_priced(spec.cluster, spec.precision)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
-    task, slices = spec.task, reading.slices if own else 1
-    if task.shape.seq % slices:
-        raise SpecError(
-            f"model.seq={task.shape.seq}: must be a multiple of the context parallelism {slices}"
-        )
-    # Every slice of a sequence counts as a sequence there (``Program.slices``).
-    shape = replace(task.shape, seq=task.shape.seq // slices)
-    own_task = replace(task, shape=shape, global_batch=task.global_batch * slices)
     size = settings.get("microbatch_size", "auto")
-    return Question(reading, task, own_task, contender, knobs, size)
+    return Question(reading, spec.task, contender, knobs, size)
 
 
 def _follow(
@@ -225,7 +216,7 @@ def _follow(
     global batch of so many sequences per replica, and "all blocks" of the recomputation."""
     if chosen.get("recompute", "none") not in ("none", "auto"):
         chosen.setdefault("recompute_blocks", model.get("layers"))
-    degrees = [name for name in ("tp", "pp", "shard", "replicate") if name in chosen]
+    degrees = [name for name in ("tp", "pp", "context", "shard", "replicate") if name in chosen]
     free, changed = reading.free, any(f"contender.{name}" in given for name in degrees)
     if not free or f"contender.{free}" in given or not (changed or "num_gpus" in given):
         return
@@ -236,7 +227,7 @@ def _follow(
     chosen[free] = share_of_ranks(settings["num_gpus"], fixed)
     if reading.batch_per_replica and "global_batch" not in given:
         replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
-        settings["global_batch"] = reading.batch_per_replica * replicas // reading.slices
+        settings["global_batch"] = reading.batch_per_replica * replicas
 
 
 def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,12 +242,6 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
 
     def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
         plan = contender.size(task, knobs, microbatch_size)
-        if reading.slices > 1 and getattr(plan.layout, reading.free) % reading.slices:
-            raise InfeasibleError(
-                f"contender.{reading.free}: must be a multiple of {reading.slices}, the ranks that "
-                "share a sequence",
-                "ranks that share a sequence do not divide",
-            )
         return replace(plan, program=_program(reading.program or plan.program, traits))
 
     return replace(contender, size=size, label=reading.program or contender.label)

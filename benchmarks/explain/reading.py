@@ -35,18 +35,13 @@ class Reading:
     harmless: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
 
-    @property
-    def slices(self) -> int:
-        """Ranks that share a sequence (context parallelism); they are among the ``free`` ranks."""
-        return int(self.traits.get("slices", 1))
-
     def slice_sequences(self, key: str, slices: int) -> None:
         """Note the context parallelism of a key."""
+        self.knobs["context"] = slices
         if slices > 1:
-            self.traits["slices"] = slices
             self.derived.append(
-                f"{key}={slices}: so many data-parallel ranks share a sequence (cp), and keys and "
-                "values are priced as ring attention (arXiv 2310.01889); ZeroPP has none of this"
+                f"{key}={slices}: priced as ring attention (arXiv 2310.01889), unless the file "
+                "says otherwise"
             )
 
 

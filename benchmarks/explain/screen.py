@@ -23,7 +23,6 @@ from benchmarks.validation import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate
-from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import SizedPlan
 
@@ -42,8 +41,6 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     """The plan in a program's own words. Raises SpecError if that program has no word for it, as
     none but this suite has for ZeroPP's."""
     if dialect == "overrides":
-        if (slices := program_named(plan.program).slices) > 1:
-            raise SpecError(f"--as overrides: context parallelism {slices} runs in no contender")
         return " ".join(overrides(candidate))
     if plan.contender == "zeropp":
         raise SpecError(f"--as {dialect}: ZeroPP's plans have no counterpart there (use overrides)")

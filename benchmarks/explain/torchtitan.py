@@ -205,7 +205,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
                 "priced as one pass"
             )
-    reading.knobs |= {"tp": tp, "pp": pp, "shard": cp * shard, "replicate": replicate}
+    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
     sequence = keys.take("parallelism.enable_sequence_parallel", True)
     reading.knobs |= {"chunks": chunks, "schedule": schedule}
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
@@ -262,11 +262,11 @@ def written(plan: SizedPlan) -> str:
     local = plan.microbatch_size * (plan.num_microbatches if layout.pp > 1 else 1)
     keys: dict[str, object] = {
         "training.local_batch_size": local,
-        "training.global_batch_size": plan.global_batch // program.slices,
-        "training.seq_len": plan.shape.seq * program.slices,
+        "training.global_batch_size": plan.global_batch,
+        "training.seq_len": plan.shape.seq,
         "parallelism.data_parallel_replicate_degree": layout.replicate,
-        "parallelism.data_parallel_shard_degree": layout.shard // program.slices,
-        "parallelism.context_parallel_degree": program.slices,
+        "parallelism.data_parallel_shard_degree": layout.shard,
+        "parallelism.context_parallel_degree": layout.context,
         "parallelism.tensor_parallel_degree": layout.tp,
         "parallelism.pipeline_parallel_degree": layout.pp,
     }

@@ -73,7 +73,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     precision = _precision(row)  # peaks of other types are not known, so no share of them is either
     check_plausible(row)
     return Case(
-        shape=replace(row.shape, seq=row.seq // row.cp),
+        shape=row.shape,
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
         program=program_of(row),
         layout=_layout(row),
@@ -131,13 +131,15 @@ def _gathers(row: PublishedRow) -> bool:
 
 
 def _layout(row: PublishedRow) -> Layout:
-    ranks = row.dp * row.cp  # gradients are summed over the slices of a sequence, too
-    shard = (row.zero3_group or ranks) if _gathers(row) else 1
+    shard = (row.zero3_group or row.dp) if _gathers(row) else 1
     return Layout(
         pp=row.pp,
         tp=row.tp,
+        context=row.cp,
         shard=shard,
-        replicate=ranks // shard,
+        replicate=row.dp // shard,
+        context_copies=not _gathers(row),
+        exchange="ring",
         chunks=row.chunks,
         replicate_zero=_zero_over_replicas(row),
         sequence_parallel=row.sequence_parallel,
@@ -168,7 +170,6 @@ def program_of(row: PublishedRow) -> Program:
         "zero1_group": row.zero1_group,
         "eight_bit": row.dtype in EIGHT_BIT or None,
         "scaling": row.scaling or ("mx" if row.dtype == "mxfp8" and own != "fused" else None),
-        "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}
     return replace(program, **changed, **{precision: state})  # type: ignore[arg-type]
@@ -231,6 +232,7 @@ def _zeropp_plan(case: Case) -> Plan:
     knobs = replace(
         case.knobs or ZeroppKnobs(),
         pp=layout.pp,
+        context=layout.context,
         shard=layout.shard,
         replicate=layout.replicate,
         chunks=layout.chunks,

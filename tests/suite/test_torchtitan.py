@@ -44,10 +44,10 @@ def test_its_configuration_is_read_and_takes_the_answer() -> None:
     asked = asked_with([*WORDS.split(), "activation-checkpoint:full"])
     knobs = {name: getattr(asked.knobs, name) for name in ("tp", "pp", "shard", "chunks")}
     assert knobs == {"tp": 2, "pp": 4, "shard": 8, "chunks": 2}
-    plan = asked.contender.size(asked.own_task, asked.knobs, asked.microbatch_size)
+    plan = asked.contender.size(asked.task, asked.knobs, asked.microbatch_size)
     words = written_as("torchtitan", plan, Candidate(asked.knobs, plan.microbatch_size)).split()
     again = asked_with(words)  # torchtitan's ConfigManager makes its job configuration of them
-    assert (again.knobs, again.own_task) == (asked.knobs, asked.own_task)
+    assert (again.knobs, again.task) == (asked.knobs, asked.task)
     assert again.reading.traits == asked.reading.traits
     assert asked.reading.named == asked_with([]).reading.named == []  # nothing is unknown
 

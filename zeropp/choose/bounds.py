@@ -83,7 +83,7 @@ def splits(plan: SizedPlan) -> bool:
 
 def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
     """The least seconds until a stage can be used for the first time."""
-    return price.stages[stage].unshard if plan.layout.shard > 1 else 0.0
+    return price.stages[stage].unshard if plan.layout.shards > 1 else 0.0
 
 
 def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
@@ -185,7 +185,7 @@ def _forward_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     there is nothing to gather."""
     stages = plan.schedule.stages_of(rank)
     memory = [held.memory[s] for s in stages]
-    if not held.torch_runtime or plan.layout.shard > 1:
+    if not held.torch_runtime or plan.layout.shards > 1:
         return min(m.unsharded + m.forward - m.activations for m in memory)
     shared = {0, plan.schedule.num_stages - 1} if held.shared_ends else set()
     copies = sum(m.unsharded for s, m in zip(stages, memory, strict=True) if s not in shared)
@@ -445,7 +445,7 @@ def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, in
     """(stage, how often it is gathered at least). Each stage of a rank between its first and its
     last is gathered once per unit; the first and the last may stay gathered from one phase to the
     next, and phases of two units may overlap."""
-    if plan.layout.shard > 1:
+    if plan.layout.shards > 1:
         yield from (
             (s, plan.num_units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages)
         )

@@ -18,7 +18,6 @@ from zeropp.choose.task import Candidate, K, Knobs, Task
 from zeropp.engine.cuda_settings import CUDA_SETTINGS
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.price.cluster import Cluster
-from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import StageCost
@@ -182,7 +181,7 @@ def describe(plan: SizedPlan) -> str:
     """The degrees and knobs of a plan as short text, such as
     ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
     layout, order = plan.layout, plan.schedule
-    degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "shard", "replicate")]
+    degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "context", "shard", "replicate")]
     words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["one GPU"]
     words += [f"b={plan.microbatch_size}", f"m={plan.num_microbatches}", order.name]
     if 1 < layout.chunks < plan.shape.num_pieces:  # FSDP's stages are all pieces
@@ -191,8 +190,7 @@ def describe(plan: SizedPlan) -> str:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
     words += [f"zero{layout.replicate_zero}"] * (layout.replicate_zero > 0)
     words += ["sp"] * layout.sequence_parallel
-    if (slices := program_named(plan.program).slices) > 1:
-        words.append(f"cp={slices}")
+    words += [f"{layout.exchange} exchanged"] * (layout.context > 1)
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":

@@ -177,14 +177,15 @@ class LayerPrices:
         """Durations in seconds: of every stage's layers, gather, reduction and messages, of the
         reduction over the replicas, and of moving what is updated whole, but not of updates."""
         layout, ranks = plan.layout, plan.schedule.stage_rank
-        among, replicas = (group_of(cluster, layout, axis) for axis in ("shard", "replicate"))
+        among = group_of(cluster, layout, *layout.shard_axes)
+        replicas = group_of(cluster, layout, "replicate")
         width, sent = element_bytes(plan.precision), element_bytes(plan.reduce_dtype)
         stages = []
         passes = self.passes(plan, cluster)
         for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
             forward, input_, weight = passes[stage]
             parameters = sum(layer.parameters for layer in self.sizes[begin:end])
-            sums = parameters * _FP32 / layout.shard
+            sums = parameters * _FP32 / layout.shards
             cost = StageCost(
                 forward=forward,
                 backward_input=input_,
@@ -207,7 +208,7 @@ class LayerPrices:
             whole = sum(state.whole for begin, end in bounds for state in self.states[begin:end])
             if plan.step_end.gathers_whole:
                 # A rank sends its share but for what it keeps: to one rank what a gather sends on.
-                moved_s = gather_s(cluster, slowest, whole / layout.shard / zero)
+                moved_s = gather_s(cluster, slowest, whole / layout.shards / zero)
                 stages[held[0]] = replace(
                     stages[held[0]], gather_whole=2 * moved_s, gather_updated=moved_s
                 )
@@ -240,18 +241,18 @@ class LayerPrices:
         out = output_bytes(sizes[end - 1], plan.precision)
         loss = 2 * _FP32 / width * out if end == len(sizes) else 0.0
         boundary = output_bytes(sizes[begin - 1], plan.precision) if begin else 0.0
-        reduced = sums if layout.shard > 1 else 0.0
+        reduced = sums if layout.shards > 1 else 0.0
         sizes_by_kind = {
-            "parameters": masters / layout.shard,
-            "optimizer": sum(s.optimizer for s in self.states[begin:end]) / layout.shard / rows,
-            "gradients": sums / layout.shard,
+            "parameters": masters / layout.shards,
+            "optimizer": sum(s.optimizer for s in self.states[begin:end]) / layout.shards / rows,
+            "gradients": sums / layout.shards,
             # The values and gradients that this rank updates whole; it sends as much.
-            "whole": 4 * sum(s.whole for s in self.states[begin:end]) / layout.shard / rows
+            "whole": 4 * sum(s.whole for s in self.states[begin:end]) / layout.shards / rows
             if plan.step_end.gathers_whole
             else 0.0,
             "unsharded": parameters * width if gathers(plan) else 0.0,
             "unsharded_gradients": reduced,
-            "early_gradients": ends if layout.shard > 1 else 0.0,
+            "early_gradients": ends if layout.shards > 1 else 0.0,
             "activations": kept,
             "deferred": kept,
             "boundary": boundary,

@@ -23,16 +23,17 @@ from zeropp.types.layout import InfeasibleError, Layout, divisors
 from zeropp.types.literals import Auto, Axis, if_auto
 from zeropp.types.shape import ModelShape
 
-_AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
+_AXES: tuple[Axis, ...] = ("tp", "pp", "context", "shard", "replicate")
 
 
 def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
     """A layout whose degrees multiply to the task's ranks; its other fields have their defaults.
 
-    Degrees that are given are taken first. Then ``pp: auto`` is one pipeline rank per node (two on
-    a single node, if the ranks allow it), ``shard: auto`` is the largest group that fits into what
-    is left of a node, and ``replicate: auto`` is what is left of the ranks. Raises InfeasibleError
-    with one line that names the field, its value and what would work.
+    Degrees that are given are taken first. ``context: auto`` is 1. Then ``pp: auto`` is one
+    pipeline rank per node (two on a single node, if the ranks allow it), ``shard: auto`` is the
+    largest group that fits into what is left of a node, and ``replicate: auto`` is what is left of
+    the ranks. Raises InfeasibleError with one line that names the field, its value and what would
+    work.
     """
     requests = asked_degrees(knobs)
     _check_ranks(task, requests)
@@ -40,6 +41,7 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
     return Layout(
         pp=degrees.get("pp", 1),
         tp=degrees.get("tp", 1),
+        context=degrees.get("context", 1),
         shard=degrees.get("shard", 1),
         replicate=degrees.get("replicate", 1),
     )
@@ -54,7 +56,11 @@ def _check_ranks(task: Task, requests: Mapping[Axis, int | Auto]) -> None:
     """Raise InfeasibleError if no choice of the degrees that are ``auto`` can use all GPUs."""
     if "auto" not in requests.values():
         return
-    limits: dict[Axis, int] = {"tp": task.cluster.gpus_per_node, "pp": task.shape.layers}
+    limits: dict[Axis, int] = {
+        "tp": task.cluster.gpus_per_node,
+        "pp": task.shape.layers,
+        "context": most_slices(task.shape),
+    }
     degrees = {a: if_auto(requests[a], limits[a]) for a in limits if a in requests}
     most = prod([task.global_batch, *degrees.values()])
     if task.num_gpus > most:
@@ -91,7 +97,7 @@ def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
             degrees[axis] = max(d for d in divisors(rest) if d <= limit)
             rest //= degrees[axis]
     if rest != 1:
-        filled = {axis: degrees[axis] for axis in requests}
+        filled = {axis: degrees.get(axis, 1) for axis in requests}
         raise InfeasibleError(
             f"num_gpus={task.num_gpus}: the degrees {_product(filled)} multiply to "
             f"{task.num_gpus // rest} (set one of them to auto)",
@@ -132,6 +138,44 @@ def check_tensor_parallel(shape: ModelShape, layout: Layout) -> None:
                 f"contender.tp={layout.tp}: must divide model.{field}={size} "
                 f"(try {', '.join(map(str, fits))})"
             )
+
+
+LEAST_TOKENS = 1024  # of a slice of a sequence, where nobody has asked for shorter ones
+
+
+def most_slices(shape: ModelShape) -> int:
+    """The largest number of slices of a sequence that leaves them long enough for products."""
+    return max(1, shape.seq // LEAST_TOKENS)
+
+
+def check_context(shape: ModelShape, layout: Layout, *, kv_heads: bool = False) -> None:
+    """Raise InfeasibleError unless ``layout.context`` divides the sequence length and, where heads
+    are exchanged for tokens, the heads of a rank; those of keys and values, too, where the program
+    does not repeat them (``kv_heads``). A ring takes two parts of a sequence per rank, one of its
+    first half and one of its second, which makes causal work equal."""
+    sizes = {"heads": shape.heads // layout.tp}
+    sizes |= {"kv_heads": shape.kv_heads // layout.tp} if kv_heads else {}
+    cut = sizes | {"seq": shape.seq} if layout.exchange == "heads" else {"seq": shape.seq // 2}
+    for field, size in cut.items():
+        if size % layout.context:
+            fits = [d for d in divisors(layout.context) if not size % d]
+            raise InfeasibleError(
+                f"contender.context={layout.context}: must divide model.{field}="
+                f"{getattr(shape, field)}{f' / tp={layout.tp}' if layout.tp > 1 else ''} "
+                f"(try {', '.join(map(str, fits))})",
+                "sequences are not divided so",
+            )
+
+
+def check_whole_sequences(plan: Plan) -> None:
+    """``Plan.check`` for a contender that divides sequences in prices alone; raises
+    InfeasibleError for a plan that does."""
+    if plan.layout.context > 1:
+        raise InfeasibleError(
+            f"contender.context={plan.layout.context}: contender={plan.contender} divides "
+            "sequences in prices alone (zeropp tune, zeropp explain); to run it, use 1"
+        )
+    plan.check()
 
 
 def default_chunks(task: Task, layout: Layout) -> int:

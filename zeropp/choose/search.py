@@ -118,7 +118,7 @@ class Evaluated(Generic[K]):
     def degrees(self) -> tuple[object, ...]:
         """The degrees, in which winner and runner-up must differ."""
         layout, order = self.plan.layout, self.plan.schedule
-        degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
+        degrees = (layout.pp, layout.tp, layout.context, layout.shard, layout.replicate)
         return (*degrees, layout.chunks, order.name, self.plan.recompute)
 
 

@@ -8,17 +8,18 @@ for, in which ``auto`` means that the search may choose.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from zeropp.choose.planner import asked_degrees
+from zeropp.choose.planner import asked_degrees, most_slices
 from zeropp.choose.task import K, Knobs, Task
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
 from zeropp.types.literals import (
     Auto,
+    Axis,
     Placement,
     Precision,
     Recompute,
@@ -61,6 +62,7 @@ class Space(Generic[K]):
     tensor: bool = False  # tensor parallelism may be searched
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     shards: tuple[int, int] = (1, 1)  # fewest and most ranks of a ZeRO-3 group; 0: all that remain
+    contexts: bool = False  # ranks may divide sequences
 
 
 def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
@@ -82,7 +84,7 @@ def choices(value: T | Auto, known: Iterable[T]) -> tuple[T, ...]:
 
 def zero_choices(zero: ReplicateZero | Auto, degrees: Layout) -> tuple[ReplicateZero, ...]:
     """The ZeRO stages to try: 0 and, if there are replicas over which to shard, 1."""
-    return choices(zero, (0, 1) if degrees.replicate > 1 else (0,))
+    return choices(zero, (0, 1) if degrees.replicas > 1 else (0,))
 
 
 def sequence_choices(sequence_parallel: bool | Auto, degrees: Layout) -> tuple[bool, ...]:
@@ -153,7 +155,7 @@ def chunk_choices(
 def placement_choices(placement: Placement | Auto, point: SearchPoint[K]) -> tuple[Placement, ...]:
     """The numberings of ranks to try: both, if they put different ranks into a node."""
     degrees, node = point.degrees, point.task.cluster.gpus_per_node
-    moves = degrees.pp > 1 and degrees.dp > 1 and degrees.world > node
+    moves = degrees.pp > 1 and degrees.dp * degrees.context > 1 and degrees.world > node
     return choices(placement, ("dp_inner", "pp_inner") if moves else ("dp_inner",))
 
 
@@ -171,6 +173,13 @@ def points(
             yield SearchPoint(task, asked, degrees, task.global_batch // slots), size
 
 
+def contexts(task: Task, degree: int | Auto, ranks: int) -> list[int]:
+    """The degrees of context parallelism to try: that which was asked for, or those of ``ranks``
+    that leave slices long enough for matrix products."""
+    known = [d for d in divisors(most_slices(task.shape)) if ranks % d == 0]
+    return _open(degree, known)
+
+
 def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> Iterator[Layout]:
     """All layouts whose degrees multiply to the ranks and agree with those that were asked for."""
     shape, requests = task.shape, asked_degrees(asked)
@@ -186,16 +195,28 @@ def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> I
             if pp > shape.layers:
                 rejected["more stages than layers"] += 1
                 continue
-            asked_replicas = requests.get("replicate", "auto")
-            shards = _within(space.shards, ranks // pp)
-            if asked_replicas != "auto":  # they leave one size, whatever the space has
-                shards = [max(1, ranks // pp // asked_replicas)]
-            for shard in _open(requests.get("shard", 1), shards):
-                replicate = ranks // pp // shard
-                if tp * pp * shard * replicate != task.num_gpus:
-                    continue  # a degree that was asked for does not divide
-                if asked_replicas in ("auto", replicate):
-                    yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
+            asked_context = requests.get("context", 1) if space.contexts else 1
+            for context in contexts(task, asked_context, ranks // pp):
+                for shard in _shards(space, requests, ranks // pp // context, context):
+                    replicate = ranks // pp // context // shard
+                    if tp * pp * context * shard * replicate != task.num_gpus:
+                        continue  # a degree that was asked for does not divide
+                    if requests.get("replicate", "auto") in ("auto", replicate):
+                        yield Layout(
+                            pp=pp, tp=tp, context=context, shard=shard, replicate=replicate
+                        )
+
+
+def _shards(
+    space: Space[K], requests: Mapping[Axis, int | Auto], ranks: int, context: int
+) -> list[int]:
+    """The sizes of a ZeRO-3 group to try, which has ``context`` times as many ranks."""
+    fewest, most = space.shards
+    known = _within((-(-fewest // context), most), ranks)
+    replicas = requests.get("replicate", "auto")
+    if replicas != "auto":  # they leave one size, whatever the space has
+        known = [max(1, ranks // replicas)]
+    return _open(requests.get("shard", 1), known)
 
 
 def _open(degree: int | Auto, known: list[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from zeropp.engine.context import Context
 from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, save_early
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
@@ -127,7 +128,7 @@ class ChunkOptions:
     called before every piece with the piece's index in the chunk and the microbatch; None: pieces
     draw no random numbers, so that what is recomputed need not draw the same ones again.
     ``compute``: floating-point inputs of a piece are cast to this type; None leaves them as they
-    are.
+    are. ``context``: the ranks that divide sequences, if there are several.
     """
 
     recompute: Recompute
@@ -135,6 +136,7 @@ class ChunkOptions:
     compiled: bool
     seed: Callable[[int, int], None] | None
     compute: torch.dtype | None
+    context: Context | None = None
 
 
 @dataclass
@@ -202,12 +204,13 @@ class Chunk:
         for index, module in enumerate(self.modules):
             if options.seed is not None:
                 options.seed(index, microbatch)
-            value = run_recomputed(
-                partial(module, **self._chosen(keywords, index)),
-                *cast(tensors_of(value), options.compute),
-                recompute=options.recompute if id(module) in self._recomputed else "none",
-                random=options.seed is not None,
-            )
+            with self._exchanging():
+                value = run_recomputed(
+                    partial(module, **self._chosen(keywords, index)),
+                    *cast(tensors_of(value), options.compute),
+                    recompute=options.recompute if id(module) in self._recomputed else "none",
+                    random=options.seed is not None,
+                )
             value, loss = without_scalars(value)
             losses += [] if loss is None else [loss]
         if self.leaving is not None:
@@ -232,7 +235,9 @@ class Chunk:
         losses = []
         for index, module in enumerate(self.modules):
             arguments = cast(tensors_of(value), self._options.compute)
-            value, loss = without_scalars(module(*arguments, **self._chosen(keywords, index)))
+            with self._exchanging():
+                output = module(*arguments, **self._chosen(keywords, index))
+            value, loss = without_scalars(output)
             losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
         return value, torch.stack(losses).sum() if losses else None
@@ -262,7 +267,7 @@ class Chunk:
             self._make_gradients(deferred=not split)
             if split:
                 self._store.begin(microbatch)
-            with backward_of_chunk():
+            with backward_of_chunk(), self._exchanging():
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self._store.end()
         if self.arriving is None:
@@ -286,6 +291,11 @@ class Chunk:
         for flat in self.flats:
             if deferred or not flat.deferred:
                 flat.make_gradients()
+
+    def _exchanging(self) -> AbstractContextManager[None]:
+        """Inside this context attention sees the tokens that other ranks have."""
+        context = self._options.context
+        return nullcontext() if context is None else context.exchanging()
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""

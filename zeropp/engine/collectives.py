@@ -38,9 +38,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
-    ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
-    and ``replicas``. ``world`` has all ranks; ``owners`` those that divide the optimizer's work,
-    where parameters are updated whole.
+    ``shard`` is this rank's index among the ``shards`` ranks that divide the parameters of a group,
+    which are those of the axes shard and context; ``replica`` that among the ``replicas``. The
+    ranks of ``context`` exchange heads for tokens. ``world`` has all ranks; ``owners`` those that
+    divide the optimizer's work, where parameters are updated whole.
     """
 
     shard: int
@@ -52,11 +53,12 @@ class DataGroups:
     replicate: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
     owners: dist.ProcessGroup | None
+    context: dist.ProcessGroup | None
 
     def close(self) -> None:
         """Destroy the process groups; all their ranks must call it."""
-        groups = [self.gather, self.reduce, self.replicate, self.world, self.owners]
-        self.gather = self.reduce = self.replicate = self.world = self.owners = None
+        groups = [self.gather, self.reduce, self.replicate, self.world, self.owners, self.context]
+        self.gather = self.reduce = self.replicate = self.world = self.owners = self.context = None
         while groups:
             if (group := groups.pop()) is not None:
                 dist.destroy_process_group(group)
@@ -74,21 +76,24 @@ def make_groups(
     place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
-    dividing: list[Axis] = ["shard", "replicate"] if layout.replicate_zero else ["shard"]
+    sharding: list[Axis] = ["shard", "context"]
+    dividing: list[Axis] = [*sharding, "replicate"] if layout.replicate_zero else sharding
     groups = DataGroups(
-        shard=place["shard"],
-        shards=layout.shard,
+        shard=layout.shard_index(dist.get_rank()),
+        shards=layout.shards,
         replica=place["replicate"],
         replicas=layout.replicate,
-        gather=make(["shard"], name="zeropp gathers"),
-        reduce=make(["shard"], name="zeropp reductions"),
+        gather=make(sharding, name="zeropp gathers"),
+        reduce=make(sharding, name="zeropp reductions"),
         replicate=make(["replicate"], name="zeropp replicas"),
         world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums")
         if layout.world > 1
         else None,
         owners=make(dividing, name="zeropp owners") if owners else None,
+        context=make(["context"], name="zeropp sequences") if layout.context > 1 else None,
     )
-    for group in (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners):
+    made = (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners)
+    for group in (*made, groups.context):
         if group is not None:  # NCCL connects a group in its first collective, and waits there
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return groups

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffers
 from zeropp.engine.collectives import Channels, make_groups, neighbours
+from zeropp.engine.context import POSITIONS, Context
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, agreed
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
@@ -117,6 +118,8 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
+            takes_positions = any(POSITIONS in layer.names for layer in sizes)
+            self.context = Context.of(layout, self._groups.context, takes_positions)
             agreed(self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
@@ -151,6 +154,7 @@ class Engine:
                 loss=loss,
                 barrier=self.barrier,
                 world=self._groups.world,
+                context=self.context,
             )
             self._undo = undo.pop_all()
 
@@ -282,7 +286,7 @@ class Engine:
             )
 
     def _check_shapes(self, digests: Sequence[int]) -> None:
-        for ranks in self._layout.pipelines():
+        for ranks in self._layout.alike():
             if len({digests[rank] for rank in ranks}) > 1:
                 raise RowsError(
                     f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
@@ -387,6 +391,7 @@ class Engine:
                 compiled=plan.compile,
                 seed=seed,
                 compute=compute,
+                context=self.context,
             ),
         )
 
@@ -403,7 +408,8 @@ def _divisor(plan: Plan, settings: Settings) -> int:
     """The number by which the losses of microbatches are divided. A batch's count of tokens is
     known only once all of it has run forward: until the update, losses are divided by its rows
     times their positions, so that gradients stay in range."""
-    rows = {"mean": plan.num_microbatches * plan.layout.dp, "sum": 1, "tokens": plan.global_batch}
+    means = plan.num_microbatches * plan.layout.dp * plan.layout.context
+    rows = {"mean": means, "sum": 1, "tokens": plan.global_batch}
     positions = settings.sample.shape[1:2] if settings.loss_reduction == "tokens" else ()
     return rows[settings.loss_reduction] * prod(positions)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeropp.engine.chunk import Chunk, persistent_buffers, shown
 from zeropp.engine.collectives import Channels
+from zeropp.engine.context import Context
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
@@ -44,10 +45,11 @@ class Evaluator:
         loss: Loss,
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
+        context: Context | None = None,
     ) -> None:
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
-        self._loss, self._barrier = loss, barrier
+        self._loss, self._barrier, self._context = loss, barrier, context
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
@@ -68,7 +70,7 @@ class Evaluator:
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
                     count = None
                     if output is not None and outputs is not None:
-                        given.append(outputs(output))
+                        given.append(outputs(self._whole(output)))
                     if output is not None and batch.targets:
                         loss, count = self._loss(output, batch, microbatch)
                     if loss is not None:
@@ -81,6 +83,13 @@ class Evaluator:
         total, count = sums.tolist()
         divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
         return total / divisor if divisor else math.nan, value
+
+    def _whole(self, output: Value) -> Value:
+        """What the model gives for all tokens of a microbatch."""
+        if self._context is None:
+            return output
+        whole = tuple(map(self._context.whole, tensors_of(output)))
+        return whole if isinstance(output, tuple) else whole[0]
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all

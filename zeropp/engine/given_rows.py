@@ -43,7 +43,7 @@ class GivenRows:
 
     def numbers(self, call: str, batch: Mapping[str, Tensor]) -> list[int]:
         """What this rank has to compare in a ``call`` that is given this batch."""
-        if self._layout.pp == 1 or not batch:
+        if self._layout.world == self._layout.dp or not batch:
             return [_NOT_COMPARED] * self.count
         if self._is_late and call == "train_step":
             return self._arrived()
@@ -51,7 +51,7 @@ class GivenRows:
 
     def begin(self, batch: Mapping[str, Tensor]) -> None:
         """Let the checksums of a training batch that all ranks have accepted be on their way."""
-        if self._layout.pp == 1 or not self._is_late or not batch:
+        if self._layout.world == self._layout.dp or not self._is_late or not batch:
             return
         on_host = torch.empty(self.count, dtype=torch.long, pin_memory=True)
         for number, name in enumerate(self._names):
@@ -64,7 +64,7 @@ class GivenRows:
         """Raise RowsError if ranks of one pipeline have other ``numbers``, which are by rank."""
         late = self._is_late and call == "train_step"
         when = " in the step before this one, which is trained wrongly" if late else ""
-        for ranks in self._layout.pipelines():
+        for ranks in self._layout.alike():
             for name, *sums in zip(self._names, *(given[rank] for rank in ranks), strict=True):
                 if len({*sums} - {_NOT_COMPARED}) > 1:
                     raise RowsError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.engine.context import Context
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout
@@ -46,7 +47,7 @@ GroupOf = Callable[[ParameterName, nn.Parameter], str]
 MakeOptimizer = Callable[
     [Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
-AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
+AXES: tuple[Axis, ...] = ("pp", "shard", "context", "replicate")
 _OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
 
 
@@ -79,6 +80,7 @@ class Settings(StepKnobs):
     sample has, since what fits is known only where a cluster is named (``auto``)."""
     pp: Annotated[int | Auto, AT_LEAST_1] = 1
     shard: Annotated[int | Auto, AT_LEAST_1] = 1
+    context: Annotated[int | Auto, AT_LEAST_1] = 1
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
     chunks: Annotated[int | Auto, AT_LEAST_1] = 1
     recompute: Recompute | Auto = "none"
@@ -86,7 +88,8 @@ class Settings(StepKnobs):
     """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
     ``mesh``, ``precision``, ``weights`` and ``cluster``."""
     mesh: DeviceMesh | None = None
-    """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
+    """A mesh with axes among ``pp``, ``shard``, ``context`` and ``replicate``, instead of these
+    degrees."""
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     """A configuration, or a function that makes an optimizer, or a list of several, from fp32
     tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
@@ -176,10 +179,13 @@ class Settings(StepKnobs):
 
     @property
     def microbatch(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Inputs and keyword inputs like those of the sample, with the rows of a microbatch."""
+        """Inputs and keyword inputs like those of the sample, with the rows of a microbatch and the
+        tokens of a slice of it."""
         rows = self.microbatch_rows
         named = {"": self.sample, **self.sample_keywords}
         whole = {n: x if len(x) == rows else torch.cat([x] * rows)[:rows] for n, x in named.items()}
+        if self.layout.context > 1:
+            whole = Context(self.layout.context).parts(whole)
         return whole.pop(""), whole
 
     @cached_property
@@ -296,6 +302,6 @@ def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]
         if ranks == numbered:
             return {**sizes, "placement": placement}
     raise InfeasibleError(
-        f"mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard) "
-        f"or (replicate, shard, pp); this mesh has {names} and ranks {ranks}"
+        "mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard, "
+        f"context) or (replicate, shard, pp, context); this mesh has {names} and ranks {ranks}"
     )

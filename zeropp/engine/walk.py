@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.chunk import run_recomputed
+from zeropp.engine.context import Context
 from zeropp.engine.errors import free_frames, refusal
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.settings import ParameterName
@@ -107,12 +108,14 @@ def walk(
     recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
+    context: int = 1,
 ) -> list[LayerSizes]:
-    """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, ``keywords`` are
-    its keyword inputs, and ``recompute`` is what inner layers have to be able to. Prices need
-    the ``recorder``; without it there are no ``operators``. Layers that use ``torch.func`` can
-    run only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that
-    may be one object.
+    """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
+    each of ``context`` ranks has such a part, ``keywords`` are its keyword inputs, and
+    ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
+    there are no ``operators``. Layers that use ``torch.func`` can run only without
+    ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
+    object.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
@@ -129,13 +132,16 @@ def walk(
         tied=tied,
         hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
     )
+    exchanging = Context(context).exchanging if context > 1 else nullcontext
     try:
-        return walked(_on_meta(sample), {name: _on_meta(one) for name, one in keywords.items()})
+        with exchanging():
+            return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})
     except _NeedsValuesError as error:
         # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
         free_frames(error)
     devices = [sample.device] if sample.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # training draws the same numbers as without this
+    # Training draws the same numbers as without this.
+    with torch.random.fork_rng(devices), exchanging():
         return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
 
 

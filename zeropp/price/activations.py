@@ -63,12 +63,17 @@ def block_saved(work: Work) -> float:
         return work.tokens * (kept + scores / work.tp)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
     products = 2 * h * _input_bytes(work) / _inputs_split(work)
-    inner = (2 * h + 2 * kv) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
+    if work.by_heads > 1:  # attention keeps what it got and gave; heads that are sent twice, too
+        kv = max(kv, work.by_heads * work.tp * shape.head_dim)
+    given = h * (work.by_heads > 1)
+    inner = (2 * h + 2 * kv + given) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
     inner += FP32 * shape.heads if program.flash else scores
     rotations = 0
     if not program.fused_rotary and shape.family == "llama":
         inner += h * e  # rotated heads are contiguous, so attention's output is copied into rows
-        rotations = 4 * FP32 * shape.seq * shape.head_dim // 2  # sines, cosines; queries and keys
+        rotations = (
+            4 * FP32 * work.tokens // work.microbatch * shape.head_dim // 2
+        )  # sines, cosines; queries and keys
     return work.tokens * (norms + products + inner / work.tp) + rotations
 
 

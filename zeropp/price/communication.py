@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Cluster
@@ -20,6 +21,7 @@ from zeropp.price.network import (
     Group,
     all_reduce_s,
     all_reduce_waits_s,
+    all_to_all_s,
     axis_stride,
     gather_s,
     group,
@@ -51,7 +53,8 @@ class TensorTimes:
 
 
 def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
-    """The exposed seconds of tensor-parallel collectives.
+    """The exposed seconds of tensor-parallel collectives, and of those between ranks that divide
+    sequences.
 
     A block has two all-reduces of its hidden states in the forward and two in the backward (arXiv
     1909.08053, section 3). With sequence parallelism a reduce-scatter and an all-gather replace
@@ -64,24 +67,55 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     tensor = TensorTimes()
     if plan.layout.tp > 1:
         tensor = _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
-    if work.program.slices == 1:
+    if work.context == 1:
         return tensor
-    forward, backward = _ring_s(cluster, plan.layout, work)
-    again = forward if work.recompute == "full" else 0.0
+    ring, heads = _ring_s(cluster, plan.layout, work), _heads_s(cluster, plan.layout, work)
+    again = {"none": 0.0, "selective": 0.0, "full": ring[0] + heads}
+    if work.program.selective == "elementwise":  # the outputs of products and of attention are kept
+        again["selective"] = heads
     return replace(
         tensor,
-        forward=tensor.forward + forward,
-        backward=tensor.backward + backward,
-        again=tensor.again + again,
+        forward=tensor.forward + ring[0] + heads,
+        backward=tensor.backward + ring[1] + heads,
+        again=tensor.again + again[work.recompute],
     )
+
+
+def by_heads(plan: SizedPlan, cluster: Cluster) -> int:
+    """Of the ranks that divide sequences, those that exchange heads for tokens: all, none (1), or
+    as many as share a node."""
+    layout = plan.layout
+    if layout.exchange == "both":
+        stride = axis_stride(layout, "context")
+        return gcd(layout.context, max(1, cluster.gpus_per_node // stride))
+    return layout.context if layout.exchange == "heads" else 1
+
+
+def _heads_s(cluster: Cluster, layout: Layout, work: Work) -> float:
+    """Seconds of a block's forward, or backward, in which attention waits for other tokens of its
+    heads: an all-to-all of queries, keys and values, and one of what it gives (arXiv 2309.14509,
+    section 3.1), each with a copy before it and one behind it. Keys and values of fewer heads than
+    ranks are sent as often as ranks need them."""
+    if work.by_heads == 1:
+        return 0.0
+    shape = work.shape
+    among = group(cluster, work.by_heads, axis_stride(layout, "context"), layout.world)
+    kv = max(shape.kv_heads // work.tp, work.by_heads) * shape.head_dim
+    element = work.tokens * element_bytes(work.precision)
+    sizes = (element * (shape.hidden / work.tp + 2 * kv), element * shape.hidden / work.tp)
+    copied = stream_s(cluster.device, 4 * sum(sizes), kernels=4)
+    return copied + sum(all_to_all_s(cluster, among, size) for size in sizes)
 
 
 def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]:
     """Seconds of a block's forward and backward in which attention waits for the keys and values of
     the other slices of its sequences (ring attention, arXiv 2310.01889), which neighbours pass on
     while attention computes with those before; their gradients go round with them."""
-    slices, shape = work.program.slices, work.shape
-    among = group(cluster, slices, layout.tp, layout.world)
+    slices, shape = work.context // work.by_heads, work.shape
+    if slices == 1:
+        return 0.0, 0.0
+    stride = axis_stride(layout, "context") * work.by_heads
+    among = group(cluster, slices, stride, layout.world)
     held = 2 * work.tokens * shape.kv_heads * shape.head_dim / work.tp
     size = held * element_bytes(work.precision)
 
@@ -177,8 +211,8 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     """
     if not gathers(plan):
         return {}
-    program, shards = work.program, plan.layout.shard
-    among = group_of(cluster, plan.layout, "shard")
+    program, shards = work.program, plan.layout.shards
+    among = group_of(cluster, plan.layout, *plan.layout.shard_axes)
     sizes = collectives_of(plan, program, stage)
     wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, program)}
     seconds = {
@@ -209,7 +243,7 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
 
 def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> float:
     """Seconds of a stage's gather, or of its reduction, in which no bytes move."""
-    among = group_of(cluster, plan.layout, "shard")
+    among = group_of(cluster, plan.layout, *plan.layout.shard_axes)
     return len(collectives_of(plan, work.program, stage)) * waits_s(cluster, among)
 
 
@@ -236,11 +270,11 @@ def replica_s(
 ) -> tuple[float, float]:
     """Seconds of the reduction of a stage's gradients over the replicas that begin once the stage
     has no backward left, and those that its own backward hides."""
-    replicas = group_of(cluster, plan.layout, "replicate")
+    replicas = group_of(cluster, plan.layout, *plan.layout.replica_axes)
     if replicas.size == 1:
         return 0.0, 0.0
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
-    sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
+    sizes = [size / layout.shards for size in collectives_of(plan, program, stage)]
     pieces = sizes
     if not program.flat_chunks and not program.fsdp_hooks:
         sizes = [sum(sizes)]
@@ -249,7 +283,7 @@ def replica_s(
     sent = sent_bytes(plan, program)
     seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
     if program.flat_chunks:
-        part = 1 / layout.replicate if scatters else 1.0
+        part = 1 / layout.replicas if scatters else 1.0
         seconds += _summing_s(plan, work, sizes, part, several=False)
     bucket = state.bucket if layout.replicate_zero else 0
     if bucket and program.overlap_reduction:
@@ -278,7 +312,7 @@ def _by_bucket_s(
     their size; a bias comes with its matrix, just before it.
     """
     replicas, state = (
-        group_of(cluster, plan.layout, "replicate"),
+        group_of(cluster, plan.layout, *plan.layout.replica_axes),
         work.program.state(plan.precision),
     )
     sent = sent_bytes(plan, work.program)
@@ -341,14 +375,16 @@ def gather_updated_s(
     ranks = zero1_ranks(plan.layout, program)
     if ranks == 1:
         return 0.0
-    among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
+    among = group_of(cluster, plan.layout, *plan.layout.replica_axes)
+    if ranks < among.size:
+        among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
     masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
     cast = sends_compute_type(plan, program)  # once per step, where it has been updated
     sent = _FP32 if masters and not cast else element_bytes(plan.precision)
-    part = parameters / plan.layout.shard
+    part = parameters / plan.layout.shards
     if program.overlap_updated:
         sizes, beside = _gathered_ahead(plan, work, stages=stages, forwards=forwards)
-        each = [gather_s(cluster, among, size / plan.layout.shard * sent) for size in sizes]
+        each = [gather_s(cluster, among, size / plan.layout.shards * sent) for size in sizes]
         late = (max(0.0, now - hidden) for now, hidden in zip(each[1:], beside, strict=False))
         exposed = each[0] + sum(late)
         moving = sum(each) - len(each) * waits_s(cluster, among)
@@ -387,7 +423,7 @@ def _gathered_ahead(
         return sizes, [together * forward for forward in forwards]
     if plan.layout.pp > 1:
         return [stage_parameters(plan, stages[0])], []
-    sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicate)
+    sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicas)
     return sizes, [forwards[0] * share for share in shares]
 
 
@@ -451,6 +487,6 @@ def tied_s(plan: SizedPlan, cluster: Cluster) -> float:
     """Seconds of the all-reduce of a tied embedding's gradients between two pipeline ranks."""
     if plan.layout.pp == 1:
         return 0.0
-    size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * _FP32
+    size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shards * _FP32
     whole = group_of(cluster, plan.layout, "pp")
     return all_reduce_s(cluster, Group(2, min(2, whole.nodes), whole.rate), size)

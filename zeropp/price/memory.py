@@ -47,29 +47,29 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
     ends = sum(size for piece, size in zip(pieces, sizes, strict=True) if piece in (0, last))
     whole, more = sum(sizes), _more_gradients(plan, program, pieces)
     element, vocabulary = element_bytes(plan.precision), plan.shape.vocab * plan.shape.hidden
-    zero2 = layout.replicate if layout.replicate_zero == 2 else 1  # replicas that share sums
+    zero2 = layout.replicas if layout.replicate_zero == 2 else 1  # replicas that share sums
     separate = gathers(plan) or program.fsdp_hooks
     # Gradients wait for their reduction in fp32 if microbatches are summed first. With a single
     # shard, the optimizer reads the flat buffer itself.
     summed = element if program.fsdp_root and plan.reduce_every == "unit" else FP32
     summed = min(summed, element_bytes(plan.sum_dtype)) if program.fsdp_hooks else summed
-    summed *= separate * (layout.shard > 1 or not program.flat_chunks)
+    summed *= separate * (layout.shards > 1 or not program.flat_chunks)
     # Those of a microbatch are apart before they are added to an fp32 sum.
     unsummed = element * separate if summed > element else 0
     # FSDP2 copies the gradients of one piece at a time to reduce them; those of a flat
     # chunk are sent directly, or cast first if they are sent in 16 bits.
-    cast = 2 if plan.reduce_dtype == "bf16" and layout.shard > 1 else 0
+    cast = 2 if plan.reduce_dtype == "bf16" and layout.shards > 1 else 0
     step = cast * whole if program.flat_chunks else FP32 * max(sizes)
     # After a reduction the whole buffer of a flat chunk is still held; with FSDP2's hooks the
     # gradients of one piece and, after the first stage's reduction, none.
     copied = FP32 * (0.0 if program.fsdp_root and stage == 0 else max(sizes))
     if program.flat_chunks:
-        copied = (FP32 + cast) * whole * (layout.shard > 1)
+        copied = (FP32 + cast) * whole * (layout.shards > 1)
     state_bytes = {
-        "parameters": whole * _parameter_bytes(plan, program) / layout.shard
+        "parameters": whole * _parameter_bytes(plan, program) / layout.shards
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
-        "gradients": whole * state.gradients / layout.shard / zero2 + whole * state.half_gradients,
+        "gradients": whole * state.gradients / layout.shards / zero2 + whole * state.half_gradients,
         "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (ends + more) * summed,
@@ -98,7 +98,7 @@ def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
     each = program.state(plan.precision).parameters
     if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
-        return each * (1 + 1 / plan.layout.replicate)  # DeepSpeed has masters of its own rows
+        return each * (1 + 1 / plan.layout.replicas)  # DeepSpeed has masters of its own rows
     if sends_compute_type(plan, program):
         return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
     return each
@@ -161,7 +161,7 @@ def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
 def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
     buffer of its gather or of the next one."""
-    if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
+    if plan.layout.shards == 1 and sends_compute_type(plan, work.program):
         return 0  # what is resident is what compute reads
     ends = (0, plan.schedule.num_stages - 1)
     buffers = 2 if work.program.fsdp_root and stage not in ends else 1
@@ -173,7 +173,7 @@ def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     beside the second buffer; otherwise in bf16 all of them, cast to 16 bits to be
     sent so, and in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
     ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
-    if not program.flattens_gradients or plan.layout.replicate == 1:
+    if not program.flattens_gradients or plan.layout.replicas == 1:
         return 0.0
     bucket = program.state(plan.precision).bucket
     if bucket and plan.layout.replicate_zero:
@@ -187,14 +187,14 @@ def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
 
 def optimizer_shards(layout: Layout, program: Program) -> int:
     """The number of ranks over which the optimizer state is sharded."""
-    return layout.shard * zero1_ranks(layout, program)
+    return layout.shards * zero1_ranks(layout, program)
 
 
 def zero1_ranks(layout: Layout, program: Program) -> int:
     """The number of replicas over which ZeRO-1 shards the optimizer state; 1 without ZeRO-1."""
     if program.zero1_group:
-        return min(program.zero1_group, layout.replicate)
-    return layout.replicate if layout.replicate_zero else 1
+        return min(program.zero1_group, layout.replicas)
+    return layout.replicas if layout.replicate_zero else 1
 
 
 def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log2
+from math import log2, prod
 
 from zeropp.price.cluster import Cluster
 from zeropp.types.layout import Layout
@@ -42,32 +42,45 @@ def axis_stride(layout: Layout, axis: Axis) -> int:
 
 @lru_cache(maxsize=4096)
 def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
-    """The group of one axis, or of several neighbouring axes together."""
+    """The group of one axis, or of several together."""
     sizes = dict(layout.axes)
-    size = 1
-    for axis in axes:
-        size *= sizes[axis]
-    stride = min(axis_stride(layout, axis) for axis in axes)
-    return group(cluster, size, stride, layout.world)
+    node = min(cluster.gpus_per_node, layout.world)
+    local = prod(max(1, min(sizes[axis], node // axis_stride(layout, axis))) for axis in axes)
+    return _group(cluster, prod(sizes[axis] for axis in axes), local, node)
 
 
 def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
     """The group of ``size`` ranks that are ``stride`` apart, in a job of ``world`` ranks."""
-    per_node = min(cluster.gpus_per_node, world)
-    local = max(1, min(size, per_node // stride))
+    node = min(cluster.gpus_per_node, world)
+    return _group(cluster, size, max(1, min(size, node // stride)), node)
+
+
+def _group(cluster: Cluster, size: int, local: int, node: int) -> Group:
+    """A group of which ``local`` ranks share a node of ``node`` ranks."""
     nodes = -(-size // local)
     inside = cluster.intra.rate
     if cluster.group_shares:
         inside *= cluster.group_shares[min(local, len(cluster.group_shares)) - 1]
     if nodes == 1:
         return Group(size, 1, inside)
-    share = cluster.nics_per_node * cluster.inter.rate * local / per_node
+    share = cluster.nics_per_node * cluster.inter.rate * local / node
     return Group(size, nodes, share if local == 1 else min(inside, share))
 
 
 def gather_s(cluster: Cluster, group: Group, total: float) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, ``total`` bytes per rank."""
     return waits_s(cluster, group) + _moved(group, total)
+
+
+def all_to_all_s(cluster: Cluster, group: Group, total: float) -> float:
+    """Seconds of an all-to-all of ``total`` bytes per rank, of which each other rank gets an equal
+    part: a message to each of them, all at once (NCCL 2.28, ``ncclAlltoAll``, which is a group of
+    sends and receives). Between nodes every message takes its sender's share of the NICs."""
+    local = group.size // group.nodes
+    inside, beyond = (local - 1) / group.size, (group.size - local) / group.size
+    inside_s = total * inside / (group.rate if group.nodes == 1 else cluster.intra.rate)
+    beyond_s = total * beyond / (group.rate / local) if group.nodes > 1 else 0.0
+    return start_s(cluster, group) + hops_s(cluster, group) + max(inside_s, beyond_s)
 
 
 def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:

@@ -56,11 +56,13 @@ class Work:
     tp: int
     sequence_parallel: bool
     accumulated: float  # bytes per parameter that adding a microbatch's gradients moves
+    context: int = 1  # ranks that divide sequences
+    by_heads: int = 1  # of these, those that exchange heads for tokens; groups of them are a ring
 
     @property
     def tokens(self) -> int:
-        """The tokens of a microbatch, in whole sequences."""
-        return self.microbatch * self.shape.seq
+        """The tokens of a microbatch on one rank."""
+        return self.microbatch * self.shape.seq // self.context
 
     @property
     def launch_s(self) -> float:
@@ -262,14 +264,16 @@ def attention_backward_s(work: Work) -> float:
 
 def _scores(work: Work) -> int:
     heads = max(1, work.shape.heads // work.tp)
-    return work.microbatch * heads * work.shape.seq**2 * work.program.slices
+    return work.microbatch * heads * work.shape.seq**2 // work.context
 
 
 def _attention(work: Work) -> Attention:
     shape = work.shape
-    heads = work.microbatch * max(1, shape.heads // work.tp)
-    keys = shape.seq * work.program.slices
-    return Attention(heads=heads, queries=shape.seq, keys=keys, width=shape.head_dim, causal=True)
+    heads = work.microbatch * max(1, shape.heads // (work.tp * work.by_heads))
+    queries = shape.seq * work.by_heads // work.context
+    return Attention(
+        heads=heads, queries=queries, keys=shape.seq, width=shape.head_dim, causal=True
+    )
 
 
 def _unfused_products_s(work: Work) -> float:

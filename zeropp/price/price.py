@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from zeropp.price.cluster import Cluster
 from zeropp.price.communication import (
     TensorTimes,
+    by_heads,
     gather_updated_s,
     replica_s,
     shard_s,
@@ -135,7 +136,7 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
     return StepBytes(
         memory=tuple(first[s] for s in like),
         shared_ends=shares_ends(plan, program),
-        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
+        gathers_ahead=program.flat_chunks or (plan.layout.shards > 1 and not program.fsdp_root),
         torch_runtime=program.torch_stages,
         keeps_sent=program.keeps_sent,
         resident_gradients=program.resident_gradients,
@@ -156,6 +157,8 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
         microbatch=plan.microbatch_size,
         tp=plan.layout.tp,
         sequence_parallel=plan.layout.sequence_parallel,
+        context=plan.layout.context,
+        by_heads=by_heads(plan, cluster),
         accumulated=_accumulated(plan, program),
     )
 
@@ -337,8 +340,8 @@ def _transfer_s(job: _Job, stage: int) -> float:
         return 0.0
     size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
     tp = plan.layout.tp
-    if plan.layout.shard > 1:
-        shards_cross = group_of(cluster, plan.layout, "shard").nodes > 1
+    if plan.layout.shards > 1:
+        shards_cross = group_of(cluster, plan.layout, *plan.layout.shard_axes).nodes > 1
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
     split = tp if work.sequence_parallel or work.program.split_boundary else 1

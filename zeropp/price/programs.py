@@ -118,9 +118,6 @@ class Program:
     blocking_launches: bool = False
 
     # Communication.
-    # Ranks that share a sequence (context parallelism): each has a slice of its tokens, which is
-    # what the shape calls a sequence, and the keys and values of all slices go round a ring.
-    slices: int = 1
     split_boundary: bool = False  # a TP rank sends a slice of the stage output; arXiv 2104.04473
     blocking_transfers: bool = False  # sender and receiver compute nothing during a transfer
     # A gated MLP's two input products are two layers. Without sequence parallelism, each of them
@@ -321,4 +318,4 @@ def gathers(plan: SizedPlan) -> bool:
     """Whether parameters are gathered before use: because they are sharded, or because the program
     computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
     casts = program_named(plan.program).state(plan.precision).casts_parameters
-    return plan.layout.shard > 1 or casts
+    return plan.layout.shards > 1 or casts

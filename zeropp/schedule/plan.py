@@ -147,9 +147,9 @@ class SizedPlan:
     @property
     def step_end(self) -> StepEnd:
         """What follows the passes of a step."""
-        replicas = self.layout.replicate > 1
+        replicas = self.layout.replicas > 1
         sharded = replicas and self.layout.replicate_zero > 0
-        whole = bool(self.whole_groups) and (sharded or self.layout.shard > 1)
+        whole = bool(self.whole_groups) and (sharded or self.layout.shards > 1)
         return StepEnd(replicas, self.tied_stages, sharded or whole, whole)
 
     def ordered(self, schedule: Schedule) -> Plan:

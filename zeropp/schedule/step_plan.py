@@ -84,7 +84,7 @@ def drafts(
         activation_cap=plan.activation_cap,
         split_backward=plan.split_backward,
         # The engine computes on gathered shards, or on bf16 copies of fp32 masters.
-        gather=plan.layout.shard > 1 or plan.precision == "bf16",
+        gather=plan.layout.shards > 1 or plan.precision == "bf16",
         prefetch=plan.prefetch,
         reduce_every=plan.reduce_every,
     )

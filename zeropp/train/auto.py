@@ -62,7 +62,12 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
         settings,
         auto_names,
         lambda tried: walk(
-            layers, *tried.microbatch, recompute, recorder=Recorder, tied=tried.tied
+            layers,
+            *tried.microbatch,
+            recompute,
+            recorder=Recorder,
+            tied=tried.tied,
+            context=tried.layout.context,
         ),
         num_ranks,
     )

@@ -298,6 +298,10 @@ class ParallelModel:
         if not len(inputs):
             return Microbatches((), (), whole=whole)
         size = self.plan.microbatch_size
+        if (context := self.engine.context) is not None:
+            own = context.parts(whole)
+            inputs, targets = own.pop("inputs"), own.pop("targets")
+            keyword_inputs = own
         keywords = split_rows(keyword_inputs, size)
         return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords, whole)
 
@@ -305,9 +309,11 @@ class ParallelModel:
 def describe(plan: Plan) -> str:
     """The degrees and knobs of a plan, and its layers per stage, in one line."""
     layout, order = plan.layout, plan.schedule
+    context = f"context={layout.context} " if layout.context > 1 else ""
     counts = " ".join(str(end - begin) for begin, end in pairwise(plan.cuts))
     return (
-        f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} chunks={layout.chunks} "
+        f"pp={layout.pp} shard={layout.shard} {context}replicate={layout.replicate} "
+        f"chunks={layout.chunks} "
         f"unit={order.unit} activation_cap={plan.activation_cap} recompute={plan.recompute}; "
         f"{order.num_microbatches} microbatches, layers per stage: {counts}"
     )

@@ -71,8 +71,9 @@ def check_ranks(settings: Settings, num_ranks: int) -> None:
     """Raise InfeasibleError where the degrees do not make up the ranks."""
     layout = settings.layout
     if layout.world != num_ranks:
+        context = f"context={layout.context} x " if layout.context > 1 else ""
         raise InfeasibleError(
-            f"pp={layout.pp} x shard={layout.shard} x replicate={layout.replicate} = "
+            f"pp={layout.pp} x shard={layout.shard} x {context}replicate={layout.replicate} = "
             f"{layout.world}: must be the number of ranks, {num_ranks}"
         )
 

@@ -31,6 +31,7 @@ class StepKnobs:
 
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
+    context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks that divide a sequence (Ulysses)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
     replicate_zero: Literal[0, 1] | Auto = "auto"  # 1: ZeRO-1 over the replicas
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)

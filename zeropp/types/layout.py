@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from zeropp.types.literals import Axis, Placement, ReplicateZero
+from zeropp.types.literals import Axis, Exchange, Placement, ReplicateZero
 
 # The largest product of microbatches and stages: twice that of 64 ranks with 4 chunks and 512
 # microbatches. Planning takes some 20 s there; far above, it would seem to hang.
@@ -31,19 +32,26 @@ class Layout:
     ``dp_shard``. ``replicate`` is the number of such groups, also known as ``dp_replicate``; where
     ``replicate_zero`` is 1, the optimizer state is sharded over them, too (ZeRO-1); where it is 2,
     so are the sums of gradients, which are reduced for every microbatch (ZeRO-2). The ranks of
-    ``replicate`` x ``shard`` train on different sequences. ``chunks`` is the number of virtual
-    stages per pipeline rank.
+    ``replicate`` x ``shard`` train on different sequences. ``context`` is the number of ranks that
+    train on the same sequences, each on a slice of the tokens; parameters are sharded over
+    ``shard`` x ``context`` ranks, unless those ranks have copies as replicas have
+    (``context_copies``); ``exchange`` is how their attention sees other tokens. ``chunks`` is the
+    number of virtual stages per pipeline rank.
 
     ``placement`` says how global ranks are numbered, from the outermost axis to the innermost.
-    ``dp_inner`` is [pp][replicate][shard][tp], which has data parallelism inside a node and the
-    pipeline across nodes, as Megatron and DeepSpeed do. ``pp_inner`` is [replicate][shard][pp][tp].
+    ``dp_inner`` is [pp][replicate][shard][context][tp], which has data parallelism inside a node
+    and the pipeline across nodes, as Megatron and DeepSpeed do. ``pp_inner`` is
+    [replicate][shard][pp][context][tp].
     """
 
     pp: int = 1
     tp: int = 1
+    context: int = 1
     shard: int = 1
     replicate: int = 1
     chunks: int = 1
+    context_copies: bool = False
+    exchange: Exchange = "heads"
     replicate_zero: ReplicateZero = 0
     sequence_parallel: bool = False
     placement: Placement = "dp_inner"
@@ -54,18 +62,39 @@ class Layout:
         return self.shard * self.replicate
 
     @property
+    def shards(self) -> int:
+        """Ranks among which the parameters of a ZeRO-3 group are divided, and gathered."""
+        return prod(getattr(self, axis) for axis in self.shard_axes)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same part of the parameters."""
+        return self.dp * self.context // self.shards
+
+    @property
+    def shard_axes(self) -> tuple[Axis, ...]:
+        """The axes over which parameters are sharded."""
+        return ("shard",) if self.context_copies else ("shard", "context")
+
+    @property
+    def replica_axes(self) -> tuple[Axis, ...]:
+        """The axes over which gradients are all-reduced."""
+        return ("replicate", "context") if self.context_copies else ("replicate",)
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.context
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """(axis, size) from the outermost axis to the innermost: the shape of the device mesh."""
         pp, tp = ("pp", self.pp), ("tp", self.tp)
-        rep, shard = ("replicate", self.replicate), ("shard", self.shard)
+        data = ("replicate", self.replicate), ("shard", self.shard)
+        inner = ("context", self.context), tp
         if self.placement == "dp_inner":
-            return (pp, rep, shard, tp)  # type: ignore[return-value]
-        return (rep, shard, pp, tp)  # type: ignore[return-value]
+            return (pp, *data, *inner)  # type: ignore[return-value]
+        return (*data, pp, *inner)  # type: ignore[return-value]
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """The coordinate of a global rank on every axis."""
@@ -89,6 +118,19 @@ class Layout:
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The global ranks of every pipeline, in the order of the pipelines' first ranks."""
         return tuple(sorted({self.pipeline(rank) for rank in range(self.world)}))
+
+    def shard_index(self, rank: int) -> int:
+        """The index, below ``shards``, of the part of the parameters that a rank has."""
+        place = self.coordinates(rank)
+        return place["shard"] * self.context + place["context"]
+
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks that are given the same rows: those of a pipeline, and of the pipelines
+        with other tokens of these rows."""
+        ranks: dict[int, list[int]] = {}
+        for rank in range(self.world):
+            ranks.setdefault(self.dp_index(rank), []).append(rank)
+        return tuple(map(tuple, ranks.values()))
 
     def dp_index(self, rank: int) -> int:
         """The index, below ``dp``, of the slice of the global batch that a rank trains on."""

@@ -23,7 +23,7 @@ from typing import (
 )
 
 Auto = Literal["auto"]
-Axis = Literal["tp", "pp", "shard", "replicate"]
+Axis = Literal["tp", "pp", "context", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
@@ -31,6 +31,11 @@ ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1, 2]  # the ZeRO stage over the replicas
+
+# How attention sees all tokens where ranks divide sequences. "heads": all-to-alls give each rank
+# all tokens of some heads (arXiv 2309.14509). "ring": keys and values go from rank to rank (arXiv
+# 2310.01889). "both": heads among ranks of a node, and a ring of these groups (arXiv 2405.07719).
+Exchange = Literal["heads", "ring", "both"]
 
 T = TypeVar("T")
 
