@@ -14,7 +14,7 @@ from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_un
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.running import SweepProgress, one_by_one
-from benchmarks.launch.trace import traced_record, traced_stages
+from benchmarks.launch.trace import traced_compute, traced_stages
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import prediction
 from benchmarks.specification.run_spec import check_priced
@@ -30,7 +30,7 @@ def check(points: Sequence[Point], options: SimulateOptions) -> None:
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
         if options.compute == "traced" and point.plan is not None:
-            traced_record(point.spec, point.plan, Path(options.traced_runs))
+            traced_compute(point.spec, point.plan, Path(options.traced_runs))
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
@@ -55,9 +55,9 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
     spec, header = point.spec, new_header("simulate", variant=options.variant)
     source = None
     if options.compute == "traced":
-        source = traced_record(spec, point.plan, Path(options.traced_runs))
+        source = traced_compute(spec, point.plan, Path(options.traced_runs))
     price = price_plan(point.plan, spec.cluster)
-    costs = traced_stages(point.plan, price, source.predicted["compute_s"]) if source else None
+    costs = traced_stages(point.plan, price, source.seconds) if source else None
     result = simulate(point.plan, spec.cluster, price=price, costs=costs)
     plan = replace(point.plan, memory=result.memory)
     ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
@@ -73,5 +73,5 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         ending,
         step_s=[result.step_s] if ending.status == "ok" else [],
         spans=rows if len(rows) <= MOST_SPANS else [],
-        predicted=prediction(result) | ({"compute_from": source.record_id} if source else {}),
+        predicted=prediction(result) | ({"compute_from": source.source} if source else {}),
     )

@@ -14,13 +14,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.launch.attempt import close_abandoned, plan_summary
 from benchmarks.launch.local import is_here, preload, run_attempt
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
 from benchmarks.launch.running import SweepProgress, one_by_one, without_ranks
+from benchmarks.records.lone import is_of_one_gpu, read_lone
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import predicted_memory
 from benchmarks.specification import SpecError
@@ -37,23 +38,43 @@ if TYPE_CHECKING:
 Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head
 
 
-def traced_record(spec: RunSpec, plan: Plan, runs_dir: Path) -> RunRecord:
-    """The newest record with compute times of exactly this plan. Raises SpecError if there is none,
-    or if it has no stage with the same pieces for one of the plan's stages."""
-    records = [
-        record
-        for record in records_of(spec, runs_dir)
+class TracedCompute(NamedTuple):
+    """The seconds of compute actions by stage and kind (``3F``), and where they are from."""
+
+    seconds: Mapping[str, float]
+    source: str
+
+
+def traced_compute(spec: RunSpec, plan: Plan, folder: Path) -> TracedCompute:
+    """The newest compute times of exactly this plan, of records or of a folder of ``scripts/gpu``.
+    Raises SpecError if there are none, or if they have no stage with the same pieces for one of the
+    plan's stages."""
+    found = [
+        TracedCompute(record.predicted["compute_s"], record.record_id)
+        for record in records_of(spec, folder)
         if record.status == "ok"
         and record.predicted.get("compute_s")
         and _without_memory(record.plan) == _without_memory(plan_summary(plan))
     ]
-    if not records:
+    if not found and is_of_one_gpu(folder):
+        found = [
+            TracedCompute(one.compute_s, f"{folder}: {one.name}")
+            for one in read_lone(folder)
+            if one.spec and one.compute_s and _trained(one.spec) == _trained(spec)
+        ]
+    if not found:
         raise SpecError(
-            f"launcher.compute=traced: {runs_dir} has no record of {spec.spec_id}, planned as it "
+            f"launcher.compute=traced: {folder} has no record of {spec.spec_id}, planned as it "
             "is today, with compute times (run it with launcher=trace launcher.tensors=real)"
         )
-    _by_stage(plan, records[-1].predicted["compute_s"])
-    return records[-1]
+    _by_stage(plan, found[-1].seconds)
+    return found[-1]
+
+
+def _trained(spec: RunSpec) -> tuple[object, ...]:
+    """What of a spec the compute of a rank depends on; the prices of its cluster do not count."""
+    job = (spec.cluster.name, spec.num_gpus, spec.global_batch, spec.microbatch_size)
+    return (*job, spec.model, spec.contender, spec.precision)
 
 
 def _without_memory(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,14 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         before, after = arguments.compare
         comparison = write_comparison([before], [after], out)
         return 1 if comparison.slower or not comparison.files else 0
+    from benchmarks.records.lone import is_of_one_gpu
     from benchmarks.report.write import write_one_table, write_report
 
+    if len(runs) == 1 and is_of_one_gpu(runs[0]):
+        from benchmarks.report.one_gpu import write_one_gpu
+
+        write_one_gpu(runs[0], out)
+        return 0
     if arguments.table:
         made = write_one_table(arguments.table, runs, out=out, options=options)
     else:

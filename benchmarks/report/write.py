@@ -88,7 +88,7 @@ def write_report(
         files += [path for saved in pictures.values() for p in saved for path in p.paths]
         files += write_traces(rows, folder, every=options.timelines)
         names = [path.relative_to(folder) for path in files]
-    _print_paths(names, out, console)
+    print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
 
@@ -106,7 +106,7 @@ def write_one_table(
     print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
         console.print(note, markup=False)
-    _print_paths(names, out, console)
+    print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
 
@@ -118,9 +118,17 @@ def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Ta
 
 def write_table_forms(table: Table, out: Path) -> list[Path]:
     """Write one table in every form into a folder of its own; returns the names of the files."""
-    grids = grids_of(table)
+    return write_tables(table.name, [table], out)
+
+
+def write_tables(name: str, tables: Sequence[Table], out: Path) -> list[Path]:
+    """Write tables, and one page of them with this name; returns the names of the files."""
     with report_folder(out) as folder:
-        files = [*write_table(table, grids, folder), folder / f"{table.name}.html"]
+        files, grids = [], []
+        for table in tables:
+            grids += grids_of(table)
+            files += write_table(table, grids_of(table), folder)
+        files.append(folder / f"{name}.html")
         page = _TEMPLATES.get_template("one_table.html.j2").render(grids=grids)
         files[-1].write_text(page, encoding="utf-8")
         return [path.relative_to(folder) for path in files]
@@ -167,7 +175,7 @@ def _rows(
     return latest_ok(frame), skipped
 
 
-def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
+def print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
     """Print where the page is, in one line that only a terminal folds."""
     page = next(name for name in names if name.suffix == ".html")
     line = f"{out / page} (and {len(names) - 1} other files in its folder)"
