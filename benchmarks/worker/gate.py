@@ -76,7 +76,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baselines.model import build_model, initial_std
-from benchmarks.records.record import GateCheck, GateResult
+from benchmarks.records.record import BLIND, GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
 from benchmarks.worker.one_process import (
@@ -110,7 +110,6 @@ _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model, of which the la
 _ORDERED = "all parameters, microbatches in another order"
 _NUMBERS = ("loss", "gradient norm")
 _MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
-_BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,11 @@ def gate_optimizers(
 ) -> tuple[OptimizerConfig, OptimizerConfig]:
     """(plain SGD with a learning rate whose first step should lower the loss by a tenth, the run's
     own optimizer with settings that all count). All ranks must call it."""
-    first = torch.zeros(3, dtype=torch.float64, device=device)
+    first = torch.zeros(3, dtype=torch.float64)  # on the CPU, or waiting would keep the GPU busy
     if dist.get_rank() == 0:
         alone = partial(OneProcess, spec, batches, device, types_of(spec))
         sizes = remembered(known, spec, device, "first", lambda: alone().first_gradient())
-        first = torch.tensor(sizes, dtype=torch.float64, device=device)
+        first = torch.tensor(sizes, dtype=torch.float64)
     dist.broadcast(first, 0)
     loss, grad_norm, weight_norm = first.tolist()
     sgd = OptimizerConfig(kind="sgd", lr=_FIRST_DECREASE * loss / grad_norm**2)
@@ -199,7 +198,7 @@ def expect(
     count = len(shapes)
     ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
     size = (1 + len(ways), STEPS, 2 + 2 * count)
-    tables = torch.zeros(size, dtype=torch.float64, device=device)
+    tables = torch.zeros(size, dtype=torch.float64)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
 
@@ -212,9 +211,9 @@ def expect(
             return found, exact.updates
 
         found, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
-        tables = torch.stack(found).to(device)
+        tables = torch.stack(found)
     dist.broadcast(tables, 0)
-    sizes, *apart = tables.cpu()
+    sizes, *apart = tables
     relative = [(table / sizes).nan_to_num(nan=0.0) for table in apart]
     return Expected(
         optimizer=optimizer,
@@ -467,7 +466,7 @@ def losses_of_one_process(
         return []
     if parameter_count(spec.model) > MAX_PARAMETERS:
         return []
-    losses = torch.zeros(1 + steps, dtype=torch.float64, device=device)  # after their number
+    losses = torch.zeros(1 + steps, dtype=torch.float64)  # after their number
     if dist.get_rank() == 0:
 
         def train() -> list[float]:
@@ -510,7 +509,7 @@ def _reduced(shape: ModelShape, hidden: int) -> ModelShape:
 def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[str]) -> GateResult:
     """The result of all checks, in which those with plain SGD come first."""
     by_name = {check.kind: check for check in checks}
-    blind = [check.kind for check in checks if check.limit > _BLIND]
+    blind = [check.kind for check in checks if check.limit > BLIND]
     seen = [check.error for check in checks if check.worst and check.kind not in blind]
     return GateResult(
         passed=all(check.error <= check.limit for check in checks),

@@ -65,7 +65,9 @@ def _folder(tmp_path: Path) -> Path:
     prices = {"products": [*kernels, {"what": "dX", "failed": "no"}], "blocks": [block]}
     (folder / "prices.json").write_text(json.dumps(prices))
     near = {"kind": "loss (sgd, bf16)", "error": 1e-3, "limit": 2e-3}
-    gate = {"event": "gate", "passed": True, "checks": [near | {"error": 1e-9}, near]}
+    gate: dict[str, Any] = {"event": "gate", "passed": True}
+    gate["checks"] = [near | {"error": 1e-9}, near]
+    gate["checks"].append(near | {"error": 9.0, "limit": 9.1})  # rounding hides it
     run = {"codes": [0, 0], "events": [gate, {"event": "done"}], "seconds": 12.0}
     (folder / "many_four.json").write_text(json.dumps(run))
     (folder / "many_hang.json").write_text(json.dumps({"codes": [None], "events": []}))
@@ -120,9 +122,8 @@ def test_what_is_described_has_no_network(folder: Path) -> None:
 def test_the_simulator_takes_its_compute(folder: Path, tmp_path: Path) -> None:
     """Also where the cluster's prices have changed since; of stages that were not measured, those
     of stages with the same pieces."""
-    spec = spec_of("none", pp=1)
-    write_rank_of_all(folder, spec)
-    point = plan_point(spec)
+    point = plan_point(spec_of("none", pp=1))
+    write_rank_of_all(folder, point.spec)
     options = SimulateOptions(compute="traced", traced_runs=str(folder))
     simulate.check([point], options)
     with SweepProgress(1) as progress:
