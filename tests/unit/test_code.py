@@ -34,10 +34,10 @@ BUDGET = {
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_345,
     "benchmarks/explain": 2_420,
-    "benchmarks/launch": 3_815,
+    "benchmarks/launch": 3_835,
     "benchmarks/measured": 530,
-    "benchmarks/records": 1_170,
-    "benchmarks/report": 3_830,
+    "benchmarks/records": 1_260,
+    "benchmarks/report": 4_095,
     "benchmarks/specification": 900,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_300,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 685,
 }
-MOST_LINES = 46_300
-MOST_LINES_OF_TESTS = 27_810
+MOST_LINES = 46_670
+MOST_LINES_OF_TESTS = 27_960
 
 
 @cache
