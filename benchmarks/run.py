@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import run_command
 
-# What an experiment may name as ``study``: a package whose ``run`` makes and judges its own points.
-_STUDIES = {"verdict": "benchmarks.verdict"}
+# What an experiment may name as ``study``: a module whose ``run`` makes and judges its own points,
+# as a key of the study's name says.
+_STUDIES = {"verdict": "benchmarks.verdict", "today": "benchmarks.verdict.today"}
 
 
 def main() -> int:
@@ -57,8 +58,9 @@ def _check_run_keys(config: dict[str, Any]) -> None:
             raise SpecError(f"{field}={config[field]!r}: must be the path of a folder")
     if (study := config.get("study")) not in [None, *_STUDIES]:
         raise SpecError(f"study={study!r}: must be one of {', '.join(_STUDIES)}")
-    if (study == "verdict") != ("verdict" in config):
-        raise SpecError("study=verdict: needs the key verdict, which nothing else reads")
+    for name in _STUDIES:
+        if (study == name) != (name in config):
+            raise SpecError(f"study={name}: needs the key {name}, which nothing else reads")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 
-_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict"}
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
 _RUN_KEYS |= {"sequences_per_gpu", "repeats", "points"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil

@@ -98,3 +98,34 @@ COMPARED: dict[str, Compared] = {
         whole(ZEROPP),
     )
 }
+
+
+def _whole_sequences(knobs: Any) -> bool:
+    return bool(getattr(knobs, "context", 1) == 1)
+
+
+# The rows of ``experiment=today``, in the order of its tables. Two of them divide the work in fewer
+# ways than their program can.
+TODAY: dict[str, Compared] = {
+    row.name: row
+    for row in (
+        whole(ZEROPP),
+        Compared(
+            name="zeropp_whole_sequences",
+            label="ZeroPP, context=1",
+            contender=ZEROPP,
+            allows=_whole_sequences,
+        ),
+        whole(FSDP),
+        COMPARED["deepspeed_best"],
+        whole(TORCHTITAN),
+        Compared(
+            name="megatron_core_tp1",
+            label="Megatron-Core, tp=1",
+            contender=MEGATRON_CORE,
+            allows=lambda knobs: bool(knobs.tp == 1),
+        ),
+        whole(MEGATRON_CORE),
+    )
+}
+ROWS = {**COMPARED, **TODAY}  # every row of a study by its name

@@ -8,7 +8,7 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import COMPARED, Compared
+from benchmarks.specification.contenders import COMPARED, ROWS, Compared
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import describe
@@ -67,7 +67,7 @@ class CellPart:
     def effort(self) -> float:
         """How long this part takes in comparison with the others, roughly: a step of
         ``Contender.search_effort`` is a factor of two."""
-        task, row = self.cell.task, COMPARED.get(self.part)
+        task, row = self.cell.task, ROWS.get(self.part)
         size = task.global_batch * task.shape.layers
         return size * 2.0 ** (row.contender.search_effort if row else 0)
 
@@ -76,14 +76,14 @@ class CellPart:
         cell, name = self.cell, self.part
         if name not in GIVEN:
             own = self.mode == "own"
-            winner = winner_of(cell, self.tolerance, COMPARED[name], self.known, own=own)
+            winner = winner_of(cell, self.tolerance, ROWS[name], self.known, own=own)
             return [_record(cell, self.mode, commit, name, winner)]
         plans = GIVEN[name](cell.priced)
         return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
 
 
-def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[CellPart]:
-    """All parts of a cell; ``known`` has settings by the cell's key, the row's name and the mode.
+def parts_of(cell: Cell) -> list[tuple[str, str]]:
+    """The parts of a cell of the verdict: each a row and mode, or a given setting and itself.
 
     In mode "best" everybody adds and sends gradients in fp32; in mode "own", in cells with the
     clusters' own bandwidth, rows whose program's configuration has 16 bits, too, may choose them.
@@ -91,9 +91,20 @@ def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[C
     parts = [(name, "best") for name in COMPARED] + [(name, name) for name in GIVEN]
     if cell.bandwidth == 1.0:
         parts += [(name, "own") for name, row in COMPARED.items() if row.contender.gradient_types]
+    return parts
+
+
+def jobs_of(
+    cell: Cell,
+    tolerance: float,
+    known: Mapping[object, str],
+    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
+) -> list[CellPart]:
+    """The ``parts`` of a cell; ``known`` has settings by the cell's key, the row's name and the
+    mode."""
     return [
         CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ""))
-        for name, mode in parts
+        for name, mode in parts(cell)
     ]
 
 
@@ -109,7 +120,7 @@ def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
     """The row and the plan that a ``setting`` of the table names. Raises SpecError if the contender
     no longer has these knobs."""
     values = json.loads(setting)
-    row = COMPARED[values["knobs"]["name"]]
+    row = ROWS[values["knobs"]["name"]]
     own = values["knobs"] | {"name": row.contender.name}
     knobs = validated(row.contender.knobs, own, "setting.knobs")
     return row, Candidate(knobs, values["microbatch_size"])

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
-from benchmarks.specification.contenders import COMPARED, CONTENDERS, whole
+from benchmarks.specification.contenders import COMPARED, CONTENDERS, ROWS, whole
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.verdict.assumptions import REPRICED, price_assumptions
@@ -40,6 +40,7 @@ from benchmarks.verdict.cells import (
     VerdictSpec,
     cells_of,
     jobs_of,
+    parts_of,
     verdict_spec,
     winner_of,
 )
@@ -50,7 +51,8 @@ from benchmarks.verdict.uncertainty import judged
 
 T = TypeVar("T")
 
-COMMITTED = CHECKOUT / "results" / "reference" / "claim_33" / TABLE
+REFERENCE = CHECKOUT / "results" / "reference"
+COMMITTED = REFERENCE / "claim_33" / TABLE
 _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
 
 
@@ -99,22 +101,20 @@ def run(config: dict[str, Any]) -> int:
         raise SpecError(
             f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
         )
-    if config["search"] not in _SEARCHES:
-        raise SpecError(f"search={config['search']}: must be one of {', '.join(_SEARCHES)}")
-    out = Path(config["report_dir"])
-    _check_folder(out)
-    known = _committed_settings() if config["search"] == "known" else {}
+    out = report_folder(config)
     anew = config["rerun"] == "all"
-    simulate_cells(spec, cells, out / TABLE, known=known, anew=anew)
+    known = known_settings(config, COMMITTED)
+    simulate_cells(cells, out / TABLE, tolerance=spec.tolerance, known=known, anew=anew)
     plans = pd.read_csv(out / TABLE)
     price_assumptions(plans, cells, out / REPRICED, anew=anew)
     write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
     return 0
 
 
-def _check_folder(out: Path) -> None:
-    """Raise SpecError for a folder that cannot be written to, and for one whose files are not those
-    of this study, as some might be lost."""
+def report_folder(config: Mapping[str, Any]) -> Path:
+    """The folder of a study's tables. Raises SpecError for one that cannot be written to, and for
+    one whose files are not those of a study, as some might be lost."""
+    out = Path(config["report_dir"])
     check_writable("report_dir", out)
     table = out / TABLE
     text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
@@ -123,6 +123,7 @@ def _check_folder(out: Path) -> None:
         raise SpecError(
             f"report_dir={out}: has files, but no {TABLE} of this study (name another folder)"
         )
+    return out
 
 
 def write_verdict(
@@ -143,27 +144,28 @@ def write_verdict(
 
 
 def simulate_cells(
-    spec: VerdictSpec,
     cells: list[Cell],
     path: Path,
     *,
+    tolerance: float,
     known: Mapping[object, str],
     anew: bool,
+    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
 ) -> None:
-    """Simulate the parts of cells that are missing in the file ``path``, with one process per core,
-    and add their rows, sorted. A cell is written when all of its missing parts are done. Searches
-    begin with the ``known`` settings."""
+    """Simulate the ``parts`` of cells that are missing in the file ``path``, with one process per
+    core, and add their rows, sorted. A cell is written when all of its missing parts are done.
+    Searches begin with the ``known`` settings."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    todo = missing_jobs(rows, cells, spec.tolerance, known)
+    todo = missing_jobs(rows, cells, tolerance, known, parts)
     commit = commit_of(*git_state())
     jobs = [job for missing in todo.values() for job in missing]
-    parts: dict[Cell, dict[tuple[str, str], list[RunRecord]]] = defaultdict(dict)
+    finished: dict[Cell, dict[tuple[str, str], list[RunRecord]]] = defaultdict(dict)
     with workers(os.cpu_count() or 1) as pool:
         running = {pool.submit(job.records, commit): job for job in jobs}
         for job, done in _as_they_end(running):
-            of_cell = parts[job.cell]
+            of_cell = finished[job.cell]
             of_cell[job.part, job.mode] = done.result()
             if len(of_cell) < len(todo[job.cell]):
                 continue
@@ -189,19 +191,26 @@ def _as_they_end(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPa
             bar.advance(line)
 
 
-def _committed_settings() -> dict[object, str]:
-    """The settings of the committed best plans, by cell, contender and mode. Searches begin with
-    them, because whatever has a bound above their time need not be tried."""
-    if not COMMITTED.exists():
+def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, str]:
+    """The settings of the ``committed`` best plans, by cell, contender and mode; none
+    with ``search=fresh``. Searches begin with them, because whatever has a bound above their time
+    need not be tried. Raises SpecError for another ``search``."""
+    if config["search"] not in _SEARCHES:
+        raise SpecError(f"search={config['search']}: must be one of {', '.join(_SEARCHES)}")
+    if config["search"] == "fresh" or not committed.exists():
         return {}
-    plans = pd.read_csv(COMMITTED)
+    plans = pd.read_csv(committed)
     best = plans[plans["mode"].isin(["best", "own"]) & plans["setting"].notna()]
     keys = best[[*CELL, "contender", "mode"]].itertuples(index=False, name=None)
     return dict(zip(keys, best["setting"], strict=True))
 
 
 def missing_jobs(
-    rows: list[dict[str, Any]], cells: list[Cell], tolerance: float, known: Mapping[object, str]
+    rows: list[dict[str, Any]],
+    cells: list[Cell],
+    tolerance: float,
+    known: Mapping[object, str],
+    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
 ) -> dict[Cell, list[CellPart]]:
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
@@ -216,7 +225,7 @@ def missing_jobs(
     jobs = {
         cell: [
             job
-            for job in jobs_of(cell, tolerance, known)
+            for job in jobs_of(cell, tolerance, known, parts)
             if (*cell.key, job.part, job.mode) not in have
         ]
         for cell in cells
@@ -226,5 +235,5 @@ def missing_jobs(
 
 def _order(row: dict[str, Any]) -> tuple[object, ...]:
     """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
-    places = {name: place for place, name in enumerate(COMPARED)}
+    places = {name: place for place, name in enumerate(ROWS)}
     return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])
