@@ -35,7 +35,9 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.cells import cells_of, verdict_spec
+from benchmarks.verdict.measured_pairs import pairs_table
 from benchmarks.verdict.pages import page_tables
+from benchmarks.verdict.today import today_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -295,7 +297,13 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
     return " and ".join(words)
 
 
+def _today(name: str) -> str:
+    return today_tables(pd.read_csv(_REFERENCE / "today" / TABLE))[name]
+
+
 TABLES: dict[str, Callable[[str], str]] = {
+    "measured_pairs": pairs_table,
+    "today": _today,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,

@@ -103,7 +103,7 @@ def today_tables(plans: pd.DataFrame) -> dict[str, str]:
     """The tables and sentences of the pages, by name, from the rows of ``plans.csv``."""
     steps = plans.pivot(index=CELL, columns="contender", values="step_s")
     plan = plans.pivot(index=CELL, columns="contender", values="plan")
-    ratios = steps.div(steps["zeropp"], axis=0).rename(columns={"zeropp": "own"})
+    ratios = steps.div(steps["zeropp"], axis=0).reindex(columns=[*TODAY])
     return {
         "speeds": _speeds(ratios),
         "plans": _plans(plans),

@@ -329,20 +329,10 @@ def test_a_folder_of_other_files_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_committed_folder_is_of_the_study() -> None:
-    study._check_folder(REFERENCE)
+    assert study.report_folder({"report_dir": str(REFERENCE)}) == REFERENCE
 
 
-def test_a_fresh_search_has_no_settings_to_begin_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
-    monkeypatch.setattr(study, "simulate_cells", lambda *_, known, anew: begun.append(known))
-    monkeypatch.setattr(study, "price_assumptions", lambda *_, **__: None)
-    monkeypatch.setattr(study, "write_verdict", lambda *_: None)
-    monkeypatch.setattr(pd, "read_csv", lambda _: None)
-    monkeypatch.setattr(study, "_committed_settings", lambda: {"a cell": "a setting"})
-    for begin in ("known", "fresh"):
-        words = ["experiment=claim_33_quick", f"search={begin}", f"report_dir={tmp_path}"]
-        (config,) = compose("config", words)
-        assert study.run(config) == 0
-    assert begun == [{"a cell": "a setting"}, {}]
+def test_a_fresh_search_has_no_settings_to_begin_with() -> None:
+    known = study.known_settings({"search": "known"}, study.COMMITTED)
+    assert len(known) > 100
+    assert study.known_settings({"search": "fresh"}, study.COMMITTED) == {}
