@@ -29,32 +29,32 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_245,
+    "baselines": 4_250,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
-    "benchmarks/evidence": 1_345,
-    "benchmarks/explain": 2_420,
-    "benchmarks/launch": 3_835,
+    "benchmarks/evidence": 1_350,
+    "benchmarks/explain": 2_400,
+    "benchmarks/launch": 3_840,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_260,
-    "benchmarks/report": 4_095,
-    "benchmarks/specification": 900,
+    "benchmarks/report": 4_090,
+    "benchmarks/specification": 920,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_300,
-    "benchmarks/verdict": 1_830,
+    "benchmarks/verdict": 2_140,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
     "zeropp/choose": 1_930,
     "zeropp/emulate": 3_700,
     "zeropp/engine": 6_100,
     "zeropp/huggingface": 810,
-    "zeropp/price": 3_615,
+    "zeropp/price": 3_620,
     "zeropp/schedule": 2_590,
     "zeropp/train": 1_110,
-    "zeropp/types": 685,
+    "zeropp/types": 690,
 }
-MOST_LINES = 46_670
-MOST_LINES_OF_TESTS = 27_960
+MOST_LINES = 47_000
+MOST_LINES_OF_TESTS = 28_060
 
 
 @cache
