@@ -28,6 +28,7 @@ from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
+from benchmarks.report.opponents import moved_table, opponents_table
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
@@ -301,6 +302,13 @@ def _today(name: str) -> str:
     return today_tables(pd.read_csv(_REFERENCE / "today" / TABLE))[name]
 
 
+def _opponents(program: str) -> str:
+    """The settings of an opponent, or how far those that were searched move the verdict."""
+    if program == "moved":
+        return moved_table(_REFERENCE / "opponents/variants.csv", _REFERENCE / "claim_33" / TABLE)
+    return opponents_table(program)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
     "today": _today,
@@ -317,6 +325,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "configurations": _configurations,
     "replays": _replays,
     "orders": _orders,
+    "opponents": _opponents,
 }
 
 
