@@ -32,12 +32,12 @@ BUDGET = {
     "baselines": 4_250,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
-    "benchmarks/evidence": 1_350,
+    "benchmarks/evidence": 1_500,
     "benchmarks/explain": 2_400,
     "benchmarks/launch": 3_840,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_260,
-    "benchmarks/report": 4_090,
+    "benchmarks/report": 4_285,
     "benchmarks/specification": 920,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_300,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 690,
 }
-MOST_LINES = 47_000
-MOST_LINES_OF_TESTS = 28_060
+MOST_LINES = 47_350
+MOST_LINES_OF_TESTS = 28_100
 
 
 @cache
