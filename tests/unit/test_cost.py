@@ -124,7 +124,7 @@ def test_zero1_splits_the_optimizer_over_replicas() -> None:
     assert split.stages[0].gather_updated > 0.0 == plain.stages[0].gather_updated
 
 
-@pytest.mark.parametrize(("side", "share"), [(1376, 1.0), (1800, 0.62), (1801, 0.42)])
+@pytest.mark.parametrize(("side", "share"), [(1376, 1.0), (1800, 0.5), (1801, 0.5)])
 def test_products_lose_rate_where_a_side_is_no_multiple_of_32(side: int, share: float) -> None:
     """``product_times.csv`` has products with a side of 1,376 = 43 x 32, at the whole rate."""
     assert alignment_efficiency(8192, side, 8192) == share

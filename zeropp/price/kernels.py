@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 TILE = (128, 128)
-# The share of the rate that products reach if a side is no multiple of 8, or of 32, because tensor
-# cores read rows in groups of bytes. The first is that of the same guide ("alignment"). The second
-# was fitted on runs of a model of hidden size 14,400 with TP 8, whose slices are 1,800 wide
+# The share of the rate that products reach if a side is no multiple of 32, because tensor cores read
+# rows in groups of bytes (the same guide, "alignment"). It is what runs of hidden size 14,400 with
+# TP 8, whose slices are 1,800 wide, take more than those of 13,824 on the same machine
 # (results/published/deepspeed_pipelines.csv); multiples of 32 were measured to reach the whole rate
 # (1,376 in results/published/product_times.csv).
-UNALIGNED, PARTLY_ALIGNED = 0.42, 0.62
+MISALIGNED = 0.5
 ALIGNED = 32  # sides of which a multiple reach the whole rate
 # Fused attention computes whole square tiles on the diagonal, of which causal attention needs half
 # (arXiv 2307.08691, section 3.1.1).
@@ -56,9 +56,7 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
 
 def alignment_efficiency(*sides: int) -> float:
     """The share of the rate that a product reaches by what its sides are multiples of."""
-    if any(side % 8 for side in sides):
-        return UNALIGNED
-    return PARTLY_ALIGNED if any(side % ALIGNED for side in sides) else 1.0
+    return MISALIGNED if any(side % ALIGNED for side in sides) else 1.0
 
 
 def matmul_s(
