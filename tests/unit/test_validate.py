@@ -245,7 +245,7 @@ def test_what_an_allocator_reserves_is_more_than_tensors_take() -> None:
     assert value(**reserved) == pytest.approx(allocated / 0.85)
     whole = {"pp": "1", "schedule": "none", "dp": "8", "zero": "3", "program": "torchtitan"}
     expandable = value(**whole, metric="peak_memory_allocated", unit="GiB")
-    assert value(**whole, **reserved) == pytest.approx(expandable)
+    assert value(**whole, **reserved) == pytest.approx(expandable / 0.93)
 
 
 def test_a_program_is_its_entry_but_for_what_the_row_states() -> None:

@@ -95,6 +95,17 @@ def block_kept(work: Work) -> float:
         )
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    if work.program.selective == "alternate":  # outputs of products, in the order of a block
+        outputs = [
+            h / work.tp,
+            kv / work.tp,
+            kv / work.tp,
+            h,
+            *[shape.ffn / work.tp] * shape.gates,
+            h,
+        ]
+        kept = e * (sum(outputs[::2]) + h / work.tp) + FP32 * shape.heads / work.tp
+        return boundary_bytes(work) + work.tokens * kept
     split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads
     sums = 2 * h * e  # outputs of the row-parallel products, whole on every TP rank
     return boundary_bytes(work) + work.tokens * (split / work.tp + sums)

@@ -222,6 +222,7 @@ def passes_of(
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
+        parts["alternate"] = forward / 2
         parts["mlp"] = max(kernels.mlp + again_tp, host_s / 2)
         again["selective"] = parts[program.selective]
     weight = kernels.weights + kernels.accumulation + kernels.biases
@@ -404,10 +405,10 @@ def block_traffic_backward(work: Work) -> float:
 
 # Bytes per element that a cast to 8 bits moves (torchao 0.13, ``float8`` and ``mx_formats``).
 # "fused": 16 bits are read, and 8 are written for a product and 8, transposed, for another one.
-# "tensorwise": they are read once more for the maximum, and the transpose copies 8 bits.
+# "tensorwise": the maximum comes with the kernel that makes them, and the transpose copies 8 bits.
 # "rowwise": along rows and along columns 16 bits are read twice, and 8 are written. "mx": the two
 # casts of 3 bytes, as long as they take on a B200 (5.5 and 3.9 TB/s by the README of mx_formats).
-_CASTS = {"fused": 4, "tensorwise": 7, "rowwise": 10, "mx": 8}
+_CASTS = {"fused": 4, "tensorwise": 5, "rowwise": 10, "mx": 8}
 # The share of the 8-bit rate that products with a scale per row reach: an 8B gains 10 % with them
 # on 8 H100 and 4 % on 8 B200, and 25 % with a scale per tensor on both (torchao, training.md and
 # README of mx_formats).

@@ -24,10 +24,11 @@ from zeropp.types.literals import Precision
 
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
 # 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of
-# attention (``zeropp/engine/chunk.py``). "half": every second product or every second block
-# (``selective_ac_option`` of torchtitan, ``selective_checkpointing`` of fms-fsdp). "mlp": the MLP
-# and the norm before it (``recompute_modules`` of Megatron-Core).
-Selective = Literal["scores", "elementwise", "half", "mlp"]
+# attention (``zeropp/engine/chunk.py``). "half": every second block (``selective_checkpointing`` of
+# fms-fsdp). "alternate": everything but attention and every second product, from the first one on
+# (``selective_ac_option`` of torchtitan). "mlp": the MLP and the norm before it
+# (``recompute_modules`` of Megatron-Core).
+Selective = Literal["scores", "elementwise", "half", "alternate", "mlp"]
 # How ranks get the parameters that the others have updated under ZeRO-1. "gather": one all-gather.
 # "broadcasts": a broadcast per rank, one after the other. "slices": an all-gather into a buffer,
 # from which one kernel per rank and tensor copies that rank's slice of the tensor.
@@ -38,8 +39,8 @@ Updated = Literal["gather", "broadcasts", "slices"]
 LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
 # How 8-bit products get their inputs. "fused": as Transformer Engine, one kernel reads a tensor and
 # writes it and its transpose, norms write 8 bits themselves, and cast weights are kept. As torchao
-# with torch.compile: "tensorwise" reads a tensor for its maximum, and then to cast it; "rowwise"
-# does both along rows and along columns; "mx" casts blocks of 32 along both.
+# with torch.compile: "tensorwise" casts it and then transposes that; "rowwise" reads it for the
+# maximum, and then to cast it, along rows and along columns; "mx" casts blocks of 32 along both.
 Scaling = Literal["fused", "tensorwise", "rowwise", "mx"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
 # count as one block each if the number of blocks does not divide. "blocks": blocks alone.
@@ -178,7 +179,7 @@ class Program:
 
     # Defaults of the program.
     spread: Spread = "pieces"
-    expandable_segments: bool = False  # the allocator setting; it leaves no fragmented memory
+    expandable_segments: bool = False  # the allocator's setting; it leaves less fragmented memory
 
     def __hash__(self) -> int:
         """The hash of the name alone, because a search needs it millions of times. Equality still
