@@ -61,10 +61,10 @@ _CHIPS = {
     "v100": ("v100",),
     "gb200": ("gb200", "gb300"),
 }
-# The rates of products are those that fit best to measured kernels (product_times.csv), of GB200 in
-# its earlier generation; later attention is by arXiv 2407.08608. The other priors are round
-# numbers: three quarters of the V100's peak, four fifths of the bandwidth, six tenths of the
-# products' rate, and a kernel's start and end.
+# The rates of products are those that fit best to measured kernels (product_times.csv), of GB200 the
+# B200's by the ratio of their best products; later attention is by arXiv 2407.08608. The other
+# priors are round numbers: three quarters of the V100's peak, four fifths of the bandwidth, six
+# tenths of the products' rate, and a kernel's start and end.
 _PRIORS = (
     *(
         (chip, field, prior, width)
@@ -77,6 +77,7 @@ _PRIORS = (
         )
     ),
     ("h100", "newer.matmul_bf16_tflops", 740.0, 0.2),
+    ("gb200", "matmul_bf16_tflops", 1163.0, 0.2),
     ("gb200", "newer.matmul_bf16_tflops", 1163.0, 0.2),
 )
 _THAT_OF = re.compile(r"that of the (\w+) entry")
