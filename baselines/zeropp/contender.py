@@ -12,7 +12,7 @@ from zeropp.choose.planner import (
     check_context,
     check_stages,
     default_chunks,
-    recomputed_blocks,
+    recomputed_of_ranks,
     resolve_degrees,
 )
 from zeropp.choose.space import (
@@ -50,7 +50,7 @@ class ZeroppKnobs(StepKnobs):
     prefix: ClassVar[str] = "contender."
 
     name: Literal["zeropp"] = "zeropp"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every rank
     # fp32 | bf16: the type in which gradients are sent; sums are fp32
     reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
@@ -79,8 +79,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         precision=task.precision,
         hides_collectives=task.cluster.device.hides_collectives,
     )
-    recomputed = recomputed_blocks(knobs.recompute_blocks, plan.schedule.num_stages)
-    return replace(plan, recomputed=recomputed, cuts=cut_by_cost(plan, task.cluster))
+    plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    return replace(plan, recomputed=recomputed_of_ranks(knobs.recompute_blocks, plan))
 
 
 def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
@@ -121,16 +121,15 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     # Chunks of one block each have the smallest buffers.
-    most = max(1, point.task.shape.layers // degrees.pp)
+    most = -(-point.task.shape.layers // degrees.pp)
     for zero, wire, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
-        choices(asked.chunks, sorted({*_CHUNKS, most})),
+        choices(asked.chunks, sorted({*_CHUNKS, max(1, point.task.shape.layers // degrees.pp)})),
     ):
-        largest = -(-point.task.shape.layers // (degrees.pp * chunks))
         for recompute, blocks in recompute_choices(
-            asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
+            asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
             yield at_degrees(
                 asked,

@@ -28,12 +28,25 @@ SIZES = [(1, 16)] if SMALL else [(1, 512), (1, 2048), (4, 2048), (1, 8192)]
 def build() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    wide = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
-                num_hidden_layers=2, vocab_size=256, max_position_embeddings=64)
+    wide = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+    )
     if not SMALL:
-        wide = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-                    num_key_value_heads=8, num_hidden_layers=6, vocab_size=32000,
-                    max_position_embeddings=8192)
+        wide = dict(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_hidden_layers=6,
+            vocab_size=32000,
+            max_position_embeddings=8192,
+        )
     with DEVICE:
         return LlamaForCausalLM(LlamaConfig(**wide, attn_implementation="sdpa")).train()
 
@@ -50,9 +63,15 @@ def program(case: str):
         stage = int(case[-1])
         model = build()
         zero = {"stage": stage, "reduce_bucket_size": 500_000_000}
-        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-                  "bf16": {"enabled": True}, "zero_optimization": zero, "gradient_clipping": 1.0,
-                  "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
@@ -112,7 +131,11 @@ def kernels(both, tokens) -> dict:
             entry[0] += 1
             entry[1] += event.time_range.elapsed_us()
     top = sorted(sums.items(), key=lambda item: -item[1][1])
-    return {"launches": sum(c for c, _ in sums.values()), "us": sum(u for _, u in sums.values()), "top": top[:60]}
+    return {
+        "launches": sum(c for c, _ in sums.values()),
+        "us": sum(u for _, u in sums.values()),
+        "top": top[:60],
+    }
 
 
 def main() -> int:
@@ -132,11 +155,18 @@ def main() -> int:
                 update()
             with gpu_alone(f"{case} {batch} {seq}"), Watch() as watch:
                 rows = [(timed(lambda: both(tokens)), timed(update)) for _ in range(5)]  # noqa: B023
-                found = {"passes_s": [r[0][0] for r in rows], "passes_issued_s": [r[0][1] for r in rows],
-                         "update_s": [r[1][0] for r in rows], "update_issued_s": [r[1][1] for r in rows],
-                         "clocks": watch.summary()}
+                found = {
+                    "passes_s": [r[0][0] for r in rows],
+                    "passes_issued_s": [r[0][1] for r in rows],
+                    "update_s": [r[1][0] for r in rows],
+                    "update_issued_s": [r[1][1] for r in rows],
+                    "clocks": watch.summary(),
+                }
                 if ON:
-                    found |= {"kernels": kernels(both, tokens), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+                    found |= {
+                        "kernels": kernels(both, tokens),
+                        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                    }
                     update()
             results.put(f"{batch} x {seq}", found)
     log("hf", case)

@@ -23,7 +23,10 @@ from zeropp.engine.update_rules import build_optimizer  # noqa: E402
 from baselines.model import build_piece, cross_entropy, rope_angles, rotate  # noqa: E402
 from zeropp.types.operators import Attention  # noqa: E402
 from zeropp.price.kernels import (  # noqa: E402
-    fused_attention_backward_s, fused_attention_s, matmul_s, stream_s,
+    fused_attention_backward_s,
+    fused_attention_s,
+    matmul_s,
+    stream_s,
 )
 from zeropp.price.pieces import Work, linears, piece_times  # noqa: E402
 from zeropp.price.programs import program_as_run, program_named  # noqa: E402
@@ -50,8 +53,16 @@ def random(*sizes: int, dtype=BF16, grad: bool = False):
 def row(into: list, name: str, run, model_s: float | None = None, **more: object) -> None:
     try:
         seconds, spread = per_call(run)
-        into.append({"what": name, "s": seconds, "spread": round(spread, 4), "model_s": model_s,
-                     "model_over_measured": model_s / seconds if model_s else None, **more})
+        into.append(
+            {
+                "what": name,
+                "s": seconds,
+                "spread": round(spread, 4),
+                "model_s": model_s,
+                "model_over_measured": model_s / seconds if model_s else None,
+                **more,
+            }
+        )
     except Exception as error:  # noqa: BLE001
         into.append({"what": name, "failed": f"{type(error).__name__}: {str(error)[:200]}", **more})
 
@@ -75,7 +86,12 @@ def ceilings() -> None:
     rows: list = []
     side = 512 if SMALL else 8192
     a, b, out = random(side, side), random(side, side), random(side, side)
-    row(rows, "bf16 8192 cubed", partial(torch.mm, a, b, out=out), 2 * side**3 / MODEL.matmul_bf16_tflops / 1e12)
+    row(
+        rows,
+        "bf16 8192 cubed",
+        partial(torch.mm, a, b, out=out),
+        2 * side**3 / MODEL.matmul_bf16_tflops / 1e12,
+    )
     x = torch.empty(2**20 if SMALL else 2**30, device=DEVICE, dtype=torch.uint8)
     y = torch.empty_like(x)
     row(rows, "copy 1 GiB", lambda: y.copy_(x), 2 * x.numel() / MODEL.memory_bandwidth_gb_s / 1e9)
@@ -90,11 +106,23 @@ def ceilings() -> None:
             for _ in range(300):
                 few.mul_(1.0)
         seconds, _ = per_call(graph.replay)
-        rows.append({"what": "tiny kernel in a graph", "s": seconds / 300, "model_s": MODEL.kernel_us * 1e-6})
+        rows.append(
+            {
+                "what": "tiny kernel in a graph",
+                "s": seconds / 300,
+                "model_s": MODEL.kernel_us * 1e-6,
+            }
+        )
         start = time.perf_counter()
         for _ in range(3000):
             few.mul_(1.0)
-        rows.append({"what": "host per launch, mul_", "s": (time.perf_counter() - start) / 3000, "model_s": MODEL.launch_us * 1e-6})
+        rows.append(
+            {
+                "what": "host per launch, mul_",
+                "s": (time.perf_counter() - start) / 3000,
+                "model_s": MODEL.launch_us * 1e-6,
+            }
+        )
         sync()
     results.put("ceilings", rows)
 
@@ -108,8 +136,17 @@ def products() -> None:
             for tokens in (shape.seq, 4 * shape.seq):
                 if tokens > 8192 and name != "llama_8b":
                     continue
-                work = Work(shape=shape, device=MODEL, program=program_named("zeropp"), precision="bf16",
-                            recompute="none", microbatch=1, tp=tp, sequence_parallel=False, accumulated=0.0)
+                work = Work(
+                    shape=shape,
+                    device=MODEL,
+                    program=program_named("zeropp"),
+                    precision="bf16",
+                    recompute="none",
+                    microbatch=1,
+                    tp=tp,
+                    sequence_parallel=False,
+                    accumulated=0.0,
+                )
                 for k, n in sorted(set(linears(work))):
                     if (tokens, k, n) in seen or tokens * max(k, n) > 2**29:
                         continue
@@ -118,12 +155,32 @@ def products() -> None:
                     y, dx = random(tokens, n), random(tokens, k)
                     total = torch.zeros(n, k, device=DEVICE)
                     key = {"model": name, "tp": tp, "tokens": tokens, "k": k, "n": n}
-                    row(rows, "forward", lambda: torch.mm(x, w.t(), out=y), matmul_s(MODEL, "bf16", m=tokens, k=k, n=n), **key)
-                    row(rows, "dX", lambda: torch.mm(dy, w, out=dx), matmul_s(MODEL, "bf16", m=tokens, k=n, n=k), **key)
+                    row(
+                        rows,
+                        "forward",
+                        lambda: torch.mm(x, w.t(), out=y),
+                        matmul_s(MODEL, "bf16", m=tokens, k=k, n=n),
+                        **key,
+                    )
+                    row(
+                        rows,
+                        "dX",
+                        lambda: torch.mm(dy, w, out=dx),
+                        matmul_s(MODEL, "bf16", m=tokens, k=n, n=k),
+                        **key,
+                    )
                     weight = matmul_s(MODEL, "bf16", m=n, k=tokens, n=k)
                     if ON:
                         added = weight + stream_s(MODEL, (2 * 4 - 2) * n * k, 0)
-                        row(rows, "dW fp32 sum in the product", lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total), added, **key)
+                        row(
+                            rows,
+                            "dW fp32 sum in the product",
+                            lambda: torch.addmm(
+                                total, dy.t(), x, out_dtype=torch.float32, out=total
+                            ),
+                            added,
+                            **key,
+                        )
                     row(rows, "dW bf16", lambda: dy.t() @ x, weight, **key)
                     row(rows, "dW bf16 then add", lambda: total.add_(dy.t() @ x), None, **key)
         results.put("products", rows)
@@ -131,30 +188,53 @@ def products() -> None:
 
 def attention() -> None:
     rows: list = []
-    cases = [(1, 32, 32, 2048, 128), (4, 32, 32, 2048, 128), (1, 40, 40, 2048, 128), (1, 32, 8, 8192, 128),
-             (1, 8, 1, 8192, 128), (4, 4, 4, 2048, 128), (1, 24, 24, 2048, 96), (1, 64, 8, 4096, 128)]
+    cases = [
+        (1, 32, 32, 2048, 128),
+        (4, 32, 32, 2048, 128),
+        (1, 40, 40, 2048, 128),
+        (1, 32, 8, 8192, 128),
+        (1, 8, 1, 8192, 128),
+        (4, 4, 4, 2048, 128),
+        (1, 24, 24, 2048, 96),
+        (1, 64, 8, 4096, 128),
+    ]
     cases = [(1, 2, 1, 64, 16)] if SMALL else cases
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for batch, heads, kv, seq, width in cases:
-        q, k, v = random(batch, heads, seq, width, grad=True), random(batch, kv, seq, width, grad=True), random(batch, kv, seq, width, grad=True)
+        q, k, v = (
+            random(batch, heads, seq, width, grad=True),
+            random(batch, kv, seq, width, grad=True),
+            random(batch, kv, seq, width, grad=True),
+        )
         asked = Attention(heads=batch * heads, queries=seq, keys=seq, width=width, causal=True)
         key = {"batch": batch, "heads": heads, "kv": kv, "seq": seq, "width": width}
         ways = {"default": None}
         if ON:
             ways |= {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         for way, backend in ways.items():
+
             def forward():
                 if backend is None:
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
+                    return F.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, enable_gqa=heads != kv
+                    )
                 with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
+                    return F.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, enable_gqa=heads != kv
+                    )
+
             row(rows, f"forward {way}", forward, fused_attention_s(MODEL, "bf16", asked), **key)
             try:
                 out = forward()
                 g = torch.randn_like(out)
-                row(rows, f"backward {way}", lambda: torch.autograd.grad(out, (q, k, v), g, retain_graph=True),
-                    fused_attention_backward_s(MODEL, "bf16", asked), **key)
+                row(
+                    rows,
+                    f"backward {way}",
+                    lambda: torch.autograd.grad(out, (q, k, v), g, retain_graph=True),
+                    fused_attention_backward_s(MODEL, "bf16", asked),
+                    **key,
+                )
             except Exception as error:  # noqa: BLE001
                 rows.append({"what": f"backward {way}", "failed": str(error)[:200], **key})
         results.put("attention", rows)
@@ -171,19 +251,51 @@ def elementwise() -> None:
         row(rows, f"{name} forward", lambda: module(*inputs), stream_s(MODEL, moved))
         out = module(*inputs)
         g = torch.randn_like(out)
-        leaves = [i for i in inputs if i.requires_grad] + [p for p in getattr(module, "parameters", list)()]
-        row(rows, f"{name} backward", lambda: torch.autograd.grad(out, leaves, g, retain_graph=True), stream_s(MODEL, back))
+        leaves = [i for i in inputs if i.requires_grad] + [
+            p for p in getattr(module, "parameters", list)()
+        ]
+        row(
+            rows,
+            f"{name} backward",
+            lambda: torch.autograd.grad(out, leaves, g, retain_graph=True),
+            stream_s(MODEL, back),
+        )
 
-    with_backward("LayerNorm", torch.nn.LayerNorm(h).to(DEVICE, BF16), x, moved=both, back=2.5 * both)
+    with_backward(
+        "LayerNorm", torch.nn.LayerNorm(h).to(DEVICE, BF16), x, moved=both, back=2.5 * both
+    )
     with_backward("RMSNorm", torch.nn.RMSNorm(h).to(DEVICE, BF16), x, moved=both, back=2.5 * both)
-    with_backward("gelu", partial(F.gelu, approximate="tanh"), wide, moved=2 * wide.numel() * 2, back=3 * wide.numel() * 2)
-    with_backward("silu times", lambda a, b: F.silu(a) * b, gate, wide, moved=5 * wide.numel() * 2, back=7.5 * wide.numel() * 2)
+    with_backward(
+        "gelu",
+        partial(F.gelu, approximate="tanh"),
+        wide,
+        moved=2 * wide.numel() * 2,
+        back=3 * wide.numel() * 2,
+    )
+    with_backward(
+        "silu times",
+        lambda a, b: F.silu(a) * b,
+        gate,
+        wide,
+        moved=5 * wide.numel() * 2,
+        back=7.5 * wide.numel() * 2,
+    )
     row(rows, "residual add", lambda: x.detach() + x.detach(), stream_s(MODEL, 1.5 * both))
-    heads = random(4 if not SMALL else 1, 32 if not SMALL else 2, 2048 if not SMALL else 32, 128 if not SMALL else 16)
+    heads = random(
+        4 if not SMALL else 1,
+        32 if not SMALL else 2,
+        2048 if not SMALL else 32,
+        128 if not SMALL else 16,
+    )
     angles = rope_angles(heads.shape[-1], heads.shape[2], DEVICE)
     row(rows, "rotate eager", lambda: rotate(heads, angles), stream_s(MODEL, 2 * heads.numel() * 2))
     compiled = torch.compile(rotate)
-    row(rows, "rotate compiled", lambda: compiled(heads, angles), stream_s(MODEL, 2 * heads.numel() * 2))
+    row(
+        rows,
+        "rotate compiled",
+        lambda: compiled(heads, angles),
+        stream_s(MODEL, 2 * heads.numel() * 2),
+    )
     logits = random(1, 2048 if not SMALL else 32, vocab, grad=True)
     targets = torch.randint(vocab, (1, logits.shape[1]), device=DEVICE)
     from zeropp.price.pieces import loss_s
@@ -200,15 +312,32 @@ def elementwise() -> None:
     parameter = torch.nn.Parameter(flat)
     parameter.grad = torch.randn_like(flat)
     optimizer = build_optimizer([parameter], OptimizerConfig(kind="adamw"))
-    row(rows, "AdamW fused", optimizer.step, stream_s(MODEL, 28 * flat.numel()), parameters=flat.numel())
-    row(rows, "norm of gradients", lambda: torch.linalg.vector_norm(parameter.grad), stream_s(MODEL, 4 * flat.numel()))
+    row(
+        rows,
+        "AdamW fused",
+        optimizer.step,
+        stream_s(MODEL, 28 * flat.numel()),
+        parameters=flat.numel(),
+    )
+    row(
+        rows,
+        "norm of gradients",
+        lambda: torch.linalg.vector_norm(parameter.grad),
+        stream_s(MODEL, 4 * flat.numel()),
+    )
     results.put("elementwise", rows)
 
 
 def blocks() -> None:
     rows: list = []
     program = program_named("zeropp")
-    cases = [("gpt_6_2b", 4, True), ("gpt_6_2b", 1, True), ("gpt_14_6b", 2, False), ("llama_8b", 1, True), ("gpt_28_3b", 1, False)]
+    cases = [
+        ("gpt_6_2b", 4, True),
+        ("gpt_6_2b", 1, True),
+        ("gpt_14_6b", 2, False),
+        ("llama_8b", 1, True),
+        ("gpt_28_3b", 1, False),
+    ]
     cases = [("gpt_tiny", 1, True), ("llama_tiny", 1, False)] if SMALL else cases
     for name, size, compiles in cases:
         shape = shape_of(name)
@@ -272,12 +401,27 @@ def _block(shape, size, compiled, program) -> dict:
     found = {kind: median(v) for kind, v in host.items()}
     result = {"host_s": found}
     if ON:
-        result["device_s"] = {k: median([b.elapsed_time(e) / 1e3 for b, e in pairs]) for k, pairs in events.items()}
+        result["device_s"] = {
+            k: median([b.elapsed_time(e) / 1e3 for b, e in pairs]) for k, pairs in events.items()
+        }
     program = program_as_run("zeropp", compiled=compiled, rotates=shape.family == "llama")
-    work = Work(shape=shape, device=MODEL, program=program,
-                precision="bf16", recompute="none", microbatch=size, tp=1, sequence_parallel=False, accumulated=6.0)
+    work = Work(
+        shape=shape,
+        device=MODEL,
+        program=program,
+        precision="bf16",
+        recompute="none",
+        microbatch=size,
+        tp=1,
+        sequence_parallel=False,
+        accumulated=6.0,
+    )
     priced = piece_times(work, 0.0, 0.0, 0.0).block
-    result["model_s"] = {"F": priced.forward, "I": priced.backward_input, "W": priced.backward_weight}
+    result["model_s"] = {
+        "F": priced.forward,
+        "I": priced.backward_input,
+        "W": priced.backward_weight,
+    }
     return result
 
 

@@ -24,68 +24,230 @@ B = ["model=gpt_14_6b", "global_batch=256"]
 C = ["model=llama_8b", "global_batch=64"]
 ZERO = ["contender=zeropp", "contender.replicate_zero=0", "contender.placement=dp_inner"]
 POINTS: dict[str, tuple[list[str], dict]] = {
-    "a_zeropp": ([*A, "microbatch_size=4", *ZERO, "contender.pp=1", "contender.shard=64",
-                  "contender.replicate=1", "contender.chunks=30", "contender.unit=1",
-                  "contender.activation_cap=30", "contender.recompute=none",
-                  "contender.reduce_every=step", "contender.compile=true"], {}),
-    "a_fsdp": ([*A, "microbatch_size=4", "contender=fsdp", "contender.shard=64",
-                "contender.recompute=none", "contender.compile=true"], {}),
-    "a_megatron": ([*A, "microbatch_size=4", "contender=megatron_core_local", "contender.tp=1",
-                    "contender.pp=1", "contender.replicate=64", "contender.replicate_zero=1",
-                    "contender.chunks=1", "contender.schedule=1f1b", "contender.recompute=none",
-                    "contender.sequence_parallel=false"], {}),
+    "a_zeropp": (
+        [
+            *A,
+            "microbatch_size=4",
+            *ZERO,
+            "contender.pp=1",
+            "contender.shard=64",
+            "contender.replicate=1",
+            "contender.chunks=30",
+            "contender.unit=1",
+            "contender.activation_cap=30",
+            "contender.recompute=none",
+            "contender.reduce_every=step",
+            "contender.compile=true",
+        ],
+        {},
+    ),
+    "a_fsdp": (
+        [
+            *A,
+            "microbatch_size=4",
+            "contender=fsdp",
+            "contender.shard=64",
+            "contender.recompute=none",
+            "contender.compile=true",
+        ],
+        {},
+    ),
+    "a_megatron": (
+        [
+            *A,
+            "microbatch_size=4",
+            "contender=megatron_core_local",
+            "contender.tp=1",
+            "contender.pp=1",
+            "contender.replicate=64",
+            "contender.replicate_zero=1",
+            "contender.chunks=1",
+            "contender.schedule=1f1b",
+            "contender.recompute=none",
+            "contender.sequence_parallel=false",
+        ],
+        {},
+    ),
     "a_megatron_b2": ([], {"like": "a_megatron", "more": ["microbatch_size=2"]}),
-    "a_deepspeed": ([*A, "microbatch_size=4", "contender=deepspeed_3d", "contender.tp=1",
-                     "contender.pp=1", "contender.replicate=64", "contender.replicate_zero=2",
-                     "contender.grad_accum_dtype=fp32", "contender.recompute=none",
-                     "contender.use_multi_rank_bucket_allreduce=true",
-                     "contender.compile=true"], {}),
-    "e_zeropp": ([*A, "microbatch_size=1", *ZERO, "contender.pp=2", "contender.shard=8",
-                  "contender.replicate=4", "contender.chunks=2", "contender.unit=2",
-                  "contender.activation_cap=4", "contender.recompute=none",
-                  "contender.reduce_every=unit", "contender.compile=false"], {"profile": True}),
-    "e_megatron": ([*A, "microbatch_size=1", "contender=megatron_core_local", "contender.tp=8",
-                    "contender.pp=2", "contender.replicate=4", "contender.replicate_zero=1",
-                    "contender.chunks=2", "contender.schedule=interleaved_1f1b",
-                    "contender.sequence_parallel=true", "contender.recompute=none"],
-                   {"steps": 3}),
-    "e_deepspeed": ([*A, "microbatch_size=1", "contender=deepspeed_3d", "contender.tp=8",
-                     "contender.pp=2", "contender.replicate=4", "contender.replicate_zero=1",
-                     "contender.recompute=none", "contender.compile=false",
-                     "contender.grad_accum_dtype=fp32"], {"steps": 2}),
+    "a_deepspeed": (
+        [
+            *A,
+            "microbatch_size=4",
+            "contender=deepspeed_3d",
+            "contender.tp=1",
+            "contender.pp=1",
+            "contender.replicate=64",
+            "contender.replicate_zero=2",
+            "contender.grad_accum_dtype=fp32",
+            "contender.recompute=none",
+            "contender.use_multi_rank_bucket_allreduce=true",
+            "contender.compile=true",
+        ],
+        {},
+    ),
+    "e_zeropp": (
+        [
+            *A,
+            "microbatch_size=1",
+            *ZERO,
+            "contender.pp=2",
+            "contender.shard=8",
+            "contender.replicate=4",
+            "contender.chunks=2",
+            "contender.unit=2",
+            "contender.activation_cap=4",
+            "contender.recompute=none",
+            "contender.reduce_every=unit",
+            "contender.compile=false",
+        ],
+        {"profile": True},
+    ),
+    "e_megatron": (
+        [
+            *A,
+            "microbatch_size=1",
+            "contender=megatron_core_local",
+            "contender.tp=8",
+            "contender.pp=2",
+            "contender.replicate=4",
+            "contender.replicate_zero=1",
+            "contender.chunks=2",
+            "contender.schedule=interleaved_1f1b",
+            "contender.sequence_parallel=true",
+            "contender.recompute=none",
+        ],
+        {"steps": 3},
+    ),
+    "e_deepspeed": (
+        [
+            *A,
+            "microbatch_size=1",
+            "contender=deepspeed_3d",
+            "contender.tp=8",
+            "contender.pp=2",
+            "contender.replicate=4",
+            "contender.replicate_zero=1",
+            "contender.recompute=none",
+            "contender.compile=false",
+            "contender.grad_accum_dtype=fp32",
+        ],
+        {"steps": 2},
+    ),
     "e_zeropp_compiled": ([], {"like": "e_zeropp", "more": ["contender.compile=true"]}),
     "e_zeropp_unsplit": ([], {"like": "e_zeropp", "more": ["contender.split_backward=false"]}),
     "e_zeropp_recompute": ([], {"like": "e_zeropp", "more": ["contender.recompute=full"]}),
-    "b_torch_pp": ([*B, "microbatch_size=2", "contender=torch_pp", "contender.tp=1",
-                    "contender.pp=8", "contender.shard=8", "contender.chunks=3",
-                    "contender.schedule=interleaved_zb", "contender.recompute=none",
-                    "contender.compile=false"], {"steps": 3}),
-    "b_zeropp": ([*B, "microbatch_size=2", *ZERO, "contender.pp=8", "contender.shard=8",
-                  "contender.replicate=1", "contender.chunks=2", "contender.recompute=none",
-                  "contender.unit=8", "contender.reduce_every=step",
-                  "contender.compile=false"], {"steps": 3}),
-    "l_zeropp": ([*C, "microbatch_size=1", *ZERO, "contender.pp=1", "contender.shard=64",
-                  "contender.replicate=1", "contender.chunks=32", "contender.unit=1",
-                  "contender.activation_cap=32", "contender.recompute=none",
-                  "contender.reduce_every=step", "contender.compile=true"], {"steps": 3}),
-    "l_fsdp": ([*C, "microbatch_size=1", "contender=fsdp", "contender.shard=64",
-                "contender.recompute=none", "contender.compile=true"], {"steps": 3}),
-    "l_megatron": ([*C, "microbatch_size=1", "contender=megatron_core_local", "contender.tp=4",
-                    "contender.pp=1", "contender.replicate=16", "contender.replicate_zero=1",
-                    "contender.chunks=1", "contender.schedule=1f1b", "contender.recompute=none",
-                    "contender.sequence_parallel=true"], {"steps": 3}),
-    "b_deepspeed": ([*B, "microbatch_size=1", "contender=deepspeed_3d", "contender.tp=1",
-                     "contender.pp=2", "contender.replicate=32", "contender.replicate_zero=1",
-                     "contender.grad_accum_dtype=bf16", "contender.recompute=none",
-                     "contender.use_multi_rank_bucket_allreduce=false",
-                     "contender.compile=true"], {"steps": 3}),
+    "b_torch_pp": (
+        [
+            *B,
+            "microbatch_size=2",
+            "contender=torch_pp",
+            "contender.tp=1",
+            "contender.pp=8",
+            "contender.shard=8",
+            "contender.chunks=3",
+            "contender.schedule=interleaved_zb",
+            "contender.recompute=none",
+            "contender.compile=false",
+        ],
+        {"steps": 3},
+    ),
+    "b_zeropp": (
+        [
+            *B,
+            "microbatch_size=2",
+            *ZERO,
+            "contender.pp=8",
+            "contender.shard=8",
+            "contender.replicate=1",
+            "contender.chunks=2",
+            "contender.recompute=none",
+            "contender.unit=8",
+            "contender.reduce_every=step",
+            "contender.compile=false",
+        ],
+        {"steps": 3},
+    ),
+    "l_zeropp": (
+        [
+            *C,
+            "microbatch_size=1",
+            *ZERO,
+            "contender.pp=1",
+            "contender.shard=64",
+            "contender.replicate=1",
+            "contender.chunks=32",
+            "contender.unit=1",
+            "contender.activation_cap=32",
+            "contender.recompute=none",
+            "contender.reduce_every=step",
+            "contender.compile=true",
+        ],
+        {"steps": 3},
+    ),
+    "l_fsdp": (
+        [
+            *C,
+            "microbatch_size=1",
+            "contender=fsdp",
+            "contender.shard=64",
+            "contender.recompute=none",
+            "contender.compile=true",
+        ],
+        {"steps": 3},
+    ),
+    "l_megatron": (
+        [
+            *C,
+            "microbatch_size=1",
+            "contender=megatron_core_local",
+            "contender.tp=4",
+            "contender.pp=1",
+            "contender.replicate=16",
+            "contender.replicate_zero=1",
+            "contender.chunks=1",
+            "contender.schedule=1f1b",
+            "contender.recompute=none",
+            "contender.sequence_parallel=true",
+        ],
+        {"steps": 3},
+    ),
+    "b_deepspeed": (
+        [
+            *B,
+            "microbatch_size=1",
+            "contender=deepspeed_3d",
+            "contender.tp=1",
+            "contender.pp=2",
+            "contender.replicate=32",
+            "contender.replicate_zero=1",
+            "contender.grad_accum_dtype=bf16",
+            "contender.recompute=none",
+            "contender.use_multi_rank_bucket_allreduce=false",
+            "contender.compile=true",
+        ],
+        {"steps": 3},
+    ),
 }
-SMALL = ["cluster=cpu_gloo", "model.layers=16", "model.hidden=64", "model.heads=8",
-         "model.kv_heads=8", "model.ffn=128", "model.vocab=256", "model.seq=16"]
+SMALL = [
+    "cluster=cpu_gloo",
+    "model.layers=16",
+    "model.hidden=64",
+    "model.heads=8",
+    "model.kv_heads=8",
+    "model.ffn=128",
+    "model.vocab=256",
+    "model.seq=16",
+]
 
 
-TINY = ["model=gpt_tiny", "data=synthetic", "microbatch_size=2", "measure.steps=1",
-        "measure.warmup_steps=1", "measure.timeout_s=170"]
+TINY = [
+    "model=gpt_tiny",
+    "data=synthetic",
+    "microbatch_size=2",
+    "measure.steps=1",
+    "measure.warmup_steps=1",
+    "measure.timeout_s=170",
+]
 # Wide enough that linear layers add their own gradients (2**18 elements: ``_LEAST_ADDED`` in
 # zeropp/engine/engine.py): gpt_tiny's are narrower, so that on one rank, where no backward is split,
 # its gate never runs the product that adds 16-bit factors in fp32.
@@ -94,12 +256,21 @@ WIDE = ["model.layers=4", "model.hidden=512", "model.heads=8", "model.kv_heads=8
 EAGER = ["contender=zeropp", "contender.compile=false"]
 ONE = {
     "zeropp": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8", *WIDE],
-    "zeropp_recompute": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8",
-                         "contender.recompute=selective", *WIDE],
-    "zeropp_compiled": ["contender=zeropp", "contender.chunks=2", "sequences_per_gpu=8",
-                        "contender.compile=true", *WIDE],
-    "zeropp_llama": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8",
-                     "model=llama_tiny"],
+    "zeropp_recompute": [
+        *EAGER,
+        "contender.chunks=2",
+        "sequences_per_gpu=8",
+        "contender.recompute=selective",
+        *WIDE,
+    ],
+    "zeropp_compiled": [
+        "contender=zeropp",
+        "contender.chunks=2",
+        "sequences_per_gpu=8",
+        "contender.compile=true",
+        *WIDE,
+    ],
+    "zeropp_llama": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8", "model=llama_tiny"],
     "torch_pp": ["contender=torch_pp", "contender.compile=false", "sequences_per_gpu=8"],
     "fsdp": ["contender=fsdp", "contender.compile=false", "sequences_per_gpu=8"],
     "deepspeed_3d": ["contender=deepspeed_3d", "contender.compile=false", "sequences_per_gpu=8"],
@@ -107,12 +278,28 @@ ONE = {
 }
 FOUR = {
     "zeropp": [*EAGER, "contender.pp=2", "contender.shard=2", "contender.chunks=2"],
-    "zeropp_replicas": [*EAGER, "contender.pp=2", "contender.replicate=2",
-                        "contender.shard=1", "contender.replicate_zero=1", "contender.chunks=2"],
+    "zeropp_replicas": [
+        *EAGER,
+        "contender.pp=2",
+        "contender.replicate=2",
+        "contender.shard=1",
+        "contender.replicate_zero=1",
+        "contender.chunks=2",
+    ],
     "zeropp_pp4": [*EAGER, "contender.pp=4", "contender.chunks=2", "contender.unit=2"],
-    "torch_pp": ["contender=torch_pp", "contender.compile=false", "contender.pp=2", "contender.shard=2"],
+    "torch_pp": [
+        "contender=torch_pp",
+        "contender.compile=false",
+        "contender.pp=2",
+        "contender.shard=2",
+    ],
     "fsdp": ["contender=fsdp", "contender.compile=false", "contender.shard=4"],
-    "deepspeed_3d": ["contender=deepspeed_3d", "contender.compile=false", "contender.pp=2", "contender.tp=2"],
+    "deepspeed_3d": [
+        "contender=deepspeed_3d",
+        "contender.compile=false",
+        "contender.pp=2",
+        "contender.tp=2",
+    ],
     "megatron": ["contender=megatron_core_local", "contender.pp=2", "contender.tp=2"],
 }
 
@@ -128,9 +315,13 @@ def many(out: Path, cluster: str) -> None:
             for precision in ("fp32", "bf16"):
                 more = ["sequences_per_gpu=4"] if size == 4 else []
                 given = [f"num_gpus={size}", f"precision={precision}", f"cluster={cluster}", *more]
-                given += [w for w in TINY if w.partition("=")[0] not in {x.partition("=")[0] for x in words}] + words
+                given += [
+                    w
+                    for w in TINY
+                    if w.partition("=")[0] not in {x.partition("=")[0] for x in words}
+                ] + words
                 try:
-                    config, = compose("config", given)
+                    (config,) = compose("config", given)
                     point = plan_point(spec_of(config))
                     if point.plan is None:
                         raise ValueError(point.reason)
@@ -156,23 +347,54 @@ def main() -> int:
             base = POINTS[more["like"]][0]
             words = [w for w in base if w.partition("=")[0] not in keys] + more["more"]
             more = {}
-        words = ["num_gpus=64", "precision=bf16", "data=synthetic", "measure.gate=false",
-                 "cluster=h100", *words]
+        words = [
+            "num_gpus=64",
+            "precision=bf16",
+            "data=synthetic",
+            "measure.gate=false",
+            "cluster=h100",
+            *words,
+        ]
         for variant, layers in (("", None), (".smoke", 2)):
             given = [*words, *(SMALL if small else [])]
             if small:
                 given = [w for w in given if w != "cluster=h100"]
-                given = [w.replace("chunks=30", "chunks=16").replace("chunks=32", "chunks=16") for w in given]
+                given = [
+                    w.replace("chunks=30", "chunks=16").replace("chunks=32", "chunks=16")
+                    for w in given
+                ]
                 given = [w.replace("cap=30", "cap=16").replace("cap=32", "cap=16") for w in given]
             if layers:
-                count = 2 * max(next((int(w.split("=")[1]) for w in given if w.startswith("contender.pp=")), 1), 1)
-                chunks = next((int(w.split("=")[1]) for w in given if w.startswith("contender.chunks=")), 1)
-                stages = next((int(w.split("=")[1]) for w in given if w.startswith("contender.pp=")), 1) * min(chunks, 4)
+                count = 2 * max(
+                    next((int(w.split("=")[1]) for w in given if w.startswith("contender.pp=")), 1),
+                    1,
+                )
+                chunks = next(
+                    (int(w.split("=")[1]) for w in given if w.startswith("contender.chunks=")), 1
+                )
+                stages = next(
+                    (int(w.split("=")[1]) for w in given if w.startswith("contender.pp=")), 1
+                ) * min(chunks, 4)
                 count = max(count, stages + 1)
-                given = [w for w in given if not w.startswith(("contender.chunks=30", "contender.chunks=16", "contender.chunks=32", "contender.activation_cap=32", "contender.activation_cap=30", "contender.activation_cap=16"))]
-                given = [w for w in given if not w.startswith("model.layers=")] + [f"model.layers={count}"]
+                given = [
+                    w
+                    for w in given
+                    if not w.startswith(
+                        (
+                            "contender.chunks=30",
+                            "contender.chunks=16",
+                            "contender.chunks=32",
+                            "contender.activation_cap=32",
+                            "contender.activation_cap=30",
+                            "contender.activation_cap=16",
+                        )
+                    )
+                ]
+                given = [w for w in given if not w.startswith("model.layers=")] + [
+                    f"model.layers={count}"
+                ]
             try:
-                config, = compose("config", given)
+                (config,) = compose("config", given)
                 point = plan_point(spec_of(config))
                 if point.plan is None:
                     print(name + variant, "INFEASIBLE", point.reason)
@@ -184,7 +406,9 @@ def main() -> int:
             document = {"spec": spec.to_dict(), "spec_id": spec.spec_id, "words": given, **more}
             pipeline = plan.layout.pipeline(0)
             document["rank"] = pipeline[min(1, len(pipeline) - 1)]
-            document["stages"] = list(plan.schedule.stages_of(plan.layout.coordinates(document["rank"])["pp"]))
+            document["stages"] = list(
+                plan.schedule.stages_of(plan.layout.coordinates(document["rank"])["pp"])
+            )
             document["num_microbatches"] = plan.num_microbatches
             document["blocks"] = [plan.blocks_of(s) for s in document["stages"]]
             if not spec.cluster.device.is_cpu:
@@ -199,8 +423,16 @@ def main() -> int:
                     "memory_total": [m.total for m in peak_memory(plan, price)],
                 }
             (out / f"{name}{variant}.json").write_text(json.dumps(document, indent=1, default=str))
-            print(name + variant, "ok", spec.spec_id, "m =", plan.num_microbatches, "blocks", document["blocks"],
-                  round(document.get("described", {}).get("step_s", 0), 3))
+            print(
+                name + variant,
+                "ok",
+                spec.spec_id,
+                "m =",
+                plan.num_microbatches,
+                "blocks",
+                document["blocks"],
+                round(document.get("described", {}).get("step_s", 0), 3),
+            )
     return 0
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import task
+from zeropp.choose.contender import describe
 from zeropp.choose.task import Candidate
 from zeropp.price import price_plan
 from zeropp.price.simulator import simulate
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.types.layout import Layout
+from zeropp.types.literals import Auto
 
 
 def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> SizedPlan:
@@ -62,3 +66,26 @@ def test_the_loss_of_recomputation_is_that_of_its_blocks() -> None:
     share = sum(count // 2 for count in blocks) / sum(blocks)
     assert lost == pytest.approx(share * result.breakdown.recomputation)
     assert simulate(half, task().cluster).peak_bytes > 0
+
+
+def test_zeropp_recomputes_the_first_blocks_of_every_rank() -> None:
+    """With one block per chunk it is not all or nothing."""
+
+    def recomputed(blocks: int | Auto, **knobs: Any) -> tuple[int, ...]:
+        mine = ZeroppKnobs(pp=2, shard=32, recompute="full", recompute_blocks=blocks, **knobs)
+        return ZEROPP.size(task(64, 128), mine, 1).recomputed_per_stage
+
+    assert recomputed(7, chunks=20) == (1,) * 14 + (0,) * 26
+    assert sum(recomputed("auto", chunks=20)) == task().shape.layers
+    assert recomputed(30, chunks=1) == recomputed("auto", chunks=1)  # all that a rank has
+    of_two = ZEROPP.size(
+        task(64, 128),
+        ZeroppKnobs(pp=2, shard=32, chunks=2, recompute="full", recompute_blocks=13),
+        1,
+    )
+    assert of_two.recomputed_per_stage == (
+        of_two.blocks[0],
+        of_two.blocks[1],
+        *[13 - blocks for blocks in of_two.blocks[:2]],
+    )
+    assert "of 13 blocks per rank" in describe(of_two)

@@ -198,8 +198,18 @@ def describe(plan: SizedPlan) -> str:
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage
             words.append(f"of {sum(plan.recomputed)} blocks")
         elif plan.recomputed:
-            words.append(f"of {max(plan.recomputed_per_stage)} blocks per stage")
+            words.append(_recomputed(plan))
     return " ".join(words)
+
+
+def _recomputed(plan: SizedPlan) -> str:
+    count = max(plan.recomputed_per_stage)
+    if plan.recomputed_per_stage == tuple(min(blocks, count) for blocks in plan.blocks):
+        return f"of {count} blocks per stage"
+    of_ranks = [0] * plan.schedule.num_ranks
+    for rank, blocks in zip(plan.schedule.stage_rank, plan.recomputed_per_stage, strict=True):
+        of_ranks[rank] += blocks
+    return f"of {max(of_ranks)} blocks per rank"
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:

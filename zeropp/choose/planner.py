@@ -193,6 +193,19 @@ def recomputed_blocks(blocks: int | Auto, num_stages: int) -> tuple[int, ...]:
     return () if blocks == "auto" else (blocks,) * num_stages
 
 
+def recomputed_of_ranks(blocks: int | Auto, plan: SizedPlan) -> tuple[int, ...]:
+    """``Plan.recomputed`` for the same number of blocks in every rank of a plan: those of its first
+    chunks, whose activations are held the longest; ``auto`` means all blocks."""
+    if blocks == "auto":
+        return ()
+    left = [blocks] * plan.schedule.num_ranks
+    recomputed = []
+    for rank, count in zip(plan.schedule.stage_rank, plan.blocks, strict=True):
+        recomputed.append(min(left[rank], count))
+        left[rank] -= recomputed[-1]
+    return tuple(recomputed)
+
+
 _step_s = attrgetter("step_s")
 
 

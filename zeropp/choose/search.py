@@ -8,8 +8,7 @@ takes the first entry again and again: a family is first priced, if any member m
 then replaced by all members that may, and a member is simulated. It ends when no bound in the
 queue is below the best step by more than the ``tolerance``. So no configuration of the space that
 was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
-of recomputed blocks, half of a stage's and all are tried, and fewer for the winner alone; the rules
-below drop some configurations; and a budget of time may end the search early. The runner-up is the
+of recomputed blocks, quarters are tried, and all numbers for the winner alone; the rules below drop some configurations; and a budget of time may end the search early. The runner-up is the
 best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
@@ -307,11 +306,11 @@ class _Search(Generic[K]):
         return outcome
 
     def _recompute_less(self) -> None:
-        """Recompute as few blocks per stage as fit in the winner.
+        """Recompute as few blocks as fit in the winner.
 
-        The search tries half of a stage's blocks and all of them. More recomputed blocks need less
+        The search tries quarters of them. More recomputed blocks need less
         memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
-        half are missed.
+        a quarter are missed.
         """
         winner = self._outcome.winner
         if winner is None or winner.plan.recompute == "none":
@@ -320,12 +319,11 @@ class _Search(Generic[K]):
             getattr(knobs, "recompute_blocks", None)
             for knobs in (self._asked, winner.candidate.knobs)
         )
-        if asked != "auto" or found == "auto":  # set by the user, or all that the contender can
+        if asked != "auto" or not isinstance(
+            found, int
+        ):  # set by the user, or all that the contender can
             return
-        most = max(map(winner.plan.recomputed_blocks, range(winner.plan.schedule.num_stages)))
-        if winner.plan.layout.chunks == winner.plan.shape.num_pieces:  # every piece is a stage
-            most = sum(map(winner.plan.recomputed_blocks, range(winner.plan.schedule.num_stages)))
-        fewest = 1
+        fewest, most = 1, found
         while fewest < most:
             tried = (fewest + most) // 2
             knobs = replace(winner.candidate.knobs, recompute_blocks=tried)  # type: ignore[type-var]
