@@ -191,7 +191,7 @@ OFFERS: dict[Public3D, Offer] = {
             "zbv": (2,),
         },
         recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
-        recomputes=("none", "selective", "full"),  # torch's selective checkpointing
+        recomputes=("none", "selective", "mlp", "full"),  # torch's selective checkpointing
         interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
     ),
 }
@@ -241,7 +241,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         sum_dtype=sums,
     )
     plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
-    in_all = plan.recompute != "selective" or plan.recomputed_per_stage == plan.blocks
+    in_all = plan.recompute not in ("selective", "mlp") or plan.recomputed_per_stage == plan.blocks
     if not (in_all or offer.selects_blocks):
         raise InfeasibleError(
             f"contender.recompute_blocks={knobs.recompute_blocks}: selective recomputation of "
@@ -386,7 +386,8 @@ def _in_all_blocks(
 ) -> Iterable[tuple[int, Recompute, int | Auto]]:
     """What ``chunk_choices`` gives, where selective recomputation is always that of all blocks."""
     whole = (
-        (chunks, kind, layers if kind == "selective" else blocks) for chunks, kind, blocks in tried
+        (chunks, kind, layers if kind in ("selective", "mlp") else blocks)
+        for chunks, kind, blocks in tried
     )
     return dict.fromkeys(whole)
 

@@ -131,7 +131,7 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
 

@@ -332,7 +332,7 @@ _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
     "dualpipev": (2,),
     "zeropp": (2, 3, 4, 6, 8, 12),
 }
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 
 
 def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:

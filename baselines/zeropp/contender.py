@@ -54,6 +54,7 @@ class ZeroppKnobs(StepKnobs):
     # fp32 | bf16: the type in which gradients are sent; sums are fp32
     reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
+    split_backward: bool | Auto = "auto"  # type: ignore[assignment]  # delay weight gradients
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -68,6 +69,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         knobs,
         compile=if_auto(knobs.compile, False),
         reduce_dtype=if_auto(knobs.reduce_dtype, "fp32"),
+        split_backward=if_auto(knobs.split_backward, True),
     )
     _refuse(task, knobs)
     plan = size_step(
@@ -105,7 +107,7 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
 
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
 # Multiples of U*V, raised to the smallest cap and lowered to the whole step.
@@ -115,7 +117,9 @@ _CAPS = (0.0, 1.0, 1.25, 1.5)
 def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
-    They are set to what takes the least time: the largest unit, a cap that holds all activations
+    Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
+    tried where blocks are recomputed. They are set to what takes the least time: the largest unit,
+    a cap that holds all activations
     of a step, and gradients that are reduced once per step. So the lower bound on a family's step
     time holds for all that ``members`` yields.
     """
@@ -131,20 +135,23 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
-            yield at_degrees(
-                asked,
-                degrees,
-                replicate_zero=zero,
-                reduce_dtype=wire,
-                placement=placement,
-                chunks=chunks,
-                recompute=recompute,
-                recompute_blocks=blocks,
-                compile=if_auto(asked.compile, point.task.shape.dropout == 0),
-                unit=if_auto(asked.unit, m),
-                activation_cap=m * chunks,
-                reduce_every=if_auto(asked.reduce_every, "step"),
-            )
+            splits = (True, False) if degrees.pp > 1 and recompute != "none" else (True,)
+            for split in choices(asked.split_backward, splits):
+                yield at_degrees(
+                    asked,
+                    degrees,
+                    replicate_zero=zero,
+                    reduce_dtype=wire,
+                    placement=placement,
+                    chunks=chunks,
+                    recompute=recompute,
+                    recompute_blocks=blocks,
+                    split_backward=split,
+                    compile=if_auto(asked.compile, point.task.shape.dropout == 0),
+                    unit=if_auto(asked.unit, m),
+                    activation_cap=m * chunks,
+                    reduce_every=if_auto(asked.reduce_every, "step"),
+                )
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:

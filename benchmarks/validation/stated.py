@@ -89,6 +89,7 @@ def flops_per_token(row: PublishedRow) -> float:
     attention = 4 * shape.seq * shape.hidden  # of one block's forward
     left_out = attention / 2 if row.attention_flops == "causal" else 0.0
     again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
+    again["mlp"] = 2 * shape.gates * shape.hidden * shape.ffn
     counted = model_flops_per_token(shape) - 3 * shape.layers * left_out
     blocks = row.recompute_blocks or shape.layers
     return counted + (blocks * again[row.recompute] if row.measure.hardware else 0.0)

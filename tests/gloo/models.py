@@ -119,7 +119,7 @@ def topology(seed: int, layers: int = 6, rows: int = 8) -> dict[str, Any]:
         "prefetch": draw.randint(0, 2),
         "replicate_zero": draw.randint(0, 1) if replicate > 1 else 0,
         "placement": draw.choice(["dp_inner", "pp_inner"]),
-        "recompute": draw.choice(["none", "selective", "full"]),
+        "recompute": draw.choice(["none", "selective", "mlp", "full"]),
         "reduce_every": draw.choice(["unit", "step"]),
         "split_backward": draw.random() < 0.7,
         "tied": draw.random() < 0.5,

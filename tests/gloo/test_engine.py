@@ -77,6 +77,7 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
 LLAMA = [
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, recompute="full"),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective", tied=True),
+    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="mlp", recomputed=(1, 1, 0, 1)),
     Case(pp=2, replicate=2, zero=True, tied=True, unit=4, batch=12, placement="pp_inner"),
 ]
 

@@ -92,7 +92,7 @@ def assert_near(stages: Sequence[dict[str, float]], share: float) -> None:
     assert far == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
 @pytest.mark.parametrize("machine", ["a800", "h100"])
 @pytest.mark.parametrize("microbatch", [1, 4])
 @pytest.mark.parametrize("model", MODELS)

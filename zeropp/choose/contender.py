@@ -191,6 +191,8 @@ def describe(plan: SizedPlan) -> str:
     words += [f"zero{layout.replicate_zero}"] * (layout.replicate_zero > 0)
     words += ["sp"] * layout.sequence_parallel
     words += [f"{layout.exchange} exchanged"] * (layout.context > 1)
+    if order.name == "zeropp" and layout.pp > 1 and not plan.split_backward:
+        words.append("full backwards")
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":

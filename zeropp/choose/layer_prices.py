@@ -79,6 +79,7 @@ def passes_of_layer(
         matmul_s(device, precision, m=product.m, k=product.k, n=product.n, batch=product.batch)
         for product in layer.products
     ]
+    h = min((max(product.k, product.n) for product in layer.products), default=0)
     kernels = KernelSeconds(
         products=sum(products),
         transposed=sum(_gradients_s(layer, "input", device, precision)),
@@ -96,6 +97,7 @@ def passes_of_layer(
         elementwise_backward=stream_s(device, element * sum(backwards), len(backwards)),
         accumulation=stream_s(device, moved, adding),
         last=products[-1] if layer.ends_in_product else 0.0,
+        wide=sum(s for s, of in zip(products, layer.products, strict=True) if max(of.k, of.n) > h),
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
     in_line = program.blocking_launches or device.is_cpu

@@ -8,8 +8,9 @@ takes the first entry again and again: a family is first priced, if any member m
 then replaced by all members that may, and a member is simulated. It ends when no bound in the
 queue is below the best step by more than the ``tolerance``. So no configuration of the space that
 was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
-of recomputed blocks, quarters are tried, and all numbers for the winner alone; the rules below drop some configurations; and a budget of time may end the search early. The runner-up is the
-best of those that were simulated with other degrees.
+of recomputed blocks, quarters are tried, and all numbers for the winner alone; the rules below
+drop some configurations; and a budget of time may end the search early. The runner-up is the best
+of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -91,13 +92,18 @@ Result = TypeVar("Result")
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+def _policy(
+    widest: float, context: Any, operator: Any, *arguments: Any, **keywords: Any
+) -> CheckpointPolicy:
     """Keep what matrix products and attention give (each backend of attention is an operator of
-    its own, with these words in its name), and recompute the rest."""
-    del context, arguments, keywords
-    if operator in _PRODUCTS or "scaled_dot_product" in operator.name():
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    its own, with these words in its name), and recompute the rest. Products whose factors have rows
+    or columns of more than ``widest`` elements belong to the rest."""
+    del context, keywords
+    if operator in _PRODUCTS:
+        keeps = max(factor.shape[-1] for factor in arguments[-2:]) <= widest
+    else:
+        keeps = "scaled_dot_product" in operator.name()
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run_recomputed(
@@ -107,14 +113,17 @@ def run_recomputed(
     contenders call this.
 
     Full keeps the inputs only; selective also keeps the outputs of matrix products and of
-    attention. ``random``: the function may draw random numbers, and the second run must draw the
+    attention, and mlp of these only what is no wider than the first input, and made of what is no
+    wider. ``random``: the function may draw random numbers, and the second run must draw the
     same ones.
     """
     if recompute == "none":
         return function(*inputs)
     options: dict[str, Any] = {"preserve_rng_state": random}
-    if recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if recompute != "full":
+        widest = inputs[0].shape[-1] if recompute == "mlp" else inf
+        policy = partial(_policy, widest)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
@@ -122,9 +131,9 @@ def run_recomputed(
 class ChunkOptions:
     """How a chunk runs its pieces.
 
-    ``recompute`` full checkpoints each transformer block; selective keeps the outputs of its matrix
-    products and of attention and recomputes the rest. ``recomputed``: how many blocks are
-    recomputed, from the first on. ``compiled``: blocks run through torch.compile. ``seed`` is
+    ``recompute`` is what ``run_recomputed`` computes again of a transformer block, and
+    ``recomputed`` how many blocks are recomputed, from the first on. ``compiled``: blocks run
+    through torch.compile. ``seed`` is
     called before every piece with the piece's index in the chunk and the microbatch; None: pieces
     draw no random numbers, so that what is recomputed need not draw the same ones again.
     ``compute``: floating-point inputs of a piece are cast to this type; None leaves them as they

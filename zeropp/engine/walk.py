@@ -336,10 +336,10 @@ def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> Non
     """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
     products in place where torch does not notice it, and gradients would be wrong."""
     for part in module.modules():
-        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
             raise InfeasibleError(
                 f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                "recompute='selective', because it changes in place what that keeps (take 'full')"
+                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
             )
 
 

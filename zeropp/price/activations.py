@@ -56,7 +56,7 @@ def block_saved(work: Work) -> float:
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
     scores = 0.0
-    if not program.flash and work.recompute != "selective":
+    if not program.flash and work.recompute not in ("selective", "mlp"):
         scores = shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
     if program.eager:
         kept = eager_pass(program.eager, shape, work.precision, "saved").moved(shape)
@@ -80,11 +80,20 @@ def block_saved(work: Work) -> float:
 def block_kept(work: Work) -> float:
     """Bytes that a block keeps from its forward to its backward.
 
-    With selective recomputation they depend on the program (``Program.selective``).
+    With selective recomputation they depend on the program (``Program.selective``). With that of
+    the MLP they are what torch keeps of the other operators: queries, keys and values, attention's
+    output, and that of the product behind it.
     """
     if work.recompute == "full":
         return boundary_bytes(work)
-    if work.recompute == "none" or work.program.selective == "scores":
+    if work.recompute == "none":
+        return block_saved(work)
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    attended = (2 * h + 2 * kv) * e + FP32 * shape.heads
+    if work.recompute == "mlp":
+        return boundary_bytes(work) + work.tokens * (attended / work.tp + h * e)
+    if work.program.selective == "scores":
         return block_saved(work)
     if work.program.selective == "half":
         return (boundary_bytes(work) + block_saved(work)) / 2
@@ -93,8 +102,6 @@ def block_kept(work: Work) -> float:
             work.shape.hidden * _input_bytes(work) / _inputs_split(work)
             + _mlp_saved_bytes(work) / work.tp
         )
-    shape, e = work.shape, element_bytes(work.precision)
-    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     if work.program.selective == "alternate":  # outputs of products, in the order of a block
         outputs = [
             h / work.tp,
@@ -106,7 +113,7 @@ def block_kept(work: Work) -> float:
         ]
         kept = e * (sum(outputs[::2]) + h / work.tp) + FP32 * shape.heads / work.tp
         return boundary_bytes(work) + work.tokens * kept
-    split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads
+    split = attended + shape.gates * shape.ffn * e
     sums = 2 * h * e  # outputs of the row-parallel products, whole on every TP rank
     return boundary_bytes(work) + work.tokens * (split / work.tp + sums)
 

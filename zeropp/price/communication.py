@@ -151,9 +151,10 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
             for columns in (products[:-first], products[1 - first : -1])
         ]
         more -= (1 - slowdown) * sum(min(last, seconds) for seconds in weights_s)
-    again = {"none": 0.0, "selective": float(program.selective == "mlp"), "full": 2.0}
+    again = {"none": 0.0, "selective": float(program.selective == "mlp"), "mlp": 1.0, "full": 2.0}
     if program.stops_recomputing:  # before the last sum, of which slices are half a collective
         again["full"] -= 0.5 if work.sequence_parallel else 1.0
+        again["mlp"] -= 0.5 if work.sequence_parallel else 1.0
     if program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += collective
     logits = 0.0

@@ -166,6 +166,7 @@ class KernelSeconds:
     accumulation: float  # weight gradients that are added to their sums
     biases: float = 0.0  # of all element-wise backward ones, those that come with weight gradients
     mlp: float = 0.0  # of all forward ones, those of the MLP and of the norm before it
+    wide: float = 0.0  # of all forward ones, the products whose input or output is the widest
     last: float = 0.0  # of all forward ones, the last product
 
 
@@ -195,6 +196,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
         accumulation=stream_s(device, work.accumulated * parameters, added),
         biases=_late_biases_s(work),
         last=products[-1],
+        wide=sum(products[len(products) - mlp :]),
         mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
 
@@ -218,7 +220,10 @@ def passes_of(
     forward = kernels.products + core + elementwise + forward_tp
     forward = forward + host_s if in_line else max(forward, host_s)
     whole = forward - kernels.last if program.stops_recomputing else forward
-    again = {"none": 0.0, "selective": 0.0, "full": whole - forward_tp + again_tp}
+    again = {"none": 0.0, "selective": 0.0, "mlp": 0.0, "full": whole - forward_tp + again_tp}
+    if recompute == "mlp":
+        left_out = kernels.last if program.stops_recomputing else 0.0
+        again["mlp"] = elementwise + kernels.wide - left_out + again_tp
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}

@@ -26,7 +26,9 @@ Auto = Literal["auto"]
 Axis = Literal["tp", "pp", "context", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
 Precision = Literal["fp32", "bf16"]
-Recompute = Literal["none", "selective", "full"]
+# What a recomputed block makes again: all but attention and its products ("selective"), also the
+# products that are wider than the block's input ("mlp"), or all that is in it ("full").
+Recompute = Literal["none", "selective", "mlp", "full"]
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
