@@ -70,7 +70,7 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     if work.context == 1:
         return tensor
     ring, heads = _ring_s(cluster, plan.layout, work), _heads_s(cluster, plan.layout, work)
-    again = {"none": 0.0, "selective": 0.0, "full": ring[0] + heads}
+    again = {"none": 0.0, "selective": 0.0, "mlp": heads, "full": ring[0] + heads}
     if work.program.selective == "elementwise":  # the outputs of products and of attention are kept
         again["selective"] = heads
     return replace(
