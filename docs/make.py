@@ -104,8 +104,23 @@ def _verdict_tables() -> dict[str, str]:
 
 
 def _accuracy(which: str) -> str:
-    """How far the simulator is from published measurements, over all sources or those of a
-    role."""
+    """How far the simulator is from published measurements, over all sources or those of a role,
+    or over all sources as strangers."""
+    if which == "strangers":
+        frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv")
+        frame = frame.query("source == 'all sources'").set_index("quantity")
+        rows = [
+            [
+                {"speed": "speed of a run", "memory": "memory of the fullest rank"}[str(quantity)],
+                f"{row['runs']:,}",
+                *(f"{row[name]:.1%}" for name in ("median", "p90")),
+                f"{row['bias']:+.1%}",
+                f"{row['inside']:.0%} in ± {row['interval']:.0%}",
+            ]
+            for quantity, row in frame.iterrows()
+        ]
+        heads = ["what", "runs", "median error", "90th percentile", "bias"]
+        return markdown_table([*heads, "inside the interval"], rows)
     kinds = {
         "speed of a run": "throughput",
         "ratio of two plans of one source": "ratio",
@@ -124,6 +139,20 @@ def _accuracy(which: str) -> str:
 
 def _all_errors() -> pd.DataFrame:
     return pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+
+
+def _strangers(quantity: str) -> str:
+    """The errors of every source in sample, and of its runs as strangers, for speed or memory."""
+    frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv").query("quantity == @quantity")
+    lines = []
+    for _, row in frame.iterrows():
+        shares = [row[f"{name}{kind}"] for kind in ("_in_sample", "") for name in ("median", "p90")]
+        texts = [f"{share:.1%}" for share in shares]
+        texts += [f"{row['bias']:+.1%}", f"{row['inside']:.0%}", f"{row['interval']:.0%}"]
+        lines.append([row["source"], f"{row['runs']:,}", *texts])
+    heads = ["source left out", "runs", "in sample: median", "90th percentile"]
+    heads += ["as a stranger: median", "90th percentile", "bias", "inside the interval"]
+    return markdown_table([*heads, "interval, ±"], lines)
 
 
 def _errors_by_source(kind: str) -> str:
@@ -317,6 +346,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "verdict": _verdict,
     "accuracy": _accuracy,
     "errors": _errors,
+    "strangers": _strangers,
     "errors_by_source": _errors_by_source,
     "fits": _fits,
     "priced": _priced,

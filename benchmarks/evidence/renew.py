@@ -22,6 +22,9 @@ STUDIES = {
     "schedules.csv and schedule_orders.json": ("benchmarks.evidence.schedules",),
     "memory/traced_vs_simulated.csv": ("benchmarks.evidence.memory_table",),
     "validation/validation.csv": ("benchmarks.validation", "--out", f"{REFERENCE}/validation"),
+    "validation/strangers.csv": (
+        *("benchmarks.validation.strangers", "--out", f"{REFERENCE}/validation"),
+    ),
     "claim_33/plans.csv": (
         *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),
         "rerun=all",

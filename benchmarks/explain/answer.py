@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.explain.question import Question
@@ -17,7 +16,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
-from benchmarks.validation.ratio_errors import priced_runs
+from benchmarks.validation.ratio_errors import error_text
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate
@@ -144,18 +143,8 @@ def mfu(result: SimResult, question: Question) -> float | None:
 
 
 def measured_errors(question: Question) -> str:
-    """How far the simulator was from published runs of this program in any version, as words."""
+    """How far the simulator was from published runs that it had not seen, of this program in any
+    version if there are enough, as words."""
     label = question.contender.label
     name = label if label == question.reading.program else question.contender.name
-    errors = [
-        abs(float(row["relative_error"]))
-        for row in priced_runs()
-        if row["program"].startswith(name)
-    ]
-    if len(errors) < 2:
-        return f"no published run of {label} to compare with"
-    high = quantiles(errors, n=10)[-1]
-    return (
-        f"error on {len(errors)} published runs of {label}: median "
-        f"{100 * median(errors):.1f} %, 90th percentile {100 * high:.1f} %"
-    )
+    return error_text(name, label)

@@ -17,7 +17,7 @@ from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset, validated
-from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
@@ -26,7 +26,15 @@ from zeropp.schedule.plan import SizedPlan
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
-KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
+KEYS = (
+    "num_gpus",
+    "cluster",
+    "global_batch",
+    "microbatch_size",
+    "precision",
+    "contender",
+    "memory_margin",
+)
 
 
 @dataclass(frozen=True)
@@ -194,9 +202,10 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     name = settings.get("contender", reading.contender)
     if name not in PRICED:
         raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
-    values = {key: settings[key] for key in ("num_gpus", "global_batch", "precision")}
+    keys = ("num_gpus", "global_batch", "precision", "memory_margin")
+    values = {key: settings[key] for key in keys if key in settings}
     cluster = preset("cluster", settings["cluster"], Cluster)
-    spec = validated(TaskSpec, {**values, "model": model, "cluster": cluster})
+    spec = validated(SearchSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))

@@ -22,7 +22,7 @@ from benchmarks.specification import SpecError
 from benchmarks.validation import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
-from zeropp.choose.task import Candidate
+from zeropp.choose.task import Candidate, Task
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import SizedPlan
 
@@ -86,13 +86,22 @@ def _speed(answer: Answer) -> str:
     words = f"Step {result.step_s:.3f} s, {result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
     words += "" if share is None else f", MFU {100 * share:.1f} %"
     if answer.fits:
-        return f"It fits. {words}."
+        task = answer.question.task
+        left = f"It fits with {spare(answer.asked, task)} to spare"
+        if answer.asked.peak_bytes > task.limit_bytes:
+            left += f", less than the {task.memory_margin:.0%} that best plans leave"
+        return f"{left}. {words}."
     rank, memory = max(enumerate(result.memory), key=lambda rank: rank[1].total)
     device = answer.question.task.cluster.device
     return (
         f"It does not fit: pipeline rank {rank} needs {memory.total / 2**30:.1f} GiB, the device "
         f"has {device.usable_bytes / 2**30:.1f} for tensors. If it did: {words}."
     )
+
+
+def spare(plan: Evaluated[Any], task: Task) -> str:
+    """By which share a plan's memory may be more than priced, as ``9 %``."""
+    return f"{100 * (task.cluster.device.usable_bytes / plan.peak_bytes - 1):.0f} %"
 
 
 def _memory(answer: Answer) -> Table:

@@ -19,7 +19,7 @@ from pydantic import SkipValidation
 from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.reading import validated
-from zeropp.choose.task import Candidate, Knobs, Task
+from zeropp.choose.task import MEMORY_MARGIN, Candidate, Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import Plan
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
@@ -82,6 +82,19 @@ class TaskSpec:
             global_batch=self.global_batch,
             precision=self.precision,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpec(TaskSpec):
+    """A task for which plans are searched, and the room that they must leave."""
+
+    # What a plan must leave free of the device's memory, as a share of its priced peak.
+    memory_margin: Annotated[float, AT_LEAST_0] = MEMORY_MARGIN
+
+    @property
+    def task(self) -> Task:
+        """The same as the library's type."""
+        return dataclasses.replace(super().task, memory_margin=self.memory_margin)
 
 
 @dataclass(frozen=True, kw_only=True)

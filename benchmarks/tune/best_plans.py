@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from benchmarks.explain.screen import PlanLine, lost, table_of_plans, written_as
+from benchmarks.explain.screen import PlanLine, lost, spare, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
-from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced
+from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
 from benchmarks.validation.ratio_errors import NOTE, ratio_text
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER, Outcome, search
@@ -32,7 +32,7 @@ _TELL_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSpec(TaskSpec):
+class TuneSpec(SearchSpec):
     """The keys of ``conf/tune.yaml``, checked."""
 
     contenders: tuple[str, ...]
@@ -124,7 +124,9 @@ def show(outcomes: list[Outcome[Any]]) -> None:
     )
     for outcome in outcomes:
         winner = outcome.winner
-        words = f"loses {lost(winner.result, 0.0005)}" if winner else "no plan fits"
+        words = f"no plan fits with {task.memory_margin:.0%} to spare"
+        if winner:
+            words = f"fits with {spare(winner, task)} to spare; loses {lost(winner.result, 0.0005)}"
         tell(f"{outcome.contender.label}: {words}.")
     for outcome in outcomes:
         tell(f"{outcome.contender.label}: {_counted(outcome)}.")

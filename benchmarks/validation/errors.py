@@ -106,7 +106,8 @@ def first_of_runs(predictions: Iterable[Prediction]) -> list[Prediction]:
 @dataclass(frozen=True, kw_only=True)
 class Errors:
     """The absolute relative errors of one source and kind (throughput, memory, or the ratio of two
-    runs). ``rows`` counts printed numbers; all else is over ``runs``."""
+    runs), those of a run in speed, also where a time was published. ``rows`` counts printed
+    numbers; all else is over ``runs``."""
 
     kind: str
     source: str
@@ -115,7 +116,7 @@ class Errors:
     runs: int
     median: float
     p90: float
-    bias: float | None = None  # median of time, or memory, over the measured one, minus 1
+    bias: float | None = None  # the median with its sign: + is too fast, or too much memory
     signs: float | None = None  # of pairs: the share whose order is right
     ordered: int = 0  # the pairs that differ enough for that
 
@@ -146,17 +147,15 @@ def errors_of(predictions: Sequence[Prediction]) -> list[Errors]:
     """Errors per kind and source, per software generation and device, and over all sources; ratios
     come last."""
     rows: Counter[tuple[str, str, str]] = Counter()
-    absolute: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     signed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for prediction in predictions:
         rows.update(_groups(prediction.kind, prediction.row))
     runs = first_of_runs(predictions)
     for prediction in runs:
         for group in _groups(prediction.kind, prediction.row):
-            absolute[group].append(abs(prediction.relative_error))
-            signed[group].append(_slower(prediction))
+            signed[group].append(prediction.error_of_speed)
     errors = [
-        _errors(group, rows[group], absolute[group], bias=float(np.median(of)))
+        _errors(group, rows[group], np.abs(of).tolist(), bias=float(np.median(of)))
         for group, of in signed.items()
         if group[0] in KINDS
     ]
@@ -170,12 +169,6 @@ def errors_of(predictions: Sequence[Prediction]) -> list[Errors]:
         distances = [abs(pair.relative_error) for pair in members]
         errors.append(_errors(group, len(members), distances, signs=signs, ordered=len(right)))
     return sorted(errors, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
-
-
-def _slower(prediction: Prediction) -> float:
-    """By which share the predicted time, or memory, is more than the measured one."""
-    error, kind = prediction.relative_error, prediction.row.measure.kind
-    return error if kind in ("time", "layer", "memory", "limit") else 1 / (1 + error) - 1
 
 
 def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float], **more: Any) -> Errors:

@@ -31,7 +31,7 @@ from benchmarks.validation.rows import PublishedRow
 from benchmarks.validation.stated import preset_of
 from zeropp.price.programs import entry_named, program_named, program_names
 
-ROWS = 30  # runs of a source that take part in the fit
+ROWS = 20  # runs of a source that take part in the fit
 _STEP = 0.02  # the change of a constant's logarithm that gives the slope
 _SPREAD = 0.05  # errors beyond this count less and less
 Array = npt.NDArray[np.float64]

@@ -1,25 +1,30 @@
-"""A simulated ratio of two plans' speeds with its error: the factor within which the simulator's
-ratios of nine in ten pairs of published runs are of the measured ones.
+"""How wrong a simulated number may be, from published runs that were priced as strangers: with
+constants and programs of other sources alone (``strangers``).
 
-Pairs of one program differ in their degrees; pairs of two programs have one model, batch and
-devices. Of the latter the error is larger, because what is missed of a program does not cancel.
+An interval holds nine in ten of these runs, where every source weighs the same, however many runs
+it published. That of a ratio of two plans' speeds is the factor within which nine in ten simulated
+ratios are of the measured ones: of pairs of one program, or of two, with one model, batch and
+devices.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from itertools import combinations
-from math import exp, log
-from statistics import quantiles
+from math import exp, log1p
+from statistics import median
 
 from zeropp.types.data import DATA
 
 NOTE = (
     "In brackets: where nine in ten measured ratios are, by the simulator's errors on pairs of "
-    "published runs of one program, or of two."
+    "published runs of one program, or of two, whose source it had not seen."
 )
+INSIDE = 0.9  # the share of runs that an interval is to hold
+FEWEST_RUNS, FEWEST_SOURCES = 20, 2  # of a program with an error of its own
 _VALIDATION = DATA / "results" / "reference" / "validation"
 _SAME = (
     "layers", "hidden", "heads", "ffn", "vocab", "seq", "device", "num_gpus", "global_batch",
@@ -30,9 +35,55 @@ _SAME = (
 @cache
 def priced_runs() -> list[dict[str, str]]:
     """The published runs that have a price: the cells of their first row in the validation."""
-    with (_VALIDATION / "validation.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = _read("validation.csv")
     return [row for row in rows if row["first_of_run"] == "yes" and row["relative_error"]]
+
+
+@cache
+def stranger_runs() -> list[dict[str, str]]:
+    """The published runs that have a price as strangers, with their error (``stranger``) and their
+    cells in the validation."""
+    cells = {row["place"]: row for row in priced_runs()}
+    return [cells.get(run["place"], {}) | run for run in _read("stranger_runs.csv")]
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (_VALIDATION / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def interval_of(errors: Iterable[tuple[str, float]]) -> float:
+    """The size that nine in ten errors do not exceed, where every source weighs the same;
+    ``errors`` are of a source each."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for source, error in errors:
+        by_source[source].append(abs(error))
+    weighed = [(error, 1 / len(of)) for of in by_source.values() for error in of]
+    reached = 0.0
+    for error, weight in sorted(weighed):
+        reached += weight
+        if reached >= INSIDE * len(by_source) - 1e-9:
+            return error
+    return float("nan")
+
+
+def error_text(program: str, label: str) -> str:
+    """How far the simulator is from runs of publishers that it had not seen, as words, with the
+    error on those of one program (all entries whose names begin with ``program``) if enough
+    publishers ran it."""
+    speeds = [run for run in stranger_runs() if run["quantity"] == "speed"]
+    errors = [(run["source"], float(run["stranger"])) for run in speeds]
+    middle = median(abs(error) for _, error in errors)
+    whole = f"as a stranger, {middle:.0%} in the median, and nine in ten within"
+    whole = f"{whole} {interval_of(errors):.0%}"
+    own = [run for run in speeds if run["program"].startswith(program)]
+    sources = {run["source"] for run in own}
+    if not own:
+        return f"no published run of {label}: {whole}"
+    if len(own) < FEWEST_RUNS or len(sources) < FEWEST_SOURCES:
+        return f"{len(own)} published runs of {label}, too few for an error of its own: {whole}"
+    there = median(abs(float(run["stranger"])) for run in own)
+    return f"{whole}; {there:.0%} on {len(own)} published runs of {label} by {len(sources)} sources"
 
 
 def ratio_text(ratio: float, *, one_program: bool) -> str:
@@ -46,19 +97,15 @@ def ratio_text(ratio: float, *, one_program: bool) -> str:
 @cache
 def factor(*, one_program: bool) -> float:
     """The factor within which nine in ten simulated ratios are of the measured ones."""
-    if one_program:
-        with (_VALIDATION / "errors.csv").open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["kind"] == "ratio"]
-        return 1 + next(float(row["p90"]) for row in rows if row["source"] == "all sources")
     groups = defaultdict(list)
-    for row in priced_runs():
-        if "memory" not in row["metric"]:
-            run = row["program"], log(float(row["predicted"]) / float(row["value"]))
-            groups[tuple(row[key] for key in _SAME)].append(run)
-    errors = [
-        abs(first[1] - second[1])
-        for runs in groups.values()
-        for first, second in combinations(runs, 2)
-        if first[0] != second[0]
-    ]
-    return exp(quantiles(errors, n=10)[-1])
+    for run in stranger_runs():
+        if run["quantity"] == "speed" and run.get("layers"):
+            groups[tuple(run[key] for key in _SAME)].append(run)
+    return exp(
+        interval_of(
+            (first["source"], log1p(float(first["stranger"])) - log1p(float(other["stranger"])))
+            for runs in groups.values()
+            for first, other in combinations(runs, 2)
+            if (first["program"] == other["program"]) is one_program
+        )
+    )

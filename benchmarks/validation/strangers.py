@@ -21,6 +21,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,7 @@ from benchmarks.validation.fit_constants import (
 )
 from benchmarks.validation.plausible import SHARD_ALONE
 from benchmarks.validation.predict import Prediction, outcome_of, predict_case
+from benchmarks.validation.ratio_errors import interval_of
 from benchmarks.validation.rows import (
     PublishedRow,
     UnpredictableError,
@@ -50,7 +52,6 @@ from benchmarks.validation.rows import (
 )
 from zeropp.price.programs import Program, program_named
 
-INSIDE = 0.9  # the share of runs that the interval is to hold
 _MOVES = 0.01  # a slope from which on a constant counts as one on which a run depends
 _SAME = [f.name for f in fields(Program) if f.name not in ("name", "kernels")]
 
@@ -143,21 +144,6 @@ class SourceErrors:
     interval: float  # its half width, as a share
 
 
-def interval_of(runs: Iterable[StrangerRun]) -> float:
-    """The absolute error that ``INSIDE`` of the runs do not exceed, where every source weighs the
-    same."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        by_source[run.source].append(abs(run.stranger))
-    errors = [(error, 1 / len(of)) for of in by_source.values() for error in of]
-    whole, reached = float(len(by_source)), 0.0
-    for error, weight in sorted(errors):
-        reached += weight
-        if reached >= INSIDE * whole - 1e-9:
-            return error
-    return float("nan")
-
-
 def errors_by_source(runs: Sequence[StrangerRun]) -> list[SourceErrors]:
     """One line per quantity and source, and one over all sources, whose interval is that of every
     further stranger."""
@@ -168,13 +154,17 @@ def errors_by_source(runs: Sequence[StrangerRun]) -> list[SourceErrors]:
         inside: list[bool] = []
         for source in sources:
             own = [run for run in of_kind if run.source == source]
-            width = interval_of(run for run in of_kind if run.source != source)
+            width = _width(run for run in of_kind if run.source != source)
             held = [abs(run.stranger) <= width for run in own]
             inside += held
             lines.append(_errors(quantity, source, own, held, width))
         if of_kind:
-            lines.append(_errors(quantity, "all sources", of_kind, inside, interval_of(of_kind)))
+            lines.append(_errors(quantity, "all sources", of_kind, inside, _width(of_kind)))
     return lines
+
+
+def _width(runs: Iterable[StrangerRun]) -> float:
+    return interval_of((run.source, run.stranger) for run in runs)
 
 
 def _errors(
@@ -212,27 +202,25 @@ _HEAD = f"{'':7} {'source left out':34}  runs  in sample: med, p90  as a strange
 Runs = Mapping[str, Prediction]  # by the place of their row
 
 
-def left_out(known: Runs) -> tuple[list[StrangerRun], list[str]]:
+def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]:
     """All runs as strangers, and a line of text on every constant."""
     rows = [prediction.row for prediction in known.values()]
     chosen = drawn([p.row for p in known.values() if p.kind == "throughput"])
     programs: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         programs[row.program].add(row.source)
-    with workers(os.cpu_count() or 1) as pool:
-        priced_so = track(pool.map(slopes, chosen, chunksize=8), len(chosen), "slopes")
-        errors, moved = (np.array(each) for each in zip(*priced_so, strict=True))
-        of = np.array([row.source for row in chosen])
-        fits = {s: fit(errors[of != s], moved[of != s]) for s in {row.source for row in rows}}
-        others = {s: frozenset(name for name, by in programs.items() if by - {s}) for s in fits}
-        waiting = [
-            pool.submit(priced, place, p, others[p.row.source], fits[p.row.source])
-            for place, p in known.items()
-        ]
-        done = track((job.result() for job in waiting), len(waiting), "strangers")
-        runs = [run for run in done if run is not None]
-    whole = fit(errors, moved)
-    words = []
+    priced_so = track(pool.map(slopes, chosen, chunksize=8), len(chosen), "slopes")
+    errors, moved = (np.array(each) for each in zip(*priced_so, strict=True))
+    of = np.array([row.source for row in chosen])
+    fits = {s: fit(errors[of != s], moved[of != s]) for s in {row.source for row in rows}}
+    others = {s: frozenset(name for name, by in programs.items() if by - {s}) for s in fits}
+    waiting = [
+        pool.submit(priced, place, p, others[p.row.source], fits[p.row.source])
+        for place, p in known.items()
+    ]
+    done = track((job.result() for job in waiting), len(waiting), "strangers")
+    runs = [run for run in done if run is not None]
+    whole, words = fit(errors, moved), []
     for constant, slope in zip(constants(), moved.T, strict=True):
         users = sorted(set(of[np.abs(slope) > _MOVES]))
         words.append(_of_constant(constant, whole, {user: fits[user] for user in users}))
@@ -253,11 +241,10 @@ def _of_constant(
     return f"{words}, SERVES ONE SOURCE ALONE: {', '.join(fits) or 'no run moves with it'}"
 
 
-def _known() -> Runs:
+def _known(pool: Executor) -> Runs:
     """The predictions of all runs of results/published that have a price, by their first row."""
     lines = [line for path in training_tables() for line in read_rows(path)]
-    with workers(os.cpu_count() or 1) as pool:
-        outcomes = list(track(pool.map(outcome_of, lines, chunksize=16), len(lines), "rows"))
+    outcomes = list(track(pool.map(outcome_of, lines, chunksize=16), len(lines), "rows"))
     places = {id(o.prediction): o.line.place for o in outcomes}
     first = first_of_runs(predictions_of(outcomes))
     return {places[id(prediction)]: prediction for prediction in first if prediction.kind != "oom"}
@@ -275,7 +262,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.out is not None:
         check_writable("--out", options.out)
-    runs, words = left_out(_known())
+    with workers(os.cpu_count() or 1) as pool:
+        runs, words = left_out(_known(pool), pool)
     errors = errors_by_source(runs)
     print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
     if options.out is not None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
@@ -23,7 +23,7 @@ from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, search
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
-from zeropp.types.literals import Precision
+from zeropp.types.literals import AT_LEAST_0, Precision
 from zeropp.types.shape import ModelShape
 
 # The columns of the tables that name a cell: ``Cell.key``.
@@ -139,7 +139,9 @@ def winner_of(
     begin = [
         each
         for each in begin
-        if row.allows(each.knobs) and fixed.items() <= vars(each.knobs).items()
+        if isinstance(each.knobs, row.contender.knobs)  # not of another row whose plan it took
+        and row.allows(each.knobs)
+        and fixed.items() <= vars(each.knobs).items()
     ]
     asked = row.contender.any_gradient_types if own else None
     found = search(
@@ -197,6 +199,7 @@ class VerdictSpec:
     """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
 
     tolerance: float
+    memory_margin: Annotated[float, AT_LEAST_0]
     clusters: list[str]
     sequences_per_gpu: list[int]
     num_gpus: dict[str, list[int]]  # by model
@@ -229,6 +232,7 @@ def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
                 num_gpus=gpus,
                 global_batch=gpus * sequences,
                 precision=precision,
+                memory_margin=spec.memory_margin,
             ),
             factor,
         )

@@ -50,7 +50,7 @@ def papers_own(task: Task) -> list[Evaluated[Any]]:
         baselines = _priced(task, three)
         if not _fit(task, baselines):
             continue
-        limit = min(1.1 * max(plan.peak_bytes for plan in baselines), _usable(task))
+        limit = min(1.1 * max(plan.peak_bytes for plan in baselines), task.limit_bytes)
         for unit in _units(task, knobs):
             (plan,) = _priced(task, [(ZEROPP, replace(knobs, unit=unit, activation_cap=2 * unit))])
             if plan.peak_bytes <= limit or (unit == knobs.unit and _fit(task, [plan])):
@@ -81,11 +81,7 @@ def _priced(task: Task, setting: Iterable[tuple[Contender[Any], Knobs]]) -> list
 
 
 def _fit(task: Task, plans: Iterable[Evaluated[Any]]) -> bool:
-    return all(plan.peak_bytes <= _usable(task) for plan in plans)
-
-
-def _usable(task: Task) -> int:
-    return task.cluster.device.usable_bytes
+    return all(plan.peak_bytes <= task.limit_bytes for plan in plans)
 
 
 def _equal_settings(

@@ -8,6 +8,7 @@ claim holds, but not its size; within 6 % it is a tie.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -52,7 +53,7 @@ KEYS = [*CELL, "mode"]
 def judge(plans: pd.DataFrame) -> pd.DataFrame:
     """One row per cell and mode: speed, memory, speed-ups over each baseline, and the verdict. The
     bound is the fastest public 3D plan (``with_shared_plans``)."""
-    plans = _with_own(plans)
+    plans = with_own(plans)
     wide = with_shared_plans(plans).pivot(index=KEYS, columns="contender")
     priced = set(plans[[*KEYS, "contender"]].itertuples(index=False, name=None))
     rows = []
@@ -80,7 +81,7 @@ def plans_of(name: str) -> tuple[str, ...]:
     return (name, *_TAKES.get(name, ()))
 
 
-def _with_own(plans: pd.DataFrame) -> pd.DataFrame:
+def with_own(plans: pd.DataFrame) -> pd.DataFrame:
     """The plans, in which every row of mode "best" has one of mode "own": itself, if the program
     has no other types of gradients or is no faster with them."""
     best = plans[plans["mode"] == "best"]
@@ -219,12 +220,12 @@ def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
 
 def bound_note(plans: pd.DataFrame) -> str:
     """In how many cells the bound is another program's plan."""
-    best = plans[plans["mode"] == "best"].set_index([*KEYS, "contender"])
-    speeds = best.tokens_per_s_per_gpu.unstack()
-    raised = with_shared_plans(plans).set_index([*KEYS, "contender"]).tokens_per_s_per_gpu.unstack()
-    count = int((raised[BOUND].reindex(speeds.index) > speeds[BOUND]).sum())
+    shared = with_shared_plans(plans[plans["mode"] == "best"])
+    settings = shared[(shared["contender"] == BOUND) & shared["setting"].notna()]["setting"]
+    own = COMPARED[BOUND].contender.name
+    count = sum(json.loads(setting)["knobs"]["name"] != own for setting in settings)
     return (
-        f"In {count} of {len(speeds)} cells the search for {BASELINES[BOUND]} ended, within its "
+        f"In {count} of {len(settings)} cells the search for {BASELINES[BOUND]} ended, within its "
         "tolerance, with a plan slower than that of another 3D program; there the bound is that "
         "program's plan."
     )

@@ -45,6 +45,7 @@ from benchmarks.verdict.cells import (
     winner_of,
 )
 from benchmarks.verdict.given_settings import GIVEN
+from benchmarks.verdict.judge import with_own, with_shared_plans
 from benchmarks.verdict.pages import short
 from benchmarks.verdict.pictures import draw
 from benchmarks.verdict.uncertainty import judged
@@ -171,7 +172,8 @@ def simulate_cells(
                 continue
             rows += [line_of(record) for records in of_cell.values() for record in records]
             rows.sort(key=_order)
-            table = pd.DataFrame(rows)
+            table = with_shared_plans(with_own(pd.DataFrame(rows)))
+            table = pd.DataFrame(sorted(table.to_dict("records"), key=_order))
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
 
 

@@ -3,17 +3,22 @@
 A simulated ratio of two programs is off by what the simulator misses of each program, and by the
 constants that it assumes. Both are drawn many times:
 
-* *Errors of programs*, from the committed predictions of published runs on the generations of
-  devices that the verdict has. The error of a run, ln(predicted speed / published speed), is taken
-  apart into the median error of its program, which all cells of that program have in common, and
-  the rest, which every cell has for itself. A draw gives each program of the comparison, ZeroPP
-  among them, the common error of some published program, and each of its cells the rest of some
-  run; every published program has the same weight, however many runs it published. What is wrong
-  with a device is wrong for both programs of a cell, so common errors are taken around their
-  median.
+* *Errors of programs*, from published runs on the generations of devices that the verdict has. The
+  error of a run, ln(predicted speed / published speed), is taken apart into the median error of its
+  source and program, which all cells of a program have in common, and the rest, which every cell
+  has for itself. A draw gives each program of the comparison, ZeroPP among them, the common error
+  of some source and program, and each of its cells the rest of some run; every source and program
+  has the same weight, however many runs it published. What is wrong with a device is wrong for both
+  programs of a cell, so common errors are taken around their median. The errors are those of
+  strangers (``benchmarks.validation.strangers``): nothing of a source had a part in its price. Two
+  other ``ERRORS`` stand beside them: those in sample, and for ZeroPP those of the tables that were
+  priced before their numbers had been seen.
 * *Assumptions* (``assumptions``), each at a place in its range that is drawn once for all cells.
 
-What is published partly depends on the same constants, so some of the error is counted twice.
+Of KempnerForge's pipelines, the published runs nearest to ZeroPP's layout, the errors are those of
+replays of its code: its description is wrong by a third, and ZeroPP's is held to its code by
+replays. What is published partly depends on the same constants, so some of the error is counted
+twice.
 """
 
 from __future__ import annotations
@@ -21,14 +26,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from benchmarks.report.evidence import published_errors
+from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import COMPARED
+from benchmarks.validation.ratio_errors import stranger_runs
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import CELL
 from benchmarks.verdict.judge import (
@@ -42,8 +48,17 @@ from benchmarks.verdict.judge import (
 
 Array = npt.NDArray[np.float64]
 DEVICES = ("a100", "a800", "h100", "h800", "h200")  # the generations of the verdict's clusters
-FEWEST_RUNS = 5  # of a program whose median error counts
+FEWEST_RUNS = 3  # of a source and program whose median error counts
+ErrorKind = Literal["stranger", "in_sample", "blind"]
+ERRORS: dict[ErrorKind, str] = {
+    "stranger": "every source left out in turn",
+    "in_sample": "in sample",
+    "blind": "ZeroPP's as of tables priced blind, the others' in sample",
+}
 DRAWS = 4000
+_REFERENCE = CHECKOUT / "results" / "reference"
+_BLIND = _REFERENCE / "validation" / "blind.csv"
+_REPLAYS = _REFERENCE / "kempnerforge_replays.csv"
 LIMITS = (0.05, 0.95)  # an interval's ends, as shares of the draws
 SEED = 33
 
@@ -64,28 +79,47 @@ class ProgramErrors:
         return np.asarray(common + own)
 
 
-def program_errors() -> ProgramErrors:
-    """The errors of all programs with enough published runs on ``DEVICES``."""
-    table = _published()
-    runs = [group["error"].to_numpy(dtype=float) for _, group in table.groupby("program")]
+def program_errors(kind: ErrorKind = "stranger") -> ProgramErrors:
+    """The errors of all sources and programs with enough published runs on ``DEVICES``."""
+    table = published(kind)
+    groups = table[table["device"].isin(DEVICES)].groupby(["source", "program"])["error"]
+    runs = [group.to_numpy(dtype=float) for _, group in groups if len(group) >= FEWEST_RUNS]
     medians = np.array([np.median(run) for run in runs])
     rest = tuple(run - median for run, median in zip(runs, medians, strict=True))
-    return ProgramErrors(medians - np.median(medians), rest)
+    # Blind errors are ZeroPP's alone, so that nothing is common to both programs of a ratio.
+    return ProgramErrors(medians - (0 if kind == "blind" else np.median(medians)), rest)
 
 
-def _published(*more: str) -> pd.DataFrame:
-    """The published runs from which errors are drawn, ``error`` as a logarithm."""
-    table = published_errors(*more)
-    table = table[(table["quantity"] == "speed") & table["device"].isin(DEVICES)]
-    table = table[table.groupby("program")["error"].transform("size") >= FEWEST_RUNS]
-    return table.assign(error=np.log1p(table["error"]))
+def published(kind: ErrorKind) -> pd.DataFrame:
+    """The published runs from which errors are drawn, with their cells, ``error`` as a
+    logarithm."""
+    table = pd.DataFrame(stranger_runs())
+    table = table[(table["quantity"] == "speed") & table["layers"].notna()]
+    if kind == "blind":
+        blind = pd.read_csv(_BLIND).dropna(subset="predicted").set_index("place")["predicted"]
+        table = table[table["place"].isin(blind.index)]
+        ratio = table["place"].map(blind) / table["value"].astype(float)
+        is_time = table["metric"].str.contains("time")
+        return table.assign(error=np.log(np.where(is_time, 1 / ratio, ratio)))
+    table = table.assign(error=np.log1p(table[kind].astype(float)))
+    pipelines = table.index[table["program"] == "kempnerforge"]
+    replays = kempnerforge_replays()
+    table.loc[pipelines, "error"] = np.log1p(replays[: len(pipelines)])
+    return table
+
+
+def kempnerforge_replays() -> Array:
+    """The errors of the replays of KempnerForge's pipelines: replayed over measured speed - 1."""
+    table = pd.read_csv(_REPLAYS)
+    return np.asarray(table["measured_step_s"] / table["replayed_step_s"] - 1, dtype=float)
 
 
 def published_pairs() -> Array:
     """The errors of ratios, ln(predicted / published), of all pairs of published runs of two
     programs with one model, batch, device and number of devices."""
     same = ["layers", "hidden", "heads", "ffn", "vocab", "seq", "num_gpus", "global_batch"]
-    table = _published(*same).reset_index()
+    table = published("stranger")[["program", "device", "error", *same]].reset_index()
+    table = table[table["device"].isin(DEVICES)]
     pairs = table.merge(table, on=[*same, "device"], suffixes=("", "_other"))
     pairs = pairs[(pairs["index"] < pairs["index_other"])]
     pairs = pairs[pairs["program"] != pairs["program_other"]]
@@ -110,21 +144,35 @@ class Uncertainty:
     """Drawn ratios of ZeroPP's speed to every other row's, in the cells of ``best``, which are
     judged cells with best plans at the clusters' own bandwidth.
 
-    ``repriced`` has seconds per step under every assumption, by cell and row; without lines the
-    assumptions are left out.
+    ``repriced`` has seconds per step as they are and under every assumption, by cell and row, of
+    these plans or of others of the same rows; without lines the assumptions are left out.
+    ``of_zeropp`` are ZeroPP's errors, if they are others than everybody's.
     """
 
-    def __init__(self, best: pd.DataFrame, repriced: pd.DataFrame, errors: ProgramErrors) -> None:
+    def __init__(
+        self,
+        best: pd.DataFrame,
+        repriced: pd.DataFrame,
+        errors: ProgramErrors,
+        of_zeropp: ProgramErrors | None = None,
+    ) -> None:
         self._best = best.set_index(CELL)
         self._repriced = repriced
         rng = np.random.default_rng(SEED)
         programs = dict.fromkeys(COMPARED[name].contender.name for name in COMPARED)
         self._errors = {name: errors.draw(rng, len(best)) for name in programs}
+        if of_zeropp is not None:
+            self._errors["zeropp"] = of_zeropp.draw(rng, len(best))
         self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
 
     def median(self, name: str, cells: pd.Series | None = None) -> Interval:
         """The median ratio over the cells for which ``cells`` is true (by default, all)."""
         return self._interval(name, cells, lambda ratios: np.median(ratios, axis=-1))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no cells."""
+        return self._best.empty
 
     @cached_property
     def medians(self) -> Mapping[str, Mapping[str, Interval]]:
@@ -138,6 +186,11 @@ class Uncertainty:
     def reached(self, name: str) -> Interval:
         """The number of cells in which ZeroPP is at least 1.33 times as fast."""
         return self._interval(name, None, lambda ratios: (ratios >= CLAIM).sum(axis=-1))
+
+    def surely_reached(self, name: str) -> int:
+        """In how many of these cells the low end of the ratio's own interval is 1.33, too."""
+        low = np.quantile(self.drawn[name], LIMITS[0], axis=0)
+        return int(((low >= CLAIM) & (self.simulated(name) >= CLAIM)).sum())
 
     def _interval(
         self, name: str, cells: pd.Series | None, of: Callable[[Array], Array]
@@ -194,7 +247,7 @@ class Uncertainty:
             step_times(self._repriced, row, self._best.index) for row in ("zeropp", name)
         )
         ratios = other / zeropp
-        simulated = self.simulated(name)
+        simulated = ratios["step_s"].to_numpy()
         return [
             (ratios[low].to_numpy() / simulated, ratios[high].to_numpy() / simulated)
             for low, high in (assumption.columns for assumption in ASSUMPTIONS)
@@ -205,6 +258,16 @@ def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataF
     """Seconds per step, by cell and column of a table, of the fastest plan that a row has."""
     own = table[table["contender"].isin(plans_of(name))]
     return own.drop(columns="contender").groupby(CELL).min().reindex(cells)
+
+
+def under_other_errors(best: pd.DataFrame, repriced: pd.DataFrame) -> dict[ErrorKind, Uncertainty]:
+    """The uncertainty of best plans under each kind of errors of programs."""
+    known = program_errors("in_sample")
+    return {
+        "stranger": Uncertainty(best, repriced, program_errors()),
+        "in_sample": Uncertainty(best, repriced, known),
+        "blind": Uncertainty(best, repriced, known, program_errors("blind")),
+    }
 
 
 def judged(plans: pd.DataFrame, repriced: pd.DataFrame) -> tuple[pd.DataFrame, Uncertainty]:

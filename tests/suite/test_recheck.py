@@ -66,7 +66,8 @@ def plan(row: Row) -> dict[str, Any]:
         global_batch=int(row["global_batch"]),
     )
     record = priced_again(Cell(task, float(row["bandwidth"])), row["mode"], row["setting"])
-    computed = line_of(record) | {"commit": row["commit"]}
+    # A row may have the plan of another row that is its own, too (``with_shared_plans``).
+    computed = line_of(record) | {name: row[name] for name in ("commit", "contender")}
     return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
 
 

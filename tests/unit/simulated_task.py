@@ -23,5 +23,11 @@ def model(name: str) -> ModelShape:
 
 
 def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
-    shape = model("gpt_14_6b")
-    return Task(shape=shape, cluster=cluster("a800"), num_gpus=num_gpus, global_batch=global_batch)
+    """Plans may fill its devices."""
+    return Task(
+        shape=model("gpt_14_6b"),
+        cluster=cluster("a800"),
+        num_gpus=num_gpus,
+        global_batch=global_batch,
+        memory_margin=0.0,
+    )

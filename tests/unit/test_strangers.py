@@ -8,14 +8,13 @@ from math import log
 import numpy as np
 import pytest
 
-from benchmarks.validation import strangers
 from benchmarks.validation.cases import case_of
 from benchmarks.validation.fit_constants import constants, fit, slopes, with_factors
+from benchmarks.validation.ratio_errors import interval_of
 from benchmarks.validation.strangers import (
     StrangerRun,
     as_stranger,
     errors_by_source,
-    interval_of,
     left_out,
     nearest,
 )
@@ -93,8 +92,7 @@ def test_a_fit_takes_the_error_away_and_without_runs_it_is_the_prior() -> None:
 def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> None:
     many = [run("many", 0.01) for _ in range(90)]
     few = [run("few", error) for error in (-0.3, 0.3)]
-    assert interval_of([*many, *few]) == 0.3
-    assert interval_of(many) == 0.01
+    assert interval_of((r.source, r.stranger) for r in [*many, *few]) == 0.3
     of = {each.source: each for each in errors_by_source([*many, *few])}
     assert (of["few"].interval, of["few"].inside) == (0.01, 0)
     assert (of["many"].interval, of["many"].inside) == (0.3, 1)
@@ -102,13 +100,13 @@ def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> N
     assert (of["few"].median, of["few"].bias, of["all sources"].runs) == (0.3, 0, 92)
 
 
-def test_two_sources_are_priced_by_each_others_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "workers", ThreadPoolExecutor)
+def test_two_sources_are_priced_by_each_others_programs() -> None:
     known = {
         place: predicted(source=place, program=name, **ALONE)
         for place, name in (("one", "llm_foundry"), ("two", "megatron_core_r0.8"))
     }
-    runs, words = left_out(known)
+    with ThreadPoolExecutor(1) as pool:
+        runs, words = left_out(known, pool)
     assert [(r.source, r.priced_as) for r in runs] == [
         ("one", "megatron_core_r0.8"), ("two", "llm_foundry"),
     ]  # fmt: skip

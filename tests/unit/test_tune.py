@@ -200,13 +200,19 @@ def test_data_parallel_knobs_change_no_cut_and_no_compute(name: str) -> None:
     assert all(len(values) == 1 for values in found.values())
 
 
-def test_a_plan_whose_faster_order_does_not_fit_runs_in_the_other() -> None:
+@pytest.mark.parametrize("margin", [0.0, 0.25])
+def test_a_plan_whose_faster_order_leaves_too_little_room_runs_in_the_other(margin: float) -> None:
     candidate, faster, other = _leaner_but_slower()
-    usable = (other.peak_bytes + faster.peak_bytes) // 2
+    limit = (other.peak_bytes + faster.peak_bytes) // 2
     device = SMALL.cluster.device
-    gib = device.memory_gib + (usable - device.usable_bytes) / 2**30
-    tight = replace(SMALL, cluster=replace(SMALL.cluster, device=replace(device, memory_gib=gib)))
-    assert other.peak_bytes <= tight.cluster.device.usable_bytes < faster.peak_bytes
+    gib = device.memory_gib + (limit * (1 + margin) - device.usable_bytes) / 2**30
+    tight = replace(
+        SMALL,
+        cluster=replace(SMALL.cluster, device=replace(device, memory_gib=gib)),
+        memory_margin=margin,
+    )
+    assert other.peak_bytes <= tight.limit_bytes < faster.peak_bytes
+    assert tight.cluster.device.usable_bytes == pytest.approx(tight.limit_bytes * (1 + margin))
     assert ZEROPP.simulated(tight, candidate).step_s == other.step_s
     winner = search(tight, ZEROPP, candidate.knobs, candidate.microbatch_size).winner
     assert winner is not None

@@ -117,7 +117,7 @@ class Contender(Generic[K]):
         its fastest if none fits)."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = self.prices.of(sized, task.cluster)
-        return fastest(self.plans(sized, price), task.cluster, price)
+        return fastest(self.plans(sized, price), task.cluster, price, task.limit_bytes)
 
     def plans(self, sized: SizedPlan, price: PlanPrice) -> Iterator[Plan]:
         """The plan with each of its orders, completed."""

@@ -209,14 +209,18 @@ def recomputed_of_ranks(blocks: int | Auto, plan: SizedPlan) -> tuple[int, ...]:
 _step_s = attrgetter("step_s")
 
 
-def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimResult:
-    """The simulated step of the fastest plan that fits the device's memory, or of the fastest one
-    if none fits; the first of several. All have one ``price``."""
+def fastest(
+    plans: Iterable[Plan], cluster: Cluster, price: PlanPrice, limit_bytes: int | None = None
+) -> SimResult:
+    """The simulated step of the fastest plan that takes at most ``limit_bytes``, or fits the
+    device's memory, or of the fastest one if none fits; the first of several. All have one
+    ``price``."""
     results = sorted((simulate(plan, cluster, price=price) for plan in plans), key=_step_s)
     if len(results) == 1:
         return results[0]
-    limit = cluster.device.usable_bytes
-    fitting = (result for result in results if result.peak_bytes <= limit)
+    usable = cluster.device.usable_bytes
+    limits = (usable if limit_bytes is None else limit_bytes, usable)
+    fitting = (r for limit in limits for r in results if r.peak_bytes <= limit)
     return next(fitting, results[0])
 
 

@@ -270,7 +270,7 @@ class _Search(Generic[K]):
         self._asked = asked
         self._progress = progress
         self._outcome = Outcome(task, contender)
-        self._limit = task.cluster.device.usable_bytes
+        self._limit = task.limit_bytes
         self._too_many_activations: set[object] = (
             set()
         )  # of families alike, those with too many activations
