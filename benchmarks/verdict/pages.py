@@ -197,6 +197,8 @@ def _ranges(kinds: Mapping[ErrorKind, Uncertainty]) -> str:
 def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     """Per row the median by sequences per GPU, with its error and the range over cells, and how
     many cells reach the claim."""
+    if best.empty:
+        return NOTHING
     groups = by_batch(best)
     rows = []
     for name in _HEADLINE:

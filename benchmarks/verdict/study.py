@@ -172,8 +172,10 @@ def simulate_cells(
                 continue
             rows += [line_of(record) for records in of_cell.values() for record in records]
             rows.sort(key=_order)
-            table = with_shared_plans(with_own(pd.DataFrame(rows)))
-            table = pd.DataFrame(sorted(table.to_dict("records"), key=_order))
+            shared = with_shared_plans(with_own(pd.DataFrame(rows))).to_dict("records")
+            lines: list[dict[str, Any]] = shared  # type: ignore[assignment]
+            lines.sort(key=_order)
+            table = pd.DataFrame(lines)
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
 
 
