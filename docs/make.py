@@ -28,6 +28,7 @@ from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
+from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
@@ -338,6 +339,12 @@ def _opponents(program: str) -> str:
     return opponents_table(program)
 
 
+def _one_gpu(name: str) -> str:
+    """A table of the records of one GPU."""
+    tables = one_gpu_tables(_REFERENCE / "one_gpu")
+    return markdown(next(table for table in tables if table.name == name).grid())
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
     "today": _today,
@@ -356,6 +363,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "replays": _replays,
     "orders": _orders,
     "opponents": _opponents,
+    "one_gpu": _one_gpu,
 }
 
 

@@ -4,7 +4,7 @@
 a full backward of one block, with the weight-gradient store and with a split of the autograd graph.
 All ways of a size run in turn, so that other work on the machine slows all alike.
 
-``scripts/gpu_checks.sh`` runs it on a GPU. The committed record of CPUs, which also has FSDP2 on
+``scripts/gpu/run.sh`` runs it on a GPU. The committed record of CPUs, which also has FSDP2 on
 two ranks, was made by the program of 09d4f5b9.
 
     python -m benchmarks.evidence.engine_overhead --out overhead.json

@@ -50,7 +50,9 @@ _OF_ACTIONS = (
 )
 _OF_STEPS = (
     *_KEYS,
+    Column("described_s", "described [s]", form=display.seconds),
     Column("step_s", "step [s]", form=display.seconds),
+    _RATIO,
     Column("host_s", "host [s]", form=display.seconds),
     Column("described_gib", "described [GiB]", form="{:.1f}".format),
     Column("peak_gib", "peak [GiB]", form="{:.1f}".format),
@@ -79,24 +81,28 @@ _OF_GATES = (
 def write_one_gpu(folder: Path, out: Path, console: Console | None = None) -> ReportPaths:
     """Print and write the tables of a folder of ``scripts/gpu``; what failed comes first."""
     console = console or Console()
-    ranks = read_lone(folder)
-    failed = [f"failed: {one.name}: {one.failed}" for one in ranks if one.failed]
+    failed = [f"failed: {one.name}: {one.failed}" for one in read_lone(folder) if one.failed]
     for line in failed:
         console.print(line, markup=False, soft_wrap=True)
-    whole = [one for one in ranks if one.spec and one.compute_s]
-    planned = [(one, one.spec.plan()) for one in whole if one.spec]
-    recomputed = partial(action_lines, plain=_without_recomputation(whole))
-    tables = [
-        _ranks_table("actions", "Described against measured", _OF_ACTIONS, planned, recomputed),
-        _ranks_table("steps", "Steps, host and memory", _OF_STEPS, planned, step_lines),
-        kernel_table(read_files(folder, "prices").get("", {})),
-        gate_table(read_files(folder, "many_")),
-    ]
+    tables = one_gpu_tables(folder)
     for each in tables:
         print_table(each, console)
     names = write_tables("one_gpu", tables, out)
     print_paths(names, out, console)
     return ReportPaths([out / name for name in names], failed)
+
+
+def one_gpu_tables(folder: Path) -> list[Table]:
+    """The tables ``actions``, ``steps``, ``kernels`` and ``gates`` of a folder."""
+    whole = [one for one in read_lone(folder) if one.spec and one.compute_s]
+    planned = [(one, one.spec.plan()) for one in whole if one.spec]
+    recomputed = partial(action_lines, plain=_without_recomputation(whole))
+    return [
+        _ranks_table("actions", "Described against measured", _OF_ACTIONS, planned, recomputed),
+        _ranks_table("steps", "Steps, host and memory", _OF_STEPS, planned, step_lines),
+        kernel_table(read_files(folder, "prices").get("", {})),
+        gate_table(read_files(folder, "many_")),
+    ]
 
 
 Lines = Iterator[dict[str, Any]]
@@ -123,17 +129,14 @@ def _ranks_table(
 def action_lines(
     one: LoneRank, plan: Plan, price: PlanPrice | None, *, plain: Mapping[str, LoneRank]
 ) -> Lines:
-    """One line per kind of action, with the seconds of a step's, one of all of them, and one of the
-    whole step, since some contenders' updates have no span of their own. Spans show no
-    recomputation, which is in B: it is what B takes longer than that of ``plain`` with the same
+    """One line per kind of action, with the seconds of a step's, and one of all of them. Spans show
+    no recomputation, which is in B: it is what B takes longer than that of ``plain`` with the same
     name, a rank of the same job that recomputes nothing."""
     measured = _measured(one, plan)
     measured |= {"update": one.update_s} if one.update_s else {}
-    described = described_seconds(one, plan, price) if price else {"update": math.nan}
-    passes = sum(described.get(action, math.nan) for action in measured if action != "update")
-    described["all"] = passes + (described["update"] if "update" in measured else 0.0)
-    described["step"] = passes + described.get("update", math.nan)
-    measured |= {"all": sum(measured.values()), "step": median(one.step_s)}
+    described = described_seconds(one, plan, price) if price else {}
+    described["all"] = sum(described.get(action, math.nan) for action in measured)
+    measured["all"] = sum(measured.values())
     if one.name in plain:
         saved, place = _measured(plain[one.name], plan), "B" if "B" in measured else "B + W"
         measured["recomputation"] = measured[place] - saved.get(place, math.nan)
@@ -191,13 +194,18 @@ def described_seconds(one: LoneRank, plan: Plan, price: PlanPrice) -> dict[str, 
 
 
 def step_lines(one: LoneRank, plan: Plan, price: PlanPrice | None) -> Lines:
-    """One line: the median step, when its host had issued it, and the peak."""
-    told, peak = math.nan, one.peak_bytes / 2**30
+    """One line: the median step with its update, which not every contender has a span of, when its
+    host had issued it, and the peak."""
+    told, step, peak = math.nan, math.nan, one.peak_bytes / 2**30
     if price is not None:
+        described = described_seconds(one, plan, price)
+        step = sum(described[action] for action in ("forward", "B + W", "update"))
         place = plan.layout.coordinates(one.rank)["pp"]
         told = rank_peak(plan, price, place).total / 2**30
     yield {
+        "described_s": step,
         "step_s": median(one.step_s),
+        "described_over_measured": step / median(one.step_s),
         "host_s": median(one.host_s),
         "described_gib": told,
         "peak_gib": peak,

@@ -1,5 +1,5 @@
 """What people run: a Hugging Face Llama, eager and compiled, plain, under FSDP2 and under DeepSpeed
-ZeRO-1, -2 and -3, on one rank: the step's time, the host's own time for it, and its kernels by name.
+ZeRO-1, -2 and -3, on one rank: the step's time, the host's own time for it, its kernels by name.
 One rank gathers and reduces nothing, so what differs is the programs' own work per parameter.
 
     python3 hf.py CASE...        one JSON per case: hf_CASE.json
@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from common import SMALL, Results, Watch, device, gpu_alone, log, sync  # noqa: E402
+import torch
+import torch.distributed as dist
+from common import SMALL, Results, Watch, device, gpu_alone, log, sync
 
 DEVICE = device()
 ON = DEVICE.type == "cuda"
@@ -28,25 +28,25 @@ SIZES = [(1, 16)] if SMALL else [(1, 512), (1, 2048), (4, 2048), (1, 8192)]
 def build() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    wide = dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=256,
-        max_position_embeddings=64,
-    )
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+    }
     if not SMALL:
-        wide = dict(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_hidden_layers=6,
-            vocab_size=32000,
-            max_position_embeddings=8192,
-        )
+        wide = {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 6,
+            "vocab_size": 32000,
+            "max_position_embeddings": 8192,
+        }
     with DEVICE:
         return LlamaForCausalLM(LlamaConfig(**wide, attn_implementation="sdpa")).train()
 
@@ -154,7 +154,7 @@ def main() -> int:
                 both(tokens)
                 update()
             with gpu_alone(f"{case} {batch} {seq}"), Watch() as watch:
-                rows = [(timed(lambda: both(tokens)), timed(update)) for _ in range(5)]  # noqa: B023
+                rows = [(timed(lambda: both(tokens)), timed(update)) for _ in range(5)]
                 found = {
                     "passes_s": [r[0][0] for r in rows],
                     "passes_issued_s": [r[0][1] for r in rows],

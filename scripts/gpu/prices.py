@@ -12,26 +12,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-import torch  # noqa: E402
-from common import SMALL, Results, Watch, device, gpu_alone, log, per_call, sync  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+import torch
+from common import SMALL, Results, Watch, device, gpu_alone, log, per_call, sync
+from torch.nn import functional as F
 
-from benchmarks.specification.reading import preset  # noqa: E402
-from zeropp.price.cluster import Cluster  # noqa: E402
-from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, defer_weight_grads  # noqa: E402
-from zeropp.engine.update_rules import build_optimizer  # noqa: E402
-from baselines.model import build_piece, cross_entropy, rope_angles, rotate  # noqa: E402
-from zeropp.types.operators import Attention  # noqa: E402
-from zeropp.price.kernels import (  # noqa: E402
+from baselines.model import build_piece, cross_entropy, rope_angles, rotate
+from benchmarks.specification.reading import preset
+from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, defer_weight_grads
+from zeropp.engine.update_rules import build_optimizer
+from zeropp.price.cluster import Cluster
+from zeropp.price.kernels import (
     fused_attention_backward_s,
     fused_attention_s,
     matmul_s,
     stream_s,
 )
-from zeropp.price.pieces import Work, linears, piece_times  # noqa: E402
-from zeropp.price.programs import program_as_run, program_named  # noqa: E402
-from zeropp.types.shape import ModelShape  # noqa: E402
-from zeropp.types.training import OptimizerConfig  # noqa: E402
+from zeropp.price.pieces import Work, linears, piece_times
+from zeropp.price.programs import program_as_run, program_named
+from zeropp.types.operators import Attention
+from zeropp.types.shape import ModelShape
+from zeropp.types.training import OptimizerConfig
 
 DEVICE, BF16 = device(), torch.bfloat16
 ON = DEVICE.type == "cuda"
@@ -63,7 +63,7 @@ def row(into: list, name: str, run, model_s: float | None = None, **more: object
                 **more,
             }
         )
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         into.append({"what": name, "failed": f"{type(error).__name__}: {str(error)[:200]}", **more})
 
 
@@ -235,7 +235,7 @@ def attention() -> None:
                     fused_attention_backward_s(MODEL, "bf16", asked),
                     **key,
                 )
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 rows.append({"what": f"backward {way}", "failed": str(error)[:200], **key})
         results.put("attention", rows)
 
@@ -251,9 +251,7 @@ def elementwise() -> None:
         row(rows, f"{name} forward", lambda: module(*inputs), stream_s(MODEL, moved))
         out = module(*inputs)
         g = torch.randn_like(out)
-        leaves = [i for i in inputs if i.requires_grad] + [
-            p for p in getattr(module, "parameters", list)()
-        ]
+        leaves = [i for i in inputs if i.requires_grad] + [*getattr(module, "parameters", list)()]
         row(
             rows,
             f"{name} backward",
@@ -345,7 +343,7 @@ def blocks() -> None:
             key = {"model": name, "microbatch": size, "compiled": compiled}
             try:
                 rows.append(_block(shape, size, compiled, program) | key)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 rows.append(key | {"failed": f"{type(error).__name__}: {str(error)[:300]}"})
             results.put("blocks", rows)
 

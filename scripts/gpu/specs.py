@@ -1,9 +1,11 @@
-"""Writes the points of the device run, frozen, with what the simulator says of them. At home, in the
-project's folder:  python3 .../specs.py OUT_DIR [--small]
+"""Writes the points of run.sh, frozen, each with the rank that runs alone.
 
-Cells: a_ = verdict's best plans of gpt_6_2b on 64 H100, 256 sequences (no pipeline); l_ = llama_8b, sequences of 8,192; e_ = the same
-cell at equal degrees (pp=2, TP or ZeRO-3 of 8), where the claim's 1.8 to 2.4 comes from; b_ = best
-plans with a pipeline of gpt_14_6b. --small: the same on a CPU with two layers of nothing."""
+    python3 scripts/gpu/specs.py OUT_DIR [--small] [--only=NAME,...]
+
+a_: the verdict's best plans of gpt_6_2b on 64 H100, 256 sequences (no pipeline); e_: the same cell
+at equal degrees (pp=2, TP or ZeRO-3 of 8), where the claim's factors come from; l_: llama_8b with
+sequences of 8,192; b_: best plans with a pipeline of gpt_14_6b. --small: the same on a CPU, tiny.
+"""
 
 from __future__ import annotations
 
@@ -249,8 +251,8 @@ TINY = [
     "measure.timeout_s=170",
 ]
 # Wide enough that linear layers add their own gradients (2**18 elements: ``_LEAST_ADDED`` in
-# zeropp/engine/engine.py): gpt_tiny's are narrower, so that on one rank, where no backward is split,
-# its gate never runs the product that adds 16-bit factors in fp32.
+# zeropp/engine/engine.py): gpt_tiny's are narrower, so that on one rank, where no backward is
+# split, its gate never runs the product that adds 16-bit factors in fp32.
 WIDE = ["model.layers=4", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.ffn=2048"]
 # Left open, compile is true on a priced cluster, and compiled blocks alone would be gated.
 EAGER = ["contender=zeropp", "contender.compile=false"]
@@ -325,7 +327,7 @@ def many(out: Path, cluster: str) -> None:
                     point = plan_point(spec_of(config))
                     if point.plan is None:
                         raise ValueError(point.reason)
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     print(f"{size} {name} {precision} FAILED {error}")
                     continue
                 file = out / f"{'one' if size == 1 else 'four'}_{name}_{precision}.json"
@@ -399,7 +401,7 @@ def main() -> int:
                 if point.plan is None:
                     print(name + variant, "INFEASIBLE", point.reason)
                     continue
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 print(name + variant, "FAILED", error)
                 continue
             plan, spec = point.plan, point.spec

@@ -13,7 +13,7 @@ from docs.make import PAGES, filled
 
 def test_tables_are_where_numbers_are_quoted() -> None:
     with_tables = {page.name for page in PAGES if "<!-- table: " in page.read_text()}
-    pages = ["index", "explain", "measured", "replay", "schedules", "simulator", "verdict"]
+    pages = ["index", "explain", "gpu", "measured", "replay", "schedules", "simulator", "verdict"]
     assert with_tables == {"README.md", *(f"{page}.md" for page in pages)}
 
 

@@ -15,12 +15,13 @@ from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.running import SweepProgress
 from benchmarks.records.lone import LONE, is_of_one_gpu, read_lone
-from benchmarks.report.one_gpu import described_seconds, write_one_gpu
+from benchmarks.report.one_gpu import described_seconds, one_gpu_tables, write_one_gpu
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from zeropp.price import price_plan
 
+ROOT = Path(__file__).resolve().parents[2]
 FASTER = 1.25  # described over measured, of every action
 NAMES = {"F": "forward", "I": "B", "W": "W", "B": "B + W"}
 
@@ -84,11 +85,12 @@ def test_every_action_stands_beside_what_is_described(folder: Path, tmp_path: Pa
     assert {row["evidence"] for row in actions} == {LONE}
     ratios = [float(row["described_over_measured"]) for row in actions]
     assert ratios == pytest.approx([FASTER] * len(actions))
-    plain = ["forward", "B + W", "update", "all", "step"]
+    plain = ["forward", "B + W", "update", "all"]
     for name, kinds in {"plain": plain, "full": [*plain, "recomputation"]}.items():
         assert [row["action"] for row in actions if row["point"] == name] == kinds
     steps = {row["point"]: row for row in rows_of(tmp_path / "report" / "steps.csv")}
     assert (steps["plain"]["host_s"], steps["plain"]["peak_gib"]) == ("0.2", "1.0")
+    assert float(steps["plain"]["described_over_measured"]) == pytest.approx(FASTER)
     described = [float(steps[name]["described_gib"]) for name in ("full", "plain")]
     assert 0 < described[0] < described[1]
 
@@ -144,3 +146,13 @@ def test_a_folder_without_lone_ranks_is_none_of_them(tmp_path: Path) -> None:
     assert is_of_one_gpu(tmp_path)
     with pytest.raises(SpecError, match=r"lone_x\.json: must be a JSON object"):
         read_lone(tmp_path)
+
+
+def test_the_committed_folder_is_told_by_the_model() -> None:
+    """Every contender's best plan of the verdict's cell, on one H100."""
+    _, steps, _, gates = one_gpu_tables(ROOT / "results" / "reference" / "one_gpu")
+    found = steps.data.set_index("point")["described_over_measured"].to_dict()
+    ratios = {name: ratio for name, ratio in found.items() if str(name).startswith("a_")}
+    assert set(ratios) == {"a_deepspeed", "a_fsdp", "a_megatron", "a_zeropp"}
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
+    assert "passed" in set(gates.data["gate"])
