@@ -61,8 +61,8 @@ _CHIPS = {
     "v100": ("v100",),
     "gb200": ("gb200", "gb300"),
 }
-# The rates of products are those that fit best to measured kernels (product_times.csv), of GB200 the
-# B200's by the ratio of their best products; later attention is by arXiv 2407.08608. The other
+# The rates of products are those that fit best to measured kernels (product_times.csv), of GB200
+# the B200's by the ratio of their best products; later attention is by arXiv 2407.08608. The other
 # priors are round numbers: three quarters of the V100's peak, four fifths of the bandwidth, six
 # tenths of the products' rate, and a kernel's start and end.
 _PRIORS = (

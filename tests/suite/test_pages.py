@@ -13,7 +13,8 @@ from docs.make import PAGES, filled
 
 def test_tables_are_where_numbers_are_quoted() -> None:
     with_tables = {page.name for page in PAGES if "<!-- table: " in page.read_text()}
-    pages = ["index", "explain", "gpu", "measured", "replay", "schedules", "simulator", "verdict"]
+    pages = ["index", "explain", "gpu", "measured", "opponents", "replay", "schedules", "simulator"]
+    pages += ["today", "verdict"]
     assert with_tables == {"README.md", *(f"{page}.md" for page in pages)}
 
 
@@ -38,7 +39,8 @@ def test_every_committed_record_says_what_made_it() -> None:
     paths = [path for folder in (place, *folders) for path in folder.iterdir()]
     unnamed = {path.name for path in paths if path not in folders and path.name not in tables}
     assert unnamed == {"README.md"}
-    commands = ("`zeropp ", "`./scripts/", "`python -m benchmarks.evidence.")
+    modules = ("evidence", "validation")
+    commands = ("`zeropp ", "`./scripts/", *(f"`python -m benchmarks.{name}." for name in modules))
     for table, made_by, _, _ in cells:
         assert made_by.startswith(commands) or re.match(r"[0-9a-f]{8}\b", made_by), table
 

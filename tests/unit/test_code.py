@@ -37,7 +37,7 @@ BUDGET = {
     "benchmarks/launch": 3_840,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_260,
-    "benchmarks/report": 4_285,
+    "benchmarks/report": 4_295,
     "benchmarks/specification": 935,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_335,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 690,
 }
-MOST_LINES = 47_370
-MOST_LINES_OF_TESTS = 28_150
+MOST_LINES = 47_630
+MOST_LINES_OF_TESTS = 28_250
 
 
 @cache

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 TILE = (128, 128)
-# The share of the rate that products reach if a side is no multiple of 32, because tensor cores read
+# The share of the rate that products reach if a side is no multiple of 32: tensor cores read
 # rows in groups of bytes (the same guide, "alignment"). It is what runs of hidden size 14,400 with
 # TP 8, whose slices are 1,800 wide, take more than those of 13,824 on the same machine
 # (results/published/deepspeed_pipelines.csv); multiples of 32 were measured to reach the whole rate
