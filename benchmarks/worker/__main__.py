@@ -160,8 +160,7 @@ class _Attempt:
         index = self.spec.measure.warmup_steps + self.spec.measure.steps
         trainer.record_spans(True)
         trainer.step(*local_batch(self.batches, layout, index, self.device))
-        place = layout.coordinates(dist.get_rank())
-        if layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
+        if layout.is_first(dist.get_rank()):
             rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
             self.events.write("spans", clock=SPAN_CLOCK[self.device.type], rows=rows)
         trainer.record_spans(False)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import zeropp
 from baselines.model import build_model, cross_entropy, initial_std
-from tests.gloo.models import apart, largest
+from tests.gloo.models import apart, error_of, largest
 from tests.gloo.world import World
+from zeropp import huggingface
 from zeropp.engine.chunk import seed_piece
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.shape import ModelShape
@@ -132,3 +136,170 @@ def test_random_topologies_are_one_process(world: World, family: str, seed: int)
         assert numbers < 1e-6, (numbers, drawn)
         assert parameters < 1e-6, (parameters, drawn)
         assert output < 1e-5, (output, drawn)
+
+
+class Own(nn.Module):
+    """A layer that mixes tokens in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(24, 24)
+        self.convolution = nn.Conv1d(24, 24, 3, padding=1)
+        self.table = nn.Embedding(LENGTH, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "positions":
+            return x + self.table(torch.arange(x.shape[1]))  # type: ignore[no-any-return]
+        if self.way == "convolution":
+            return x + self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+        q = self.linear(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        if self.way == "scores":
+            return x + ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
+        drop = 0.1 if self.way == "dropout" else 0.0
+        mask = torch.ones(x.shape[1], x.shape[1]).tril().bool() if self.way == "mask" else None
+        mixed = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=drop)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+REFUSED = {
+    "positions": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "convolution": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "scores": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "mask": "a layer makes a mask [6, 6] of its slice of 6 tokens",
+    "dropout": "attention drops weights (dropout_p=0.1)",
+    "shift": "loss_fn: gives",
+    "length": "must divide among context=5 ranks, but inputs are (1, 12)",
+    "": "",
+}
+
+
+def refusals() -> dict[str, str]:
+    """What a step, or building its model, raises for each kind of layer."""
+    said = {}
+    tokens, targets = data(0)
+    for way in REFUSED:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(32, 24), Own(way), nn.Linear(24, 32)]
+        loss = shifted if way == "shift" else cross_entropy
+        context = {"length": 5}.get(way, 2)
+
+        def run(layers: Any = layers, loss: Any = loss, context: int = context) -> None:
+            with zeropp.parallelize(
+                layers, loss, sample=tokens[:1], global_batch=ROWS, context=context
+            ) as model:
+                model.train_step(tokens[model.rows], targets[model.rows])
+
+        said[way] = error_of(run)
+    return said
+
+
+def shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss that shifts labels itself, so that one of them is in the next slice."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def test_what_would_be_wrong_is_refused(world: World) -> None:
+    for said in world.run(refusals, size=2):
+        for way, message in said.items():
+            assert REFUSED[way] in message, (way, message)
+            assert bool(message) == bool(REFUSED[way])
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 4, "sliding_window": 3},
+}
+KINDS = ("plain", "packed", "padded")
+
+
+def pretrained(family: str) -> Any:
+    """A tiny model of transformers in fp64, with weights that are not small."""
+    torch.manual_seed(1)
+    config: Any = AutoConfig.for_model(
+        family, vocab_size=32, hidden_size=24, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=LENGTH, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **FAMILIES[family],
+    )  # fmt: skip
+    make: Any = AutoModelForCausalLM
+    model = make.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.train()
+
+
+def labelled(kind: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Tokens, labels, some of which are ignored, and what tells documents or padding apart."""
+    tokens, labels = data(0)
+    labels = labels.masked_fill(
+        torch.rand(ROWS, LENGTH, generator=torch.manual_seed(3)) < 0.2, -100
+    )
+    if kind == "packed":
+        lengths = torch.randint(1, LENGTH, (ROWS, 1), generator=torch.manual_seed(4))
+        places = torch.arange(LENGTH).expand(ROWS, -1)
+        return (
+            tokens,
+            labels,
+            {"position_ids": torch.where(places < lengths, places, places - lengths)},
+        )
+    if kind == "padded":
+        mask = (torch.arange(LENGTH) < LENGTH - torch.arange(ROWS)[:, None] % 3).long()
+        return tokens, labels.masked_fill(mask == 0, -100), {"attention_mask": mask}
+    return tokens, labels, {}
+
+
+@cache
+def gradients_alone(family: str, kind: str) -> dict[str, Tensor]:
+    model, (tokens, labels, named) = pretrained(family), labelled(kind)
+    logits = model(tokens, use_cache=False, **named).logits.flatten(0, 1)
+    total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    # Scaled as in the engine, because norms of these models are in fp32, which rounds by scale.
+    (total / labels.numel()).backward()  # type: ignore[no-untyped-call]
+    factor = labels.numel() / int((labels != -100).sum())
+    return {name: one.grad * factor for name, one in model.named_parameters()}
+
+
+def of_transformers(expected: dict[tuple[str, str], dict[str, Tensor]]) -> dict[str, float]:
+    """How far gradients are from those of one process, for each family and kind of batch."""
+    far = {}
+    for (family, kind), gradients in expected.items():
+        tokens, labels, named = labelled(kind)
+        layers = huggingface.layers(pretrained(family))
+        with zeropp.parallelize(
+            layers, huggingface.token_loss, sample=tokens[:1], global_batch=ROWS, pp=2, context=2,
+            sample_keywords={name: one[:1] for name, one in named.items()}, recompute="full",
+            optimizer=SGD, microbatch_size=2,
+        ) as model:  # fmt: skip
+            rows = model.rows
+            model.train_step(tokens[rows], labels[rows], **{n: x[rows] for n, x in named.items()})
+            own = {layers.own_name(name): one for name, one in model.gradients()}
+        far[f"{family} {kind}"] = apart(own, gradients)
+    return far
+
+
+def test_models_of_transformers_with_packed_rows(world: World) -> None:
+    expected = {(f, kind): gradients_alone(f, kind) for f in FAMILIES for kind in KINDS}
+    for far in world.run(of_transformers, expected, size=4):
+        assert len(far) == len(expected)
+        assert largest(far.values()) < 1e-9, far
+
+
+def resumed(folder: str, expected: Course) -> float:
+    """How far parameters are from those of one process, if each step runs in another topology."""
+    for step, degrees in enumerate([{"pp": 2, "context": 2}, {"context": 4}, {"shard": 4}]):
+        with parallel("llama", microbatch_size=2, **degrees) as model:
+            if step:
+                model.load(folder)
+            if step < STEPS:
+                model.train_step(*data(step)[:, model.rows])
+                model.save(folder)
+                continue
+            whole = model.full_state_dict()
+            return apart(whole, expected[1]) if whole else 0.0
+    raise AssertionError
+
+
+def test_a_run_goes_on_with_another_context(world: World, tmp_path: Path) -> None:
+    far = world.run(resumed, str(tmp_path / "step"), alone("llama", 2), size=4)
+    assert 0 < largest(far) < 1e-6

@@ -236,17 +236,23 @@ class Chunk:
 
     @torch.no_grad()
     def infer(
-        self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]
+        self,
+        inputs: Sequence[Tensor],
+        keywords: Mapping[str, Tensor],
+        watch: Callable[..., None] | None = None,
     ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``."""
+        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``. With a
+        ``watch``, which gets every module and what it is given, on whole sequences."""
         self._wait()
         value: Value = tuple(inputs)
         losses = []
         for index, module in enumerate(self.modules):
             arguments = cast(tensors_of(value), self._options.compute)
-            with self._exchanging():
-                output = module(*arguments, **self._chosen(keywords, index))
-            value, loss = without_scalars(output)
+            named = self._chosen(keywords, index)
+            if watch is not None:
+                watch(module, arguments, named)
+            with nullcontext() if watch is not None else self._exchanging():
+                value, loss = without_scalars(module(*arguments, **named))
             losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
         return value, torch.stack(losses).sum() if losses else None

@@ -3,27 +3,40 @@
 Ranks of a context group have the same rows, and each a slice of their tokens. Layers compute token
 by token, but for attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
-stand-in that does so, whoever calls it; ``check_layers`` compares what layers give for slices with
-what they give for whole sequences, so that what the stand-in does not reach is refused.
+stand-in that does so, whoever calls it. Before the first step layers run on slices of a few tokens
+and on all of them at once (``Context.compare``), so that what the stand-in does not reach
+(positions that a layer counts itself, other kinds of attention, convolutions) is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from zeropp.engine.collectives import all_gather_single, as_sent
+from zeropp.engine.values import Value, tensors_of, without_scalars
 from zeropp.types.layout import InfeasibleError, Layout
 
 _none: Any = None
+_active: ContextVar[Context | None] = ContextVar("_active", default=None)
+_COMPARED = 32  # tokens of every slice that layers are tried with
 POSITIONS = "position_ids"  # a keyword input that layers are given if they name it
+
+
+def active() -> Context | None:
+    """The ranks among which the sequences that a layer is given are divided; None outside."""
+    return _active.get()
 
 
 class Context:
@@ -37,47 +50,96 @@ class Context:
         group: dist.ProcessGroup | None = None,
         *,
         positions: bool = True,
+        packs: bool = False,
     ) -> None:
-        """``positions``: layers take ``position_ids``."""
-        self.size, self.rank, self.group = size, rank, group
+        """``positions``: layers take ``position_ids``; ``packs``: batches have them."""
+        self.size, self.rank, self.group, self.packs = size, rank, group, packs
         self._positions = positions
         self._attention = self._dropout = _none
         # One object each, as torch.compile compiles again where it meets others.
         self._stand_ins = torch.compiler.disable(self._attend), self._drop  # type: ignore[no-untyped-call]
 
     @classmethod
-    def of(cls, layout: Layout, group: dist.ProcessGroup | None, positions: bool) -> Context | None:
+    def of(
+        cls, layout: Layout, group: dist.ProcessGroup | None, *, positions: bool, packs: bool
+    ) -> Context | None:
         """That of this rank; None where it has whole sequences."""
         if layout.context == 1:
             return None
         place = layout.coordinates(dist.get_rank())["context"]
-        return cls(layout.context, place, group, positions=positions)
+        return cls(layout.context, place, group, positions=positions, packs=packs)
 
-    def part(self, name: str, value: Tensor, length: int) -> Tensor:
-        """This rank's tokens of a tensor [rows, length, ...]; a tensor without tokens in dimension
-        1 is given back whole. Raises InfeasibleError if they do not divide."""
-        if length % self.size:
-            raise InfeasibleError(
-                f"{name}: sequences of {length} tokens do not divide among context={self.size} "
-                "ranks (pad them, or take another context)"
-            )
+    def part(self, value: Tensor, length: int) -> Tensor:
+        """This rank's tokens of a tensor [rows, length, ...]; one without ``length`` tokens in
+        dimension 1 is given back whole."""
         if value.dim() < 2 or value.shape[1] != length:
             return value
         return value.chunk(self.size, 1)[self.rank]
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's tokens of all tensors of a batch, the first of which are its inputs, and, if
-        layers take them and the batch has none, the positions of its tokens."""
+        layers take them and the batch has none, the positions of its tokens. Raises InfeasibleError
+        if tokens do not divide."""
         first = next(iter(whole.values()))
-        if first.dim() < 2:
+        if first.dim() < 2 or first.shape[1] % self.size:
             raise InfeasibleError(
-                f"context={self.size}: inputs must be [rows, tokens, ...], but are "
-                f"{tuple(first.shape)}"
+                f"inputs: sequences of tokens [rows, tokens, ...] must divide among "
+                f"context={self.size} ranks, but inputs are {tuple(first.shape)} (pad them, or "
+                "take another context)"
             )
         places = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])
         every = {POSITIONS: places, **whole} if self._positions else whole
-        return {name: self.part(name, one, first.shape[1]) for name, one in every.items()}
+        return {name: self.part(one, first.shape[1]) for name, one in every.items()}
 
+    def sample(self, whole: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Some rows of a batch with its first few tokens, by name, for ``compare``."""
+        length = whole["inputs"].shape[1]
+        few = min(length, self.size * _COMPARED)
+        given = {POSITIONS: torch.arange(length).expand(rows, -1)} if self._positions else {}
+        cut = {name: one[:rows] for name, one in (given | dict(whole)).items()}
+        for name, one in cut.items():
+            for dim in (d for d in range(1, one.dim()) if one.shape[d] == length):
+                cut[name] = cut[name].narrow(dim, 0, few)
+        return {name: one.to(whole["inputs"].device) for name, one in cut.items()}
+
+    def compare(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        keywords: Mapping[str, Tensor],
+        mean: bool,
+    ) -> str:
+        """What is wrong with what a layer gives for slices of its inputs, by what it gives for all
+        of their tokens; nothing if nothing is. ``mean``: losses of its own are means. Collective.
+
+        It computes in fp32 where it can, since in 16 bits rounding hides a wrong position.
+        """
+        length = inputs[0].shape[1]
+        wide: Callable[..., Value] = partial(_in_fp32, module)
+        try:
+            whole = wide(inputs, keywords)
+        except Exception:  # a layer, or a hook, may need its own type
+            wide = lambda given, named: module(*given, **named)  # noqa: E731
+            whole = wide(inputs, keywords)
+        parts = [self.part(x, length) for x in inputs]
+        named = {name: self.part(x, length) for name, x in keywords.items()}
+        with self.exchanging():
+            own, beside = without_scalars(wide(parts, named))
+        expected, loss = without_scalars(whole)
+        pairs = zip(tensors_of(own), tensors_of(expected), strict=True)
+        far = [_apart(x, self.part(y, length)) for x, y in pairs]
+        if loss is not None and beside is not None:
+            dist.all_reduce(beside, group=self.group)
+            far.append(_apart(beside / (self.size if mean else 1), loss))
+        if max(far) <= 1.0:
+            return ""
+        return (
+            "gives something else for a slice of a sequence than for all of it: what it computes "
+            "between tokens has to be F.scaled_dot_product_attention, and positions an input "
+            f"{POSITIONS!r} that its forward names (or take context=1)"
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self, part: Tensor, dim: int = 1) -> Tensor:
         """The tensor of which each rank has a part in a dimension; without gradients."""
         if self.group is None:
@@ -95,10 +157,12 @@ class Context:
         if before != self._stand_ins:
             self._attention, self._dropout = before
         functional.scaled_dot_product_attention, functional.dropout = self._stand_ins
+        token = _active.set(self)
         try:
             yield
         finally:
             functional.scaled_dot_product_attention, functional.dropout = before
+            _active.reset(token)
 
     def _attend(
         self,
@@ -183,6 +247,32 @@ class Context:
         if mask.dim() == 4 and mask.shape[1] == heads > 1:
             mask = mask.chunk(self.size, 1)[self.rank]
         return mask
+
+
+def _in_fp32(module: nn.Module, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> Value:
+    """What a layer gives in fp32 for what it has, and is given, in 16 bits."""
+
+    def widened(x: Tensor) -> Tensor:
+        return x.float() if x.is_floating_point() and x.itemsize < 4 else x
+
+    parameters = {name: widened(one) for name, one in module.named_parameters()}
+    keywords = {name: widened(one) for name, one in named.items()}
+    with torch.compiler.set_stance("force_eager"):
+        output: Value = functional_call(module, parameters, tuple(map(widened, given)), keywords)
+    return output
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    """How far two tensors are apart, token by token, over what rounding explains."""
+    if x.shape != y.shape:
+        return math.inf
+    if not x.is_floating_point():
+        return 0.0 if bool((x == y).all()) else math.inf
+    width = x.shape[-1] if x.dim() else 1
+    a, b = (one.double().reshape(-1, width) for one in (x, y))
+    size = b.norm(dim=-1)
+    far = (a - b).norm(dim=-1) / size.clamp(min=max(1e-30, 1e-2 * float(size.mean())))
+    return float(far.max() / torch.finfo(x.dtype).eps ** 0.6)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -118,8 +118,12 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
-            takes_positions = any(POSITIONS in layer.names for layer in sizes)
-            self.context = Context.of(layout, self._groups.context, takes_positions)
+            self.context = Context.of(
+                layout,
+                self._groups.context,
+                positions=any(POSITIONS in layer.names for layer in sizes),
+                packs=POSITIONS in settings.sample_keywords,
+            )
             agreed(self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
@@ -155,6 +159,7 @@ class Engine:
                 barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
+                names={id(layer): f"layers[{index}]" for index, layer in self._layers.items()},
             )
             self._undo = undo.pop_all()
 

@@ -20,7 +20,7 @@ from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.values import Key, Tensors, TensorShape, Value, tensors_of
 from zeropp.schedule.program import Op, Schedule
-from zeropp.types.layout import Layout
+from zeropp.types.layout import InfeasibleError, Layout
 
 Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
@@ -46,10 +46,13 @@ class Evaluator:
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
         context: Context | None = None,
+        names: Mapping[int, str],
     ) -> None:
+        """``names`` are those of layers by their identity."""
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
+        self._names = names
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
@@ -120,7 +123,33 @@ class Evaluator:
             for _, output, _ in self._run_unit(batch, range(1), passed):
                 outputs += [] if output is None else [output]
             together(compare)
+            if self._context is not None:
+                self._compare_slices(self._context, batch)
         return passed
+
+    def _compare_slices(self, context: Context, batch: Microbatches) -> None:
+        """Raise InfeasibleError, on every rank, if layers or the loss make something else of slices
+        of the first microbatch's sequences than of all of their tokens; tried with a few."""
+        few = context.sample(batch.whole, len(batch.inputs[0]))
+        small = Microbatches([few.pop("inputs")], [few.pop("targets")], [few])
+        wrong, is_mean = list[str](), self._loss.reduction == "mean"
+
+        def watch(module: Any, inputs: Tensors, keywords: Mapping[str, Tensor]) -> None:
+            try:
+                what = context.compare(module, inputs, keywords, mean=is_mean)
+            except Exception as error:  # on all ranks of the group, so that they stay together
+                what = f"raises {type(error).__name__} for a slice of a sequence: {error}"
+            wrong.extend([f"{self._names[id(module)]}: {what}"] if what else [])
+
+        for _, output, _ in self._run_unit(small, range(1), {}, watch):
+            if output is not None:
+                wrong += self._loss.compare_slices(output, small, context.size)
+
+        def check() -> None:
+            if wrong:
+                raise InfeasibleError(f"context={context.size}: {wrong[0]}")
+
+        together(check)
 
     def warm_up(self, batch: Microbatches) -> None:
         """Run every chunk of this rank forward and backward once, with zeros for messages.
@@ -172,10 +201,14 @@ class Evaluator:
                     module.training = True
 
     def _run_unit(
-        self, batch: Microbatches, unit: range, passed: Passed
+        self,
+        batch: Microbatches,
+        unit: range,
+        passed: Passed,
+        watch: Callable[..., None] | None = None,
     ) -> Iterator[tuple[int, Value | None, Tensor | None]]:
         """(microbatch, what the model gives, or the loss of a stage's own) of a unit. ``passed``
-        collects the shapes between stages."""
+        collects the shapes between stages; ``watch`` as in ``Chunk.infer``."""
         local: dict[Key, Tensors] = {}
         for stage, chunk in self.chunks.items():
             for flat in chunk.flats:
@@ -186,7 +219,7 @@ class Evaluator:
                 else:
                     inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
                     passed[stage] = _shapes(inputs)
-                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch), watch)
                 if loss is not None:
                     yield microbatch, None, loss
                 if stage < self._last:

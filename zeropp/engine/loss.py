@@ -120,6 +120,40 @@ class Loss:
                     "between rows would change with the size of microbatches)"
                 )
 
+    def compare_slices(self, output: Value, batch: Microbatches, count: int) -> list[str]:
+        """What is wrong with the loss of ``count`` slices of the first microbatch's tokens, for
+        which the model gives ``output``, by the loss of all of them; empty if nothing is."""
+        length = batch.inputs[0].shape[1]
+
+        def cut(x: Tensor) -> Sequence[Tensor]:
+            return x.chunk(count, 1) if x.dim() > 1 and x.shape[1] == length else [x] * count
+
+        def values(output: Value, targets: Tensor, keywords: Mapping[str, Tensor]) -> list[float]:
+            return self._values(output, Microbatches([targets], [targets], [keywords]))
+
+        outputs = [x.float() if x.itemsize < 4 else x for x in tensors_of(output)]
+        named, targets = batch.keywords_of(0), batch.targets[0]
+        value = outputs[0] if isinstance(output, Tensor) else tuple(outputs)
+        share = count if self.reduction == "mean" else 1
+        try:
+            whole, slices = values(value, targets, named), []
+            for index, part in enumerate(zip(*map(cut, outputs), strict=True)):
+                given = part[0] if isinstance(output, Tensor) else part
+                keywords = {name: cut(x)[index] for name, x in named.items()}
+                slices.append(values(given, cut(targets)[index], keywords))
+        except Exception as error:
+            return [f"loss_fn: raises {type(error).__name__} for a slice of a sequence: {error}"]
+        for ours, *parts in zip(whole, *slices, strict=True):
+            if not abs(ours - sum(parts) / share) <= 1e-4 * max(map(abs, (ours, *parts))):
+                shown = ", ".join(f"{part:.6g}" for part in parts)
+                return [
+                    f"loss_fn: gives {ours:.6g} for sequences, and {shown} for slices of them, of "
+                    f"which that is not the {'mean' if share > 1 else 'sum'} (targets [rows, "
+                    "tokens] must be those of the inputs' own tokens, shifted beforehand; where "
+                    "tokens are ignored, give (sum, count) with loss_reduction='tokens')"
+                ]
+        return []
+
     def _values(self, output: Value, batch: Microbatches) -> list[float]:
         """The loss of the first microbatch and, if there is one, its count; waits for them."""
         return [float(value) for value in self(output, batch, 0) if value is not None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.context import Context
+from zeropp.engine.context import POSITIONS, Context
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout
@@ -184,9 +184,15 @@ class Settings(StepKnobs):
         rows = self.microbatch_rows
         named = {"": self.sample, **self.sample_keywords}
         whole = {n: x if len(x) == rows else torch.cat([x] * rows)[:rows] for n, x in named.items()}
-        if self.layout.context > 1:
-            whole = Context(self.layout.context).parts(whole)
+        if self.slicing is not None:
+            whole = self.slicing.parts(whole)
         return whole.pop(""), whole
+
+    @cached_property
+    def slicing(self) -> Context | None:
+        """The ranks that divide sequences, for a walk over the layers."""
+        packs, size = POSITIONS in self.sample_keywords, self.layout.context
+        return Context(size, packs=packs) if size > 1 else None
 
     @cached_property
     def hardware(self) -> Cluster | None:

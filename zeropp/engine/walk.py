@@ -108,10 +108,10 @@ def walk(
     recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
-    context: int = 1,
+    context: Context | None = None,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
-    each of ``context`` ranks has such a part, ``keywords`` are its keyword inputs, and
+    each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
     ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
     there are no ``operators``. Layers that use ``torch.func`` can run only without
     ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
@@ -132,7 +132,7 @@ def walk(
         tied=tied,
         hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
     )
-    exchanging = Context(context).exchanging if context > 1 else nullcontext
+    exchanging = context.exchanging if context is not None else nullcontext
     try:
         with exchanging():
             return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, masking_utils
 
+from zeropp.engine.context import Context, active
 from zeropp.types.layout import InfeasibleError
 
 _ROWS, _LENGTH = 2, 3  # of the run that finds where to cut
@@ -57,22 +58,46 @@ class Piece(nn.Module):
         flow, is_first = self.flow, not x.is_floating_point()
         tokens = x if is_first else self._tokens(x, attention_mask)
         named: dict[str, Tensor] = {}
+        masks: Any = attention_mask
         if position_ids is not None:
             if not self._takes_places:
                 raise InfeasibleError("position_ids: the model's forward does not take them")
             named["position_ids"] = position_ids
         module = attrgetter(self._called)(self.whole) if self._called else self.whole
         flow.hidden = None if is_first else x
+        packs = position_ids is not None
+        if (context := active()) is not None:
+            packs = context.packs
+            masks = self._whole_masks(context, tokens, attention_mask, position_ids)
         try:
-            with _without_looking(position_ids is not None):
-                output = module(
-                    input_ids=tokens, attention_mask=attention_mask, use_cache=False, **named
-                )
+            with _without_looking(packs):
+                output = module(input_ids=tokens, attention_mask=masks, use_cache=False, **named)
             hidden: Tensor | None = output.logits if self._is_head else flow.hidden
         finally:
             flow.hidden = None
         assert hidden is not None
         return hidden
+
+    def _whole_masks(
+        self, context: Context, x: Tensor, mask: Tensor | None, places: Tensor | None
+    ) -> Any:
+        """The masks of whole sequences, of which ``x`` [rows, tokens] is a slice, as the model's
+        own code makes them."""
+        config: Any = self.whole.config
+        if config._attn_implementation != "sdpa":
+            raise InfeasibleError(
+                f"context={context.size}: attn_implementation={config._attn_implementation!r} does "
+                "not see the tokens of other ranks (set it to 'sdpa')"
+            )
+        width = torch.empty(len(x), context.size * x.shape[1], 1, device=x.device)
+        with _without_looking(context.packs):
+            return masking_utils.create_masks_for_generate(
+                config,
+                width,
+                None if mask is None else context.whole(mask),
+                None,
+                context.whole(places) if context.packs and places is not None else None,
+            )
 
     def _tokens(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Tokens that tell padding apart, as a classifier's head looks for the last other one."""

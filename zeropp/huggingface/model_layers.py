@@ -116,7 +116,7 @@ class HuggingFaceLayers(Sequence[Layer]):
         dtype: torch.dtype,
     ) -> None:
         written: dict[str, str] = {}
-        size, writes = 0, model.data_parallel_rank == 0
+        size, writes = 0, model.plan.layout.is_first(dist.get_rank())
         for index, whole in self._by_layer(model):
             if not writes:
                 continue
@@ -150,7 +150,7 @@ class HuggingFaceLayers(Sequence[Layer]):
         own = {
             adapters.names[name]: cast(value)
             for name, value in ((self.own_name(n), v) for n, v in model.full_parameters())
-            if name in adapters.names and model.data_parallel_rank == 0
+            if name in adapters.names and model.plan.layout.is_first(dist.get_rank())
         }
         held: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
         dist.gather_object(own, held if dist.get_rank() == 0 else None, dst=0)

@@ -132,7 +132,7 @@ def _sizes(
         recorder=recorder,
         measure_saved=bool(asked),
         tied=settings.tied,
-        context=settings.layout.context,
+        context=settings.slicing,
     )
     named = [keywords_of(loss_fn), *(layer.names for layer in sizes)]
     preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)

@@ -67,7 +67,7 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
             recompute,
             recorder=Recorder,
             tied=tried.tied,
-            context=tried.layout.context,
+            context=tried.slicing,
         ),
         num_ranks,
     )

@@ -33,8 +33,10 @@ class ParallelModel:
 
     All ranks must call every method together, except for ``close``. ``rows`` is this rank's slice
     of a global batch: part ``data_parallel_rank`` of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them. ``plan`` is what every rank does in a step, and ``summary``
-    one line with its degrees and knobs, whether they were given, chosen or are defaults.
+    ``DistributedSampler`` numbers them. Ranks that divide sequences (``context``) are given the
+    same rows with all of their tokens, of which each takes its own. ``plan`` is what every rank
+    does in a step, and ``summary`` one line with its degrees and knobs, whether they were given,
+    chosen or are defaults.
     """
 
     def __init__(self, engine: Engine, plan: Plan, keywords: frozenset[str], chosen: str) -> None:
@@ -155,7 +157,7 @@ class ParallelModel:
         each of its names, as in a plain model's state dict. For models that fit into one machine's
         memory."""
         own_part = self.engine.full_state()
-        if self.data_parallel_rank > 0:
+        if not self.plan.layout.is_first(dist.get_rank()):
             own_part = {}
         parts: list[dict[str, Tensor]] | None = None
         if dist.get_rank() == 0:

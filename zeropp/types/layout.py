@@ -132,6 +132,11 @@ class Layout:
             ranks.setdefault(self.dp_index(rank), []).append(rank)
         return tuple(map(tuple, ranks.values()))
 
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank is the first of those that have its stages; others write nothing."""
+        place = self.coordinates(rank)
+        return not any(index for axis, index in place.items() if axis != "pp")
+
     def dp_index(self, rank: int) -> int:
         """The index, below ``dp``, of the slice of the global batch that a rank trains on."""
         place = self.coordinates(rank)
