@@ -11,7 +11,7 @@ and on all of them at once (``Context.compare``), so that what the stand-in does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from zeropp.engine.collectives import all_gather_single, as_sent
+from zeropp.engine.collectives import DataGroups, all_gather_single, as_sent
 from zeropp.engine.values import Value, tensors_of, without_scalars
 from zeropp.types.layout import InfeasibleError, Layout
 
@@ -61,13 +61,15 @@ class Context:
 
     @classmethod
     def of(
-        cls, layout: Layout, group: dist.ProcessGroup | None, *, positions: bool, packs: bool
+        cls, layout: Layout, groups: DataGroups, given: Iterable[str], named: Iterable[str]
     ) -> Context | None:
-        """That of this rank; None where it has whole sequences."""
+        """That of this rank, by the keyword inputs of batches and those that layers name; None
+        where it has whole sequences."""
         if layout.context == 1:
             return None
         place = layout.coordinates(dist.get_rank())["context"]
-        return cls(layout.context, place, group, positions=positions, packs=packs)
+        positions, packs = POSITIONS in named, POSITIONS in given
+        return cls(layout.context, place, groups.context, positions=positions, packs=packs)
 
     def part(self, value: Tensor, length: int) -> Tensor:
         """This rank's tokens of a tensor [rows, length, ...]; one without ``length`` tokens in

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffers
 from zeropp.engine.collectives import Channels, make_groups, neighbours
-from zeropp.engine.context import POSITIONS, Context
+from zeropp.engine.context import Context
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, T, agreed
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
@@ -118,12 +118,8 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
-            self.context = Context.of(
-                layout,
-                self._groups.context,
-                positions=any(POSITIONS in layer.names for layer in sizes),
-                packs=POSITIONS in settings.sample_keywords,
-            )
+            named = {name for layer in sizes for name in layer.names}
+            self.context = Context.of(layout, self._groups, settings.sample_keywords, named)
             agreed(self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
@@ -159,7 +155,7 @@ class Engine:
                 barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
-                names={id(layer): f"layers[{index}]" for index, layer in self._layers.items()},
+                layers=self._layers,
             )
             self._undo = undo.pop_all()
 

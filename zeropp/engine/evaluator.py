@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.engine.chunk import Chunk, persistent_buffers, shown
 from zeropp.engine.collectives import Channels
@@ -46,13 +46,12 @@ class Evaluator:
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
         context: Context | None = None,
-        names: Mapping[int, str],
+        layers: Mapping[int, nn.Module],
     ) -> None:
-        """``names`` are those of layers by their identity."""
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
-        self._names = names
+        self._names = {id(layer): f"layers[{index}]" for index, layer in layers.items()}
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
