@@ -1,4 +1,4 @@
-"""FSDP2's entry in the registry of contenders."""
+"""The entries of FSDP2, and of Megatron-FSDP, in the registry of contenders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FSDPKnobs:
     """Settings of FSDP2. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
     the cluster has no prices (CPUs)."""
 
-    name: Literal["fsdp"] = "fsdp"
+    name: Literal["fsdp", "megatron_fsdp"] = "fsdp"
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
     context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks that divide a sequence (a ring)
@@ -47,6 +47,16 @@ class FSDPKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
+@dataclass(frozen=True, kw_only=True)
+class MegatronFSDPKnobs(FSDPKnobs):
+    """Settings of Megatron-FSDP, which reduces every microbatch's gradients; Transformer Engine's
+    kernels are fused without a compiler."""
+
+    name: Literal["megatron_fsdp"] = "megatron_fsdp"
+    reduce_every: Literal["unit"] = "unit"
+    compile: Literal[False] = False
+
+
 def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times, with all sizes but without an
     order of actions. By a simple rule ``shard: auto`` is the GPUs of a node. Raises
@@ -57,13 +67,13 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     sent = sent_type(task, knobs.reduce_dtype)
     return SizedPlan(
-        contender="fsdp",
+        contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=unordered_pieces(pieces, microbatches),
         cuts=tuple(range(pieces + 1)),
-        program="fsdp",
+        program=knobs.name,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
@@ -171,4 +181,15 @@ FSDP = Contender(
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",
+)
+# Megatron-FSDP shards as FSDP2 does, in Megatron-Core's wheel (``use_megatron_fsdp``) and under its
+# layers. It is priced, but does not run here; with tensor parallelism it is not priced.
+MEGATRON_FSDP = Contender(
+    name="megatron_fsdp",
+    label="Megatron-FSDP",
+    knobs=MegatronFSDPKnobs,
+    size=size,
+    orders=one_order(programs),
+    space=SPACE,
+    gradient_types=("reduce_dtype",),
 )

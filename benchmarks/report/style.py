@@ -39,6 +39,7 @@ _STYLES = {
     "torch_pp": Style("#009E73", "..", (0, (1, 1.2)), "^"),
     "torchtitan": Style("#882255", "oo", (0, (6, 1)), "h"),
     "fsdp": Style("#CC79A7", "xx", "-.", "D"),
+    "megatron_fsdp": Style("#117733", "++", (0, (5, 1)), "d"),
     "megatron_core": Style("#56B4E9", "++", (0, (3, 1)), "P"),
     "megatron_core_local": Style("#332288", "..", (0, (1, 1)), "p"),
     "megatron_deepspeed": Style("#999999", "--", (0, (4, 2)), "X"),

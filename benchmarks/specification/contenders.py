@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.fsdp.contender import FSDP
+from baselines.fsdp.contender import FSDP, MEGATRON_FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
 from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
@@ -28,6 +28,7 @@ PRICED: dict[str, Contender[Any]] = {
         DEEPSPEED_3D,
         TORCH_PP,
         FSDP,
+        MEGATRON_FSDP,
         MEGATRON_DEEPSPEED,
         MEGATRON_CORE,
         MEGATRON_CORE_LOCAL,
@@ -94,6 +95,7 @@ COMPARED: dict[str, Compared] = {
         whole(TORCHTITAN),
         whole(TORCH_PP),
         whole(FSDP),
+        whole(MEGATRON_FSDP),
         whole(BEST_3D),
         whole(ZEROPP),
     )
@@ -117,6 +119,7 @@ TODAY: dict[str, Compared] = {
             allows=_whole_sequences,
         ),
         whole(FSDP),
+        whole(MEGATRON_FSDP),
         COMPARED["deepspeed_best"],
         whole(TORCHTITAN),
         Compared(

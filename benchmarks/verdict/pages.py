@@ -49,7 +49,7 @@ Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, ba
 # with which a reader would compare.
 _HEADLINE = (
     *("deepspeed_3d", "deepspeed_best"),
-    *("megatron_core", "torchtitan", "fsdp", BOUND),
+    *("megatron_core", "torchtitan", "fsdp", "megatron_fsdp", BOUND),
 )
 NOTHING = "No cell has been priced in this setting."
 _REPRODUCED = [
