@@ -1,9 +1,10 @@
 """How far the opponents' settings move the verdict: their best plans, searched with one otherwise.
 
-In: the committed best plans of the verdict (``results/reference/claim_33/plans.csv``), at which the
-searches begin, and its cells. Out: ``results/reference/opponents/variants.csv``, one line per
-variant and cell, from which ``docs/opponents.md`` has its table of medians. A variant changes what
-a row asks for (``knobs``) or how its programs are priced (``traits``).
+In: the variants of ``docs/opponents.yaml``, and the cells and the committed best plans of the
+verdict (``results/reference/claim_33/plans.csv``), at which the searches begin. Out:
+``results/reference/opponents/variants.csv``, one line per variant and cell, from which
+``docs/opponents.md`` has its table of medians. A variant changes what a row asks for (``knobs``) or
+how its programs are priced (``traits``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import CHECKOUT
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import write_atomically
 from benchmarks.records.simulated import TABLE, commit_of
+from benchmarks.report.opponents import SETUP
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, command, workers
 from benchmarks.specification.compose import compose
@@ -72,40 +74,7 @@ def _sized(size: Any, traits: str, task: Task, knobs: Any, microbatch: int) -> S
     return replace(plan, program=plan.program + traits)
 
 
-VARIANTS = (
-    Variant(name="stage 1 alone, no ZeRO-2", row="deepspeed_best", knobs={"replicate_zero": 1}),
-    Variant(
-        name="reduce_bucket_size 5e7", row="deepspeed_best", knobs={"reduce_bucket_size": 50000000}
-    ),
-    Variant(
-        name="reduce_bucket_size 5e8", row="deepspeed_best", knobs={"reduce_bucket_size": 500000000}
-    ),
-    Variant(name="no activation_checkpoint", row="deepspeed_3d", knobs={"recompute": "none"}),
-    *(
-        Variant(name=name, row=row, traits=f"+{trait}=false")
-        for name, row, trait in (
-            ("input gradients in line", "deepspeed_3d", "overlap_input_gradient"),
-            ("no --use-flash-attn-v2", "megatron_deepspeed", "flash"),
-            ("no average_in_collective", "megatron_core", "average_in_collective"),
-            ("no tp_comm_overlap", "megatron_core", "overlap_tensor"),
-            ("no overlap_grad_reduce", "megatron_core", "overlap_reduction"),
-            ("no overlap_param_gather", "megatron_core", "overlap_updated"),
-            ("no cross_entropy_loss_fusion", "megatron_core", "fused_loss"),
-            ("no gradient_accumulation_fusion", "megatron_core", "fused_accumulation"),
-            ("no enable_async_tensor_parallel", "torchtitan", "overlap_tensor"),
-        )
-    ),
-    *(
-        Variant(name=name, row="megatron_core", knobs=knobs)
-        for name, knobs in (
-            ("no use_distributed_optimizer", {"replicate_zero": 0}),
-            ("no sequence_parallel", {"sequence_parallel": False}),
-            ("no virtual pipeline", {"chunks": 1, "schedule": "1f1b"}),
-            ("no recompute_granularity", {"recompute": "none"}),
-        )
-    ),
-    Variant(name="no recomputation", row="fsdp", knobs={"recompute": "none"}),
-)
+VARIANTS = tuple(Variant(**values) for values in SETUP["variants"])
 
 
 @command

@@ -1,8 +1,9 @@
 """The charter of opponents: which settings each opponent has, and what becomes of them here.
 
-In: ``docs/opponents.csv``, one line per setting, and the installed packages, whose configurations
-are read as text. Out: the tables of ``docs/opponents.md``. A test holds the two against each other,
-so that a setting that a new release adds is classified or fails it.
+In: ``docs/opponents.csv``, one line per setting; ``docs/opponents.yaml``, which says where each
+program has its settings; and the installed packages, whose configurations are read as text. Out:
+the tables of ``docs/opponents.md``. A test holds the lines against the packages, so that a setting
+that a new release adds is classified or fails it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
 from benchmarks import CHECKOUT
 from benchmarks.report.table import markdown_table
@@ -26,14 +28,12 @@ KINDS = ("searched", "fixed at ", "cannot act")  # how ``here`` begins
 
 @dataclass(frozen=True)
 class Section:
-    """One place where an opponent's settings stand: ``owners`` in the file ``path`` of a package
-    are classes (their annotated fields), functions (their keyword arguments), or ``NAME()``, whose
-    assignments of a dictionary's keys or of ``self``'s attributes are the settings."""
+    """One place where an opponent's settings stand, as ``docs/opponents.yaml`` says."""
 
     name: str
     program: str
     path: str
-    owners: tuple[str, ...]
+    owners: list[str]
 
     @property
     def is_installed(self) -> bool:
@@ -41,49 +41,8 @@ class Section:
         return importlib.util.find_spec(self.path.split("/")[0]) is not None
 
 
-_ZERO, _CORE, _TITAN = "deepspeed/runtime", "megatron/core", "torchtitan"
-_FSDP = "torch/distributed/fsdp/_fully_shard"
-SECTIONS = (
-    Section("zero_optimization", "DeepSpeed", f"{_ZERO}/zero/config.py", ("DeepSpeedZeroConfig",)),
-    Section("bf16", "DeepSpeed", f"{_ZERO}/precision_config.py", ("DeepSpeedBF16Config",)),
-    Section("pipeline", "DeepSpeed", f"{_ZERO}/config.py", ("get_pipeline_config()",)),
-    Section("DeepSpeedConfig", "DeepSpeed", f"{_ZERO}/config.py", ("_initialize_params()",)),
-    Section("compile", "DeepSpeed", "deepspeed/compile/config.py", ("CompileConfig",)),
-    Section(
-        "tensor_parallel",
-        "DeepSpeed",
-        f"{_ZERO}/tensor_parallel/config.py",
-        ("TPTrainingConfig",),
-    ),
-    *(
-        Section(name, "Megatron-Core", f"{_CORE}/{path}", (name,))
-        for name, path in (
-            ("DistributedDataParallelConfig", "distributed/distributed_data_parallel_config.py"),
-            ("ModelParallelConfig", "model_parallel_config.py"),
-            ("TransformerConfig", "transformer/transformer_config.py"),
-            ("OptimizerConfig", "optimizer/optimizer_config.py"),
-        )
-    ),
-    Section(
-        "ParallelismConfig", "torchtitan", f"{_TITAN}/config/configs.py", ("ParallelismConfig",)
-    ),
-    Section("torchtitan compile", "torchtitan", f"{_TITAN}/config/configs.py", ("CompileConfig",)),
-    Section("TrainingConfig", "torchtitan", f"{_TITAN}/config/configs.py", ("TrainingConfig",)),
-    Section(
-        "torchtitan activation checkpointing",
-        "torchtitan",
-        f"{_TITAN}/distributed/activation_checkpoint.py",
-        ("Config",),
-    ),
-    Section(
-        "torchtitan optimizer",
-        "torchtitan",
-        f"{_TITAN}/components/optimizer/optimizer.py",
-        ("Config", "ParamGroupConfig"),
-    ),
-    Section("fully_shard", "FSDP2", f"{_FSDP}/_fully_shard.py", ("fully_shard",)),
-    Section("MixedPrecisionPolicy", "FSDP2", f"{_FSDP}/_fsdp_api.py", ("MixedPrecisionPolicy",)),
-)
+SETUP = yaml.safe_load(CHARTER.with_suffix(".yaml").read_text(encoding="utf-8"))
+SECTIONS = tuple(Section(**values) for values in SETUP["sections"])
 
 
 def fields_of(section: Section) -> dict[str, str]:

@@ -43,11 +43,11 @@ def test_a_new_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     text += "def run(*, how='fast'): ...\ndef read():\n    return {'stages': 2}\n"
     (package / "config.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    owners = ("Config", "run", "read()")
+    owners = ["Config", "run", "read()"]
     found = fields_of(Section("any", "opponent", "opponent/config.py", owners))
     assert found == {"old": "500000000.0", "new": "True", "how": "'fast'", "stages": "2"}
     with pytest.raises(ValueError, match=r"opponent/config.py: has no Elsewhere"):
-        fields_of(Section("any", "opponent", "opponent/config.py", ("Elsewhere",)))
+        fields_of(Section("any", "opponent", "opponent/config.py", ["Elsewhere"]))
 
 
 def test_the_table_of_a_program_has_all_of_its_settings() -> None:
