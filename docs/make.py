@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -35,6 +36,7 @@ from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
+from benchmarks.validation.ratio_errors import FEWEST_RUNS
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.cells import cells_of, verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_table
@@ -142,13 +144,18 @@ def _all_errors() -> pd.DataFrame:
     return pd.read_csv(_REFERENCE / "validation" / "errors.csv")
 
 
+def _p90(row: pd.Series | dict[Any, Any], name: str = "p90") -> str:
+    """A 90th percentile; nothing if it is of so few runs that one of them decides it."""
+    return f"{row[name]:.1%}" if row["runs"] >= FEWEST_RUNS else ""
+
+
 def _strangers(quantity: str) -> str:
     """The errors of every source in sample, and of its runs as strangers, for speed or memory."""
     frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv").query("quantity == @quantity")
     lines = []
     for _, row in frame.iterrows():
-        shares = [row[f"{name}{kind}"] for kind in ("_in_sample", "") for name in ("median", "p90")]
-        texts = [f"{share:.1%}" for share in shares]
+        texts = [f"{row['median_in_sample']:.1%}", _p90(row, "p90_in_sample")]
+        texts += [f"{row['median']:.1%}", _p90(row)]
         texts += [f"{row['bias']:+.1%}", f"{row['inside']:.0%}", f"{row['interval']:.0%}"]
         lines.append([row["source"], f"{row['runs']:,}", *texts])
     heads = ["source left out", "runs", "in sample: median", "90th percentile"]
@@ -165,7 +172,8 @@ def _errors_by_source(kind: str) -> str:
             row["source"],
             row["role"],
             str(row["runs"]),
-            *(f"{row[name]:.1%}" for name in ("median", "p90")),
+            f"{row['median']:.1%}",
+            _p90(row),
             f"{row['bias']:+.1%}",
         ]
         for row in frame.to_dict("records")
@@ -180,7 +188,7 @@ def _errors(kind: str) -> str:
     last = "order right" if kind in ("ratio", "microbatch") else "bias"
     lines: list[list[str]] = []
     for row in frame[frame["kind"] == kind].to_dict("records"):
-        shares = [f"{row['median']:.1%}", f"{row['p90']:.1%}"]
+        shares = [f"{row['median']:.1%}", _p90(row)]
         if last == "bias":
             shares.append(f"{row['bias']:+.1%}")
         else:

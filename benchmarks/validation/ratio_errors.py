@@ -74,7 +74,7 @@ def error_text(program: str, label: str) -> str:
     speeds = [run for run in stranger_runs() if run["quantity"] == "speed"]
     errors = [(run["source"], float(run["stranger"])) for run in speeds]
     middle = median(abs(error) for _, error in errors)
-    whole = f"as a stranger, {middle:.0%} in the median, and nine in ten within"
+    whole = f"error as a stranger {middle:.0%} in the median, nine in ten runs within"
     whole = f"{whole} {interval_of(errors):.0%}"
     own = [run for run in speeds if run["program"].startswith(program)]
     sources = {run["source"] for run in own}

@@ -69,14 +69,6 @@ class StrangerRun:
     in_sample: float
     stranger: float
 
-    @property
-    def cells(self) -> dict[str, str]:
-        """The line of ``stranger_runs.csv``."""
-        return {
-            name: f"{value:.4f}" if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
-
 
 @cache
 def nearest(program: str, others: frozenset[str]) -> str:
@@ -267,21 +259,20 @@ def main() -> int:
     errors = errors_by_source(runs)
     print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
     if options.out is not None:
-        _write(options.out / "stranger_runs.csv", [run.cells for run in runs])
-        cells = [
-            {n: f"{v:.4f}" if isinstance(v, float) else v for n, v in asdict(each).items()}
-            for each in errors
-        ]
-        _write(options.out / "strangers.csv", cells)
+        write(options.out / "stranger_runs.csv", [asdict(run) for run in runs])
+        write(options.out / "strangers.csv", [asdict(each) for each in errors])
         print(f"wrote {options.out}/strangers.csv and stranger_runs.csv")
     return 0
 
 
-def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table, with four digits behind the point."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]))
         writer.writeheader()
-        writer.writerows(lines)
+        for line in lines:
+            texts = {n: f"{v:.4f}" for n, v in line.items() if isinstance(v, float)}
+            writer.writerow({**line, **texts})
 
 
 if __name__ == "__main__":

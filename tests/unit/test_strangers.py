@@ -142,7 +142,7 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
         for _ in range(12)
     ]
     monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
-    whole = "as a stranger, 3% in the median, and nine in ten within 20%"
+    whole = "error as a stranger 3% in the median, nine in ten runs within 20%"
     assert error_text("often", "Often") == f"{whole}; 3% on 24 published runs of Often by 2 sources"
     assert error_text("none", "None") == f"no published run of None: {whole}"
     alone = f"12 published runs of Alone, too few for an error of its own: {whole}"
