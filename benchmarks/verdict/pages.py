@@ -202,6 +202,8 @@ def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     groups = by_batch(best)
     rows = []
     for name in _HEADLINE:
+        if best[f"speedup_over_{name}"].isna().all():
+            continue  # no plan of it fits, or none has been searched
         line = [LABELS[name]]
         for words, cells in groups.items():
             median, ratios = uncertainty.medians[name][words], best[f"speedup_over_{name}"][cells]
