@@ -41,7 +41,7 @@ BUDGET = {
     "benchmarks/specification": 935,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_335,
-    "benchmarks/verdict": 2_265,
+    "benchmarks/verdict": 2_270,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
     "zeropp/choose": 1_970,
