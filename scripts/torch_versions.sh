@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # The tests of private names, with every supported version of torch and of Megatron-Core: those of
-# torch with the engine's tests, those of Megatron-Core with the tests of its contender.
+# torch with the tests of the engine, of its emulation and of lone ranks, those of Megatron-Core with
+# the tests of its contender.
 #
 #   ./scripts/torch_versions.sh                              all of them
 #   ./scripts/torch_versions.sh torch==2.11 megatron-core==0.16
+#   QUICK=1 ./scripts/torch_versions.sh torch==2.11          what takes a minute, as CI does
 #
 # Makes one environment per version under $ENVIRONMENTS (.venv-torch by default) and leaves it for
 # the next time. The default wheels of torch bring several GB of CUDA libraries; to use others, set
@@ -21,6 +23,15 @@ tests_of_torch=(
     tests/gloo/test_engine_oracle.py
     tests/gloo/test_engine_trace.py
     tests/gloo/test_errors_on_one_rank.py
+    tests/gloo/test_clipping.py
+    tests/gloo/test_traced_memory.py
+    tests/gloo/test_lone_rank.py
+    tests/streams
+)
+tests_of_a_minute=(
+    tests/gloo/test_private_names.py
+    tests/gloo/test_lone_rank.py::test_a_lone_rank_reads_nothing_that_was_never_written
+    tests/gloo/test_engine_oracle.py
 )
 tests_of_megatron=(
     tests/gloo/test_private_names.py
@@ -44,6 +55,7 @@ for version in "${versions[@]}"; do
     "$place/bin/python" -m pip list 2>/dev/null | grep -E "^(torch|megatron-core) "
     tests=("${tests_of_torch[@]}")
     [[ $version != megatron-core* ]] || tests=("${tests_of_megatron[@]}")
+    [ -z "${QUICK:-}" ] || tests=("${tests_of_a_minute[@]}")
     "$place/bin/python" -m pytest -q "${tests[@]}" || failed+=("$version")
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed with ${failed[*]}" >&2; exit 1; }

@@ -263,7 +263,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert group is not None
         peer = group[1][place]
         ends = (rank, peer) if kind == "isend" else (peer, rank)
-        content = f"{tuple(tensor.shape)} {tensor.dtype}"
+        # One number is one number: torch 2.11's pipelines send () where (1,) is received.
+        content = f"{tuple(tensor.shape) or (1,)} {tensor.dtype}"
         message = Message(group, *ends, content, size_of(tensor))
         if self._batch is not None:
             self._batch.append((kind, tensor, message))
