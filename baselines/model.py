@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.engine.loss import in_slices
 from zeropp.types.shape import ModelShape
 
 
@@ -203,6 +204,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def sliced_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same, of which no more than a slice of the tokens is in fp32 at a time."""
+    return in_slices(_sum_of_tokens, logits.flatten(0, 1), targets.flatten()) / targets.numel()
+
+
+def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
 def _allocate(piece: nn.Module, device: torch.device | str) -> None:
     """Replace a piece's meta parameters by empty ones on ``device``. (``Module.to_empty`` does not
     work with fake tensors, which a trace uses.)"""
@@ -227,4 +237,4 @@ def _initialise(piece: nn.Module, shape: ModelShape, seed: int) -> None:
             module.reset_parameters()
 
 
-__all__ = ["build_model", "build_piece", "cross_entropy", "initial_std"]
+__all__ = ["build_model", "build_piece", "cross_entropy", "initial_std", "sliced_cross_entropy"]

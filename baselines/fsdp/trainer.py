@@ -19,7 +19,7 @@ from baselines.fsdp2 import (
     shard,
     world_mesh,
 )
-from baselines.model import build_piece, cross_entropy
+from baselines.model import build_piece, sliced_cross_entropy
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
@@ -61,7 +61,7 @@ class FsdpTrainer(ActionRecorder):
             model.set_requires_all_reduce(is_last)
             if isinstance(first, FSDPModule):
                 first.set_reshard_after_backward(is_last)
-            loss = cross_entropy(model(x), y) / plan.num_microbatches
+            loss = sliced_cross_entropy(model(x), y) / plan.num_microbatches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         result = finish_step(

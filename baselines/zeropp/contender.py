@@ -118,7 +118,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
-    tried where blocks are recomputed. They are set to what takes the least time: the largest unit,
+    tried where all blocks are recomputed. They are set to what takes the least time: the largest unit,
     a cap that holds all activations
     of a step, and gradients that are reduced once per step. So the lower bound on a family's step
     time holds for all that ``members`` yields.
@@ -135,7 +135,8 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
-            splits = (True, False) if degrees.pp > 1 and recompute != "none" else (True,)
+            in_all = degrees.pp > 1 and recompute in ("mlp", "full") and blocks == most
+            splits = (True, False) if in_all else (True,)
             for split in choices(asked.split_backward, splits):
                 yield at_degrees(
                     asked,

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from baselines.model import build_piece, cross_entropy
+from baselines.model import build_piece, sliced_cross_entropy
 from zeropp.schedule.plan import Plan
 from zeropp.train.api import parallelize
 from zeropp.train.parallel_model import ParallelModel
@@ -23,7 +23,7 @@ def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: in
     shape, last = plan.shape, plan.shape.num_pieces - 1
     model = parallelize(
         [partial(_layer, shape, index, seed, device) for index in range(shape.num_pieces)],
-        cross_entropy,
+        sliced_cross_entropy,
         plan=plan,
         sample=torch.zeros(plan.microbatch_size, shape.seq, dtype=torch.long),
         global_batch=plan.global_batch,

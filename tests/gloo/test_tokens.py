@@ -17,6 +17,7 @@ import zeropp
 from tests.gloo.layers import WIDTH, One
 from tests.gloo.models import apart, error_of, largest, ranks_of, seeded, topology
 from tests.gloo.world import World
+from zeropp import huggingface
 from zeropp.train.parallel_model import ParallelModel
 
 LAYERS, ROWS, LENGTH, VOCABULARY, STEPS = 6, 8, 6, 11, 3
@@ -72,6 +73,30 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over labels that are not ignored, and their number."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, (targets != -100).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sliced_loss_is_that_of_all_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeropp.engine.loss._SLICE", 5 * VOCABULARY)
+    tokens, targets = data(0, "any")
+    logits = torch.randn(*tokens.shape, VOCABULARY, dtype=torch.float64).to(dtype)
+
+    def run(function: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given = logits.clone().requires_grad_()
+        total, count = function(given, targets)
+        (total * 0.25).backward()
+        assert given.grad is not None
+        return total.detach(), count, given.grad
+
+    (whole, count, expected), (total, same, found) = run(token_loss), run(huggingface.token_loss)
+    assert count == same
+    close = 1e-12 if dtype == torch.float64 else 0.01
+    torch.testing.assert_close(total.double(), whole.double(), rtol=close, atol=close)
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    with torch.no_grad():
+        assert huggingface.token_loss(logits, targets)[0] == total
 
 
 def group_of(name: tuple[int, str], parameter: nn.Parameter) -> str:

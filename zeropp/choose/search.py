@@ -8,7 +8,7 @@ takes the first entry again and again: a family is first priced, if any member m
 then replaced by all members that may, and a member is simulated. It ends when no bound in the
 queue is below the best step by more than the ``tolerance``. So no configuration of the space that
 was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
-of recomputed blocks, quarters are tried, and all numbers for the winner alone; the rules below
+of recomputed blocks, half and all are tried, and all numbers for the winner alone; the rules below
 drop some configurations; and a budget of time may end the search early. The runner-up is the best
 of those that were simulated with other degrees.
 
@@ -309,9 +309,9 @@ class _Search(Generic[K]):
     def _recompute_less(self) -> None:
         """Recompute as few blocks as fit in the winner.
 
-        The search tries quarters of them. More recomputed blocks need less
+        The search tries half of them, and all. More recomputed blocks need less
         memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
-        a quarter are missed.
+        half are missed.
         """
         winner = self._outcome.winner
         if winner is None or winner.plan.recompute == "none":

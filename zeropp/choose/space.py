@@ -101,15 +101,15 @@ def wire_choices(asked: WireType | Auto, precision: Precision) -> tuple[WireType
 def recompute_choices(
     recompute: Recompute | Auto, blocks: int | Auto, kinds: Iterable[Recompute], per_stage: int
 ) -> Iterator[tuple[Recompute, int | Auto]]:
-    """(kind of recomputation, number of blocks per stage) to try: quarters of the ``per_stage``
+    """(kind of recomputation, number of blocks per stage) to try: all, or half of the ``per_stage``
     blocks of the largest stage (or rank, where a contender counts so). For its winner, the search
     then tries all numbers."""
-    quarters = sorted({-(-per_stage * part // 4) for part in (1, 2, 3, 4)})
+    halves = sorted({-(-per_stage // 2), per_stage})
     for kind in choices(recompute, kinds):
         if kind == "none":
             yield kind, "auto"
             continue
-        for count in choices(blocks, quarters):
+        for count in choices(blocks, halves):
             yield kind, count
 
 

@@ -186,3 +186,42 @@ def _number(value: object) -> Tensor:
 
 def _kind(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+_SLICE = 2**27  # logits of a slice; half a GiB in fp32
+
+
+def in_slices(
+    function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor
+) -> Tensor:
+    """``function(logits, targets)``, a sum over tokens, slice after slice of the tokens. A slice's
+    gradient is computed with its loss, in the type of the logits, and is all that is kept: no
+    tensor of all logits is in fp32 (arXiv 2506.13996, section 3.1; Liger, arXiv 2410.10989).
+
+    ``logits`` [tokens, vocabulary], which have no gradient of a gradient; ``targets`` [tokens].
+    """
+    return _InSlices.apply(logits, targets, function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _InSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, function: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else logits
+        rows, losses = max(1, _SLICE // logits.shape[-1]), []
+        parts = (torch.split(tensor, rows) for tensor in (logits, targets, gradient))
+        for part, goals, made in zip(*parts, strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_(ctx.needs_input_grad[0])
+                loss = function(part, goals)
+            if ctx.needs_input_grad[0]:
+                made.copy_(torch.autograd.grad(loss, part)[0])
+            losses.append(loss.detach())
+        ctx.save_for_backward(gradient)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(grad), None, None

@@ -46,6 +46,7 @@ from transformers.core_model_loading import (
 )
 
 from zeropp.engine.errors import together
+from zeropp.engine.loss import in_slices
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer
 from zeropp.huggingface.cut import Piece, find_cut
@@ -223,14 +224,16 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the cross entropies of the next tokens, and how many of these are not ignored. A
     batch's loss is the mean over all of its tokens that are not, over microbatches and ranks.
 
-    ``logits`` [rows, length, vocabulary], which are widened to fp32; ``targets`` [rows, length] are
-    the tokens that follow those of the inputs, or -100 for what is ignored.
+    ``logits`` [rows, length, vocabulary], which are widened to fp32 slice by slice; ``targets``
+    [rows, length] are the tokens that follow those of the inputs, or -100 for what is ignored.
     """
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits
-    losses = F.cross_entropy(
-        wide.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
-    )
+    losses = in_slices(_sum_of_tokens, logits.flatten(0, 1), targets.flatten())
     return losses, (targets != _IGNORED).sum()
+
+
+def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    return F.cross_entropy(wide, targets, ignore_index=_IGNORED, reduction="sum")
 
 
 token_loss.loss_reduction = "tokens"  # type: ignore[attr-defined]  # parallelize's default with it

@@ -165,9 +165,10 @@ def logits_bytes(work: Work, size: int) -> float:
 
 def head_kept(work: Work) -> float:
     """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
-    loss, or the logits if the loss is fused. Torch's pipeline stages keep their outputs, so that
-    the logits are always kept."""
-    size = element_bytes(work.precision) if work.program.fused_loss else _loss_element(work)
+    loss, or the logits if the loss is fused, or their gradient if it is sliced. Torch's
+    pipeline stages keep their outputs, so that the logits are always kept."""
+    short = work.program.fused_loss or work.program.loss_gradient == "sliced"
+    size = element_bytes(work.precision) if short else _loss_element(work)
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
     if work.program.torch_stages and not work.program.fused_loss:
         kept += logits_bytes(work, element_bytes(work.precision))
@@ -187,6 +188,9 @@ def head_forward(work: Work) -> float:
     e = element_bytes(work.precision)
     if work.program.fused_loss:
         return 0.0
+    if work.program.loss_gradient == "sliced":  # the logits beside their gradient, and a slice
+        slice_ = min(logits_bytes(work, 1), 2**27)
+        return logits_bytes(work, e) + slice_ * (e + 3 * FP32)
     if work.program.loss_gradient == "in_place":
         return logits_bytes(work, e) if e < FP32 else 0.0
     return logits_bytes(work, e + (_loss_element(work) if e < FP32 else 0))
@@ -202,6 +206,8 @@ def head_backward(work: Work) -> float:
     logarithms and of its input and, if cut by the vocabulary, a third tensor
     (``distributed/tensor/parallel/loss.py``). A fused loss works in place and makes only the
     gradient of the logits."""
+    if work.program.loss_gradient == "sliced":  # it is kept already
+        return 0.0
     if work.program.fused_loss or work.program.loss_in_place(work.tp):
         return logits_bytes(work, element_bytes(work.precision))
     return logits_bytes(work, (3 if work.tp > 1 else 2) * _loss_element(work))

@@ -471,6 +471,8 @@ def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int
     cast = e + 4 if e < 4 else 0
     if program.loss_in_place(tp):
         return cast + 8 * 4, cast + 2 * 4
+    if program.loss_gradient == "sliced":  # torch's, a copy into the gradient, and its scaling
+        return 2 * cast + 6 * 4 + 2 * e, 2 * e
     return cast + 2 * 4, cast + 4 * 4
 
 

@@ -36,7 +36,9 @@ Updated = Literal["gather", "broadcasts", "slices"]
 # The loss, where it is not fused. "in_place": Megatron's, whose gradient overwrites the logits.
 # "torch": torch's own cross-entropy, with its temporaries. "in_place_under_tp": one like Megatron's
 # with tensor parallelism, and torch's own without.
-LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
+# "sliced": torch's slice by slice of the tokens, with the gradient of each (``in_slices`` of
+# ``zeropp/engine/loss.py``).
+LossGradient = Literal["in_place", "in_place_under_tp", "torch", "sliced"]
 # How 8-bit products get their inputs. "fused": as Transformer Engine, one kernel reads a tensor and
 # writes it and its transpose, norms write 8 bits themselves, and cast weights are kept. As torchao
 # with torch.compile: "tensorwise" casts it and then transposes that; "rowwise" reads it for the
