@@ -29,7 +29,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_270,
+    "baselines": 4_290,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_470,
@@ -46,15 +46,15 @@ BUDGET = {
     "zeropp": 140,
     "zeropp/choose": 1_970,
     "zeropp/emulate": 3_700,
-    "zeropp/engine": 6_280,
+    "zeropp/engine": 6_320,
     "zeropp/huggingface": 835,
-    "zeropp/price": 3_640,
+    "zeropp/price": 3_650,
     "zeropp/schedule": 2_590,
     "zeropp/train": 1_110,
     "zeropp/types": 690,
 }
-MOST_LINES = 47_785
-MOST_LINES_OF_TESTS = 28_420
+MOST_LINES = 47_840
+MOST_LINES_OF_TESTS = 28_440
 
 
 @cache
