@@ -118,10 +118,9 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
-    tried where all blocks are recomputed. They are set to what takes the least time: the largest unit,
-    a cap that holds all activations
-    of a step, and gradients that are reduced once per step. So the lower bound on a family's step
-    time holds for all that ``members`` yields.
+    tried where all blocks are recomputed. They are set to what takes the least time: the largest
+    unit, a cap that holds all activations of a step, and gradients that are reduced once per step.
+    So the lower bound on a family's step time holds for all that ``members`` yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     # Chunks of one block each have the smallest buffers.
