@@ -27,6 +27,7 @@ __all__ = [
     "PARTS_AS_NUMBERS",
     "CutPipeline",
     "forbid_shared_memory_collectives",
+    "has_whole_gradients",
     "is_tied_copy",
     "observe_instructions",
     "partition_uniform",
@@ -88,6 +89,12 @@ def is_tied_copy(parameter: Any) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
+def has_whole_gradients(optimizer: Any) -> bool:
+    """Whether a rank has the reduced gradients of all of its parameters, in fp32, and its optimizer
+    takes their norm: bf16 with fp32 accumulation."""
+    return hasattr(optimizer, "fp32_groups_gradients")
+
+
 def reduced_gradients(
     optimizer: Any, parameters: Iterable[Tensor], copies: int
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -101,7 +108,7 @@ def reduced_gradients(
             parts = optimizer.averaged_gradients[group]
             for parameter, part in zip(partition, parts, strict=False):
                 yield parameter, part, 1
-    elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with fp32 accumulation
+    elif has_whole_gradients(optimizer):
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
         for partition, gradients in groups:
             for parameter, gradient in zip(partition, gradients, strict=True):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from baselines.blocks import prepare_block
 from baselines.deepspeed_3d.private_names import (
     forbid_shared_memory_collectives,
+    has_whole_gradients,
     is_tied_copy,
     reduced_gradients,
 )
@@ -57,6 +58,8 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
             **arguments,
         )
         self._grad_norm, self._clip_norm = torch.zeros(()), optimizer.clip_norm
+        # ``BF16_Optimizer`` takes the global norm, whether it clips or not.
+        self._takes_norm = not self._clip_norm and has_whole_gradients(self._optimizer)
         self._passes: Counter[Op] = Counter()
 
     @abstractmethod
@@ -73,7 +76,10 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
         self._passes.clear()
         self._begin_step()
-        return StepResult(self._train(batches), self._grad_norm)
+        loss = self._train(batches)
+        if self._takes_norm:
+            self._grad_norm = torch.as_tensor(self._engine.get_global_grad_norm())
+        return StepResult(loss, self._grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
@@ -104,7 +110,10 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
     def _clip(self) -> None:
         """Take the global gradient norm and clip the gradients to ``clip_norm``. DeepSpeed's own
         clipping is not used: it takes the norm over each rank's partition, so that the training
-        would depend on the topology."""
+        would depend on the topology. Where nothing is clipped, a norm that DeepSpeed takes of whole
+        gradients is enough."""
+        if self._takes_norm:
+            return
         total = self._local_square_norm()
         dist.all_reduce(total)
         self._grad_norm = total.sqrt()
