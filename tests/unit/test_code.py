@@ -29,7 +29,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_290,
+    "baselines": 4_300,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_470,
@@ -53,7 +53,7 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 690,
 }
-MOST_LINES = 47_840
+MOST_LINES = 47_860
 MOST_LINES_OF_TESTS = 28_440
 
 
