@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from concurrent.futures import ThreadPoolExecutor
 from math import log
 
 import numpy as np
 import pytest
 
+from benchmarks import CHECKOUT
 from benchmarks.specification.compose import compose
 from benchmarks.validation import ratio_errors
 from benchmarks.validation.cases import case_of
@@ -147,3 +149,23 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
     assert error_text("none", "None") == f"no published run of None: {whole}"
     alone = f"12 published runs of Alone, too few for an error of its own: {whole}"
     assert error_text("alone", "Alone") == alone
+
+
+def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> None:
+    folder = CHECKOUT / "results" / "reference" / "validation"
+    with (folder / "stranger_runs.csv").open(newline="", encoding="utf-8") as file:
+        numbers = ("in_sample", "stranger")
+        runs = [
+            StrangerRun(**{n: float(v) if n in numbers else v for n, v in line.items()})  # type: ignore[arg-type]
+            for line in csv.DictReader(file)
+        ]
+    with (folder / "strangers.csv").open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    for errors, line in zip(errors_by_source(runs), lines, strict=True):
+        assert (errors.quantity, errors.source, str(errors.runs)) == (
+            line["quantity"], line["source"], line["runs"],
+        )  # fmt: skip
+        for name in ("median_in_sample", "p90_in_sample", "median", "p90", "bias", "interval"):
+            assert getattr(errors, name) == pytest.approx(float(line[name]), abs=2e-4)
+    whole = next(e for e in errors_by_source(runs) if e.source == "all sources")
+    assert 0.85 < whole.inside < 0.95  # what an interval of 90 % promises
