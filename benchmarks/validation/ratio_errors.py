@@ -68,9 +68,9 @@ def interval_of(errors: Iterable[tuple[str, float]]) -> float:
 
 
 def error_text(program: str, label: str) -> str:
-    """How far the simulator is from runs of publishers that it had not seen, as words, with the
-    error on those of one program (all entries whose names begin with ``program``) if enough
-    publishers ran it."""
+    """How far the simulator is from runs of sources that it had not seen, as words, with the error
+    on those of one program (all entries whose names begin with ``program``) if enough sources
+    have it."""
     speeds = [run for run in stranger_runs() if run["quantity"] == "speed"]
     errors = [(run["source"], float(run["stranger"])) for run in speeds]
     middle = median(abs(error) for _, error in errors)

@@ -1,11 +1,13 @@
-"""How far the simulator is from the runs of a publisher that it has never seen.
+"""How far the simulator is from the runs of a source that it has never seen.
 
     python -m benchmarks.validation.strangers --out results/reference/validation
 
 Every source of results/published is left out in turn. All constants are fitted again to the runs of
 the other sources (``fit_constants``), and its runs are priced with those. A program that only this
 source runs has no entry then: the entry of another source that shares most traits is taken for it,
-with the year of its own kernels, which is no secret. What a row states of its run is kept.
+with the year of its own kernels, which is no secret. What a row states of its run is kept. An entry
+that another source runs, too, stays, although both were in view when it was written, and so do the
+few constants that are no field of a device or program.
 
 It writes two tables. ``stranger_runs.csv`` has one line per run: its error in sample, with the
 constants and the entry of ``conf/``, and as a stranger. ``strangers.csv`` has one line per source
@@ -212,7 +214,7 @@ def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]
     ]
     done = track((job.result() for job in waiting), len(waiting), "strangers")
     runs = [run for run in done if run is not None]
-    whole, words = fit(errors, moved), []
+    whole, words = fit(errors, moved), [f"{len(waiting) - len(runs)} runs have no price so"]
     for constant, slope in zip(constants(), moved.T, strict=True):
         users = sorted(set(of[np.abs(slope) > _MOVES]))
         words.append(_of_constant(constant, whole, {user: fits[user] for user in users}))

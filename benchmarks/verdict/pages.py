@@ -120,7 +120,7 @@ def short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         f"gradients summed and sent in fp32, {_compared('Megatron-Core', core)}: ZeroPP's speed "
         f"over its is {core_1} with one sequence per GPU and step and {core_4} with four or more, "
         "as medians over cells, and in brackets where 90 % of draws leave them with the errors "
-        "that the simulator has on publishers it has not seen. Over DeepSpeed with a pipeline, "
+        "that the simulator has on sources it has not seen. Over DeepSpeed with a pipeline, "
         f"the claim's opponent, it is {three_1} and {three_4}, and over DeepSpeed's fastest engine "
         f"{any_1} and {any_4}. The claimed {CLAIM} times is reached in {three} and in {any_engine} "
         f"of the cells; in {surely[0]} and in {surely[1]} the low end of the cell's own interval "
