@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 690,
 }
 MOST_LINES = 47_860
-MOST_LINES_OF_TESTS = 28_440
+MOST_LINES_OF_TESTS = 28_460
 
 
 @cache
