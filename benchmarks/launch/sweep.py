@@ -165,6 +165,12 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
             for contender in {point.spec.contender.name for point in group}:
                 if missing := CONTENDERS[contender].missing():
                     raise SpecError(missing)
+        for shape in (point.spec.model for point in group):
+            if shape.document and options.kind != "simulate":
+                raise SpecError(
+                    f"model.document={shape.document}: only prices end attention at documents "
+                    "(use launcher=simulate, or model.document=0)"
+                )
         LAUNCHERS[options.kind].check(group, options)
         if repeats > 1 and options.kind != "local":
             raise SpecError(f"repeats={repeats}: only launcher=local runs a point more than once")

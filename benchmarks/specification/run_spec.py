@@ -199,8 +199,10 @@ def load_spec(path: Path) -> RunSpec:
 
 
 def check_heads(shape: ModelShape) -> None:
-    """Raise SpecError unless the heads divide the hidden size and the key/value heads divide the
-    heads."""
+    """Raise SpecError unless the heads divide the hidden size, the key/value heads divide the
+    heads, and documents are no longer than a sequence."""
+    if shape.document > shape.seq:
+        raise SpecError(f"model.document={shape.document}: must be at most model.seq={shape.seq}")
     if shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:

@@ -73,7 +73,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     precision = _precision(row)  # peaks of other types are not known, so no share of them is either
     check_plausible(row)
     return Case(
-        shape=row.shape,
+        shape=replace(row.shape, document=row.document or 0),
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
         program=program_of(row),
         layout=_layout(row),

@@ -231,6 +231,7 @@ class PublishedRow(BaseModel):
     ffn: Count
     vocab: Count
     seq: Count
+    document: Count | None = None  # tokens of the packed documents at whose ends attention ends
     tied_embeddings: YesNo
     # Device and network; a blank cell means the value of the device's preset in ``conf/cluster``.
     device: Annotated[Text, AfterValidator(_known_device)]
@@ -284,7 +285,7 @@ class PublishedRow(BaseModel):
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes."""
+        """The model's sizes, without ``document``: sources count FLOPs of whole sequences."""
         return ModelShape(
             name=self.model, family=self.family, layers=self.layers, hidden=self.hidden,
             heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn, vocab=self.vocab, seq=self.seq,
@@ -316,13 +317,8 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
-OPTIONAL = (
-    "cuts",
-    "knobs",
-    "intra_gb_s",
-    "products_tflops",
-    "scaling",
-)  # a table need not have these columns
+# A table need not have these columns.
+OPTIONAL = ("cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document")
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
@@ -360,6 +356,8 @@ def _shape(row: PublishedRow) -> str:
         return f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
     if not HEAD_SIZES[0] <= row.hidden // row.heads <= HEAD_SIZES[1]:
         return f"heads={row.heads}: heads of {row.hidden // row.heads} are not from 16 to 1024 wide"
+    if row.document and row.document > row.seq:
+        return f"document={row.document}: must be at most seq={row.seq}"
     if row.vocab < LEAST_VOCAB:
         return f"vocab={row.vocab}: must be at least {LEAST_VOCAB}, the bytes of a text"
     whole = parameter_count(row.shape) / 1e9

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
 from benchmarks.validation.__main__ import main
-from benchmarks.validation.cases import case_of, even_cuts, module_cuts
+from benchmarks.validation.cases import case_of, even_cuts, module_cuts, plan_of
 from benchmarks.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
 from benchmarks.validation.predict import outcome_of, predict
 from benchmarks.validation.rows import UnpredictableError, read_rows, training_tables
@@ -20,6 +20,8 @@ from benchmarks.validation.stated import cluster_of, measured_s, preset_of, spee
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
 from zeropp.price import compute_limit
+from zeropp.price.pieces import attention_s
+from zeropp.price.price import work_of
 from zeropp.price.programs import Program, program_named
 
 
@@ -228,6 +230,20 @@ def test_zero_2_is_neither_zero_1_nor_zero_3(program: str) -> None:
     slow = {"num_gpus": "64", "dp": "64", "nic_gbit_s": "10", "micro_batch": "1"}
     # Per parameter 2 + 4 bytes are sent, not 2 + 2 + 4.
     assert value(**alone | slow, zero="2") < 0.8 * value(**alone | slow, zero="3")
+
+
+def test_attention_ends_at_documents() -> None:
+    """Causal attention over 8 documents has an eighth of the scores, and of the time but for whole
+    tiles on the diagonal."""
+    plain = value(**LLAMA_8B, device="h100")
+    assert value(**LLAMA_8B, device="h100", document="8192") == plain
+    case = case_of(row(**LLAMA_8B, device="h100"))
+    work = work_of(plan_of(case), case.cluster, case.program)
+    inside = replace(work, shape=replace(work.shape, document=1024))
+    share = 1 / 8 * (1 + 128 / 1024) / (1 + 128 / 8192)
+    assert attention_s(inside) / attention_s(work) == pytest.approx(share, rel=0.02)
+    packed = value(**LLAMA_8B, device="h100", document="1024")
+    assert 1.05 * plain < packed < 1.4 * plain  # tokens per second
 
 
 def test_layers_that_do_not_divide_are_cut_as_programs_cut_them() -> None:

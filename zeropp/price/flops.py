@@ -51,7 +51,7 @@ def block_forward_flops(shape: ModelShape) -> int:
     Causal attention is counted in full (4*s*h), as Megatron-LM's and PaLM's MFU do
     (arXiv 2104.04473, eq. 3; arXiv 2204.02311, appendix B).
     """
-    return 2 * linear_weights(shape) + 4 * shape.seq * shape.hidden
+    return 2 * linear_weights(shape) + 4 * (shape.document or shape.seq) * shape.hidden
 
 
 def piece_forward_flops(shape: ModelShape, index: int) -> int:

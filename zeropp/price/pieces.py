@@ -277,9 +277,11 @@ def _attention(work: Work) -> Attention:
     shape = work.shape
     heads = work.microbatch * max(1, shape.heads // (work.tp * work.by_heads))
     queries = shape.seq * work.by_heads // work.context
-    return Attention(
-        heads=heads, queries=queries, keys=shape.seq, width=shape.head_dim, causal=True
-    )
+    keys = shape.seq
+    if shape.document:  # every document is a row of its own
+        heads, keys = heads * queries // shape.document, shape.document
+        queries = keys
+    return Attention(heads=heads, queries=queries, keys=keys, width=shape.head_dim, causal=True)
 
 
 def _unfused_products_s(work: Work) -> float:

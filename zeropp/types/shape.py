@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.types.literals import AT_LEAST_1, FROM_0_TO_1
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1
 
 Family = Literal["gpt", "llama"]
 
@@ -17,7 +17,9 @@ class ModelShape:
     ``ffn`` is the width of the MLP's hidden layer. Fewer ``kv_heads`` than ``heads`` means
     grouped-query attention. ``gated_mlp`` is true for an MLP with three matrices, such as SwiGLU,
     and false for one with two, such as GELU or squared ReLU; None means true for Llama and false
-    for GPT.
+    for GPT. ``document`` is the length of the documents that are packed into a sequence, at whose
+    ends attention ends, in tokens: the sum of their squares over their sum. 0: attention does not
+    end inside a sequence. Prices have documents; the suite's own ranks do not.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ModelShape:
     tied_embeddings: bool = False
     dropout: Annotated[float, FROM_0_TO_1] = 0.0
     gated_mlp: bool | None = None
+    document: Annotated[int, AT_LEAST_0] = 0
 
     def __hash__(self) -> int:
         """The hash of the name alone, because a search needs it millions of times. Equality still
