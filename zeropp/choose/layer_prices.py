@@ -28,7 +28,14 @@ from zeropp.price.kernels import (
     matmul_s,
     stream_s,
 )
-from zeropp.price.network import all_reduce_s, gather_s, group_of, transfer_s, waits_s
+from zeropp.price.network import (
+    all_reduce_s,
+    all_to_all_s,
+    gather_s,
+    group_of,
+    transfer_s,
+    waits_s,
+)
 from zeropp.price.pieces import (
     BACKWARD_LAUNCHES,
     KernelSeconds,
@@ -141,7 +148,8 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
     for index, layer in enumerate(sizes):
         assert layer.operators is not None  # the walk records them where something is priced
         recompute = plan.recompute if 0 < index < len(sizes) - 1 else "none"
-        passes.append(passes_of_layer(layer.operators, device, program, plan.precision, recompute))
+        times = passes_of_layer(layer.operators, device, program, plan.precision, recompute)
+        passes.append(_with_exchanges(times, layer.operators, plan, cluster, recompute))
     outputs = sum(output.size.numel() for output in sizes[-1].outputs)
     forward, backward = loss_s(device, program, plan.precision, outputs)
     last = passes[-1]
@@ -149,6 +157,32 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
         last.forward + forward, last.backward_input + backward, last.backward_weight
     )
     return passes
+
+
+def _with_exchanges(
+    times: PassTimes,
+    layer: LayerOperators,
+    plan: SizedPlan,
+    cluster: Cluster,
+    recompute: Recompute,
+) -> PassTimes:
+    """The passes of a layer with the all-to-alls of its attention, where ranks divide sequences.
+    Keys and values count as if they had as many heads as queries."""
+    if plan.layout.context == 1:
+        return times
+    among = group_of(cluster, plan.layout, "context")
+    exchanged = 0.0
+    for attention in layer.attentions:
+        size = attention.heads * attention.queries * attention.width
+        for tensors in (3, 1):  # queries, keys and values; what attention gives
+            moved = float(tensors * size * element_bytes(plan.precision))
+            exchanged += all_to_all_s(cluster, among, moved)
+    again = exchanged * (recompute != "none")
+    return replace(
+        times,
+        forward=times.forward + exchanged,
+        backward_input=times.backward_input + exchanged + again,
+    )
 
 
 def output_bytes(layer: LayerSizes, precision: Precision) -> float:

@@ -25,6 +25,7 @@ from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, 
 from zeropp.price.network import (
     all_reduce_s,
     all_reduce_waits_s,
+    all_to_all_s,
     gather_s,
     group,
     message_s,
@@ -145,6 +146,7 @@ class _Links:
             moved = part.moved * (2 if crosses in self._crossed else 1)
             return message_s(self._cluster, self._stride, self._world, crosses=crosses, size=moved)
         price = all_reduce_s if _all_reduces(issued) else gather_s
+        price = all_to_all_s if "alltoall" in issued.what else price
         return price(self._cluster, self._group(part), part.moved)
 
     def waits_s(self, issued: Issued, part: RankPart) -> float:
