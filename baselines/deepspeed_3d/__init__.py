@@ -19,5 +19,6 @@ What DeepSpeed 0.19.8 does not have, and where its code says so:
   disabled").
 * In ``runtime/pipe/dualpipev.py`` it has DualPipeV, which runs full backwards, needs twice as many
   microbatches as pipeline ranks, and refuses to send slices of boundaries under TP. It is not
-  among this contender's schedules. Its ZeRO-3 is not either: ``baselines.fsdp`` is ZeRO-3.
+  among this contender's schedules. Its ZeRO-3 is a contender of its own
+  (``baselines.deepspeed_zero3``).
 """

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from baselines.deepspeed_3d.private_names import ACCELERATOR, PARTS_AS_NUMBERS
+from baselines.deepspeed_3d.private_names import ACCELERATOR, COMPARES_ORDERS, PARTS_AS_NUMBERS
 from zeropp.emulate.device import VirtualDevice
 
 
 def stand_ins(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     """See ``Contender.stand_ins``: DeepSpeed sees a device with streams, and makes the numbers by
     which its stages describe a tensor's parts without ``torch.LongTensor``, which would leave fake
-    tensors none."""
+    tensors none. ZeRO-3 does not compare the order of its modules with other ranks'."""
     del device  # its streams are those of ``torch.cuda``
     yield *ACCELERATOR, _Emulated()
     yield *PARTS_AS_NUMBERS, _described
+    yield *COMPARES_ORDERS, lambda order: None
 
 
 def _described(part: Any) -> torch.Tensor:

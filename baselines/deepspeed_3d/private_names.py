@@ -16,12 +16,15 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor, partition_uniform
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap as zero3_linear
 from torch import Tensor
 
 from zeropp.schedule.program import Op
 
 __all__ = [
     "ACCELERATOR",
+    "COMPARES_ORDERS",
     "DTYPE_CODES",
     "OPS",
     "PARTS_AS_NUMBERS",
@@ -32,6 +35,7 @@ __all__ = [
     "observe_instructions",
     "partition_uniform",
     "reduced_gradients",
+    "zero3_linear",
 ]
 
 DTYPE_CODES: dict[torch.dtype, int] = PipelineEngine.DTYPE_TO_ID  # as stages name types in messages
@@ -49,6 +53,7 @@ OPS: dict[type, Op] = {
 }
 
 ACCELERATOR = (real_accelerator, "ds_accelerator")  # the device that DeepSpeed sees
+COMPARES_ORDERS = (partitioned_param_coordinator, "assert_ints_same_as_other_ranks")  # of modules
 PARTS_AS_NUMBERS = (PartitionedTensor, "to_meta")  # by which stages describe a tensor's parts
 
 Handler = Callable[..., None]
@@ -103,7 +108,11 @@ def reduced_gradients(
     ``parameters`` are the module's; ``copies``: over how many data-parallel ranks they are
     replicated.
     """
-    if hasattr(optimizer, "averaged_gradients"):  # each rank keeps its partition
+    if hasattr(optimizer, "fp16_partitioned_groups"):  # ZeRO-3: each rank has parts of all
+        for group, held in enumerate(optimizer.fp16_groups):
+            for parameter, part in zip(held, optimizer.averaged_gradients[group], strict=True):
+                yield parameter, part, 1
+    elif hasattr(optimizer, "averaged_gradients"):  # each rank keeps its partition
         for group, partition in enumerate(optimizer.params_in_partition):
             parts = optimizer.averaged_gradients[group]
             for parameter, part in zip(partition, parts, strict=False):

@@ -54,7 +54,7 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         module = arguments["model"]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             optimizer=build_optimizer(module.parameters(), optimizer),
-            config=_config(plan, sum(parameter.numel() for parameter in module.parameters())),
+            config=self._config(sum(parameter.numel() for parameter in module.parameters())),
             **arguments,
         )
         self._grad_norm, self._clip_norm = torch.zeros(()), optimizer.clip_norm
@@ -65,6 +65,10 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
     @abstractmethod
     def _arguments(self, seed: int) -> dict[str, Any]:
         """The model, and what else ``deepspeed.initialize`` needs for this engine."""
+
+    def _config(self, parameters: int) -> dict[str, Any]:
+        """DeepSpeed's configuration for a rank that holds ``parameters`` parameters."""
+        return _config(self._plan, parameters)
 
     @abstractmethod
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -144,7 +148,8 @@ def _join_topology(layout: Layout) -> ProcessTopology:
     """Let DeepSpeed use the process group that exists, and number the ranks as the layout does."""
     forbid_shared_memory_collectives()
     deepspeed.init_distributed(verbose=False)
-    names = {"pp": "pipe", "replicate": "data", "tp": "model"}
+    data = "shard" if layout.shard > 1 else "replicate"
+    names = {"pp": "pipe", data: "data", "tp": "model"}
     axes = [(names[axis], size) for axis, size in layout.axes if axis in names]
     return ProcessTopology([name for name, _ in axes], [size for _, size in axes])
 

@@ -71,8 +71,10 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
                 "knobs": record.spec["contender"],
                 "microbatch_size": record.spec["microbatch_size"],
             }
-            _, candidate = candidate_of(json.dumps(setting))
-            if program in _OWN_LAYERS:
+            _, contender, candidate = candidate_of(json.dumps(setting))
+            if program not in _OWN_LAYERS:
+                known = contender
+            else:
                 name = known.name
                 knobs = known.knobs(**vars(candidate.knobs) | {"name": name})
                 candidate = replace(candidate, knobs=knobs)
@@ -135,7 +137,9 @@ def described_compute_s(described: SimResult) -> float:
     for rank, busy_s in enumerate(described.events.busy):
         stages = plan.schedule.stages_of(rank)
         parts = [price.extras[s] for s in stages]
-        collectives_s = sum(p.tensor_forward + p.tensor_backward + p.reductions for p in parts)
+        collectives_s = sum(
+            p.tensor_forward + p.tensor_backward + p.reductions + p.gathers for p in parts
+        )
         update_s = sum(price.stages[s].update for s in stages)
         ranks.append(busy_s - plan.num_microbatches * collectives_s + update_s)
     return max(ranks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3
 from baselines.fsdp.contender import FSDP, MEGATRON_FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
 from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
@@ -26,6 +27,7 @@ PRICED: dict[str, Contender[Any]] = {
     for contender in (
         ZEROPP,
         DEEPSPEED_3D,
+        DEEPSPEED_ZERO3,
         TORCH_PP,
         FSDP,
         MEGATRON_FSDP,
@@ -45,27 +47,31 @@ CONTENDERS: dict[str, Contender[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A row of the verdict's comparison: the best plan of a contender among those that the row
-    ``allows``, under a name and a label of the row's own."""
+    """A row of the verdict's comparison: the best plan of a contender, or of the ``others`` of the
+    same software, among those that the row ``allows``, under a name and a label of its own."""
 
     name: str
     label: str
     contender: Contender[Any]
-    allows: Callable[[Any], bool]  # of the contender's knobs, none of which is auto
+    allows: Callable[[Any], bool]  # of a contender's knobs, none of which is auto
+    others: tuple[Contender[Any], ...] = ()
 
     @property
-    def searched(self) -> Contender[Any]:
-        """The contender, with the row's plans alone in its search space."""
-        space, allows = self.contender.space, self.allows
+    def searched(self) -> tuple[Contender[Any], ...]:
+        """The contenders, with the row's plans alone in their search spaces."""
+        return tuple(map(self._allowed, (self.contender, *self.others)))
+
+    def _allowed(self, contender: Contender[Any]) -> Contender[Any]:
+        space, allows = contender.space, self.allows
 
         def families(point: SearchPoint[Any]) -> Iterable[Any]:
             return (knobs for knobs in space.families(point) if allows(knobs))
 
-        return replace(self.contender, space=replace(space, families=families))
+        return replace(contender, space=replace(space, families=families))
 
 
 def _has_pipeline(knobs: Any) -> bool:
-    return bool(knobs.pp > 1)
+    return bool(getattr(knobs, "pp", 1) > 1)
 
 
 def whole(contender: Contender[Any]) -> Compared:
@@ -76,9 +82,15 @@ def whole(contender: Contender[Any]) -> Compared:
 
 
 # DeepSpeed is compared as the claim's own opponent, which has a pipeline, and with whatever it runs
-# fastest: without a pipeline its ordinary engine runs.
+# fastest: without a pipeline its ordinary engine runs, or its ZeRO-3.
 _DEEPSPEED = tuple(
-    Compared(name=name, label=label, contender=DEEPSPEED_3D, allows=allows)
+    Compared(
+        name=name,
+        label=label,
+        contender=DEEPSPEED_3D,
+        allows=allows,
+        others=(DEEPSPEED_ZERO3,) * ("best" in name),
+    )
     for name, label, allows in (
         ("deepspeed_3d", "DeepSpeed 3D", _has_pipeline),
         ("deepspeed_best", "DeepSpeed, best", lambda _: True),
@@ -89,6 +101,7 @@ COMPARED: dict[str, Compared] = {
     row.name: row
     for row in (
         *_DEEPSPEED,
+        whole(DEEPSPEED_ZERO3),
         whole(MEGATRON_DEEPSPEED),
         whole(MEGATRON_CORE),
         whole(ZERO_BUBBLE),

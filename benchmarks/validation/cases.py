@@ -47,7 +47,7 @@ class Case:
     program: Program
     layout: Layout
     schedule: str
-    gathers: bool  # parameters are sharded
+    gathers: bool  # parameters are sharded, and gathered piece by piece
     keeps_gathered: bool  # from a forward to its backward
     microbatch: int
     num_microbatches: int
@@ -78,7 +78,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         program=program_of(row),
         layout=_layout(row),
         schedule="1f1b" if row.schedule == "none" else row.schedule,
-        gathers=_gathers(row),
+        gathers=_gathers(row) and not program_named(row.program).live_parameters,
         keeps_gathered=row.zero == 2,
         microbatch=row.micro_batch,
         num_microbatches=count,

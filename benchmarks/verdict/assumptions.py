@@ -138,10 +138,10 @@ class RepricedPlan:
 
     def step_s(self) -> dict[str, float]:
         """Seconds per step by column of ``Assumption.columns``."""
-        row, candidate = candidate_of(self.setting)
+        _, contender, candidate = candidate_of(self.setting)
         task = self.cell.priced
         return {
-            column: row.contender.simulated(
+            column: contender.simulated(
                 replace(task, cluster=assumption.applied(task.cluster, factor)), candidate
             ).step_s
             for assumption in ASSUMPTIONS

@@ -19,7 +19,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import COMPARED, ROWS, Compared
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
-from zeropp.choose.contender import describe
+from zeropp.choose.contender import Contender, describe
 from zeropp.choose.search import Evaluated, search
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
@@ -111,19 +111,23 @@ def jobs_of(
 def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
     """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
     if its contender no longer has these knobs."""
-    row, candidate = candidate_of(setting)
-    plan = Evaluated(candidate, row.contender.simulated(cell.priced, candidate))
+    row, contender, candidate = candidate_of(setting)
+    plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
     return _record(cell, mode, "", row.name, plan)
 
 
-def candidate_of(setting: str) -> tuple[Compared, Candidate[Any]]:
-    """The row and the plan that a ``setting`` of the table names. Raises SpecError if the contender
-    no longer has these knobs."""
+def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
+    """The row, the contender and the plan that a ``setting`` of the table names. Of several
+    contenders of a row it is the one that has all of these knobs. Raises SpecError if there is
+    none."""
     values = json.loads(setting)
     row = ROWS[values["knobs"]["name"]]
-    own = values["knobs"] | {"name": row.contender.name}
-    knobs = validated(row.contender.knobs, own, "setting.knobs")
-    return row, Candidate(knobs, values["microbatch_size"])
+    contender = row.contender
+    for other in row.others:
+        if values["knobs"].keys() <= other.knobs.__dataclass_fields__.keys():
+            contender = other
+    knobs = validated(contender.knobs, values["knobs"] | {"name": contender.name}, "setting.knobs")
+    return row, contender, Candidate(knobs, values["microbatch_size"])
 
 
 def winner_of(
@@ -134,20 +138,23 @@ def winner_of(
     gradients are chosen, too."""
     begin = []
     with suppress(SpecError):
-        begin = [candidate_of(known)[1]] if known else []
-    fixed = {} if own else dict.fromkeys(row.contender.gradient_types, "fp32")
-    begin = [
-        each
-        for each in begin
-        if isinstance(each.knobs, row.contender.knobs)  # not of another row whose plan it took
-        and row.allows(each.knobs)
-        and fixed.items() <= vars(each.knobs).items()
-    ]
-    asked = row.contender.any_gradient_types if own else None
-    found = search(
-        cell.priced, row.searched, asked, tolerance=tolerance, runner_up=False, known=begin
-    )
-    return found.winner
+        begin = [candidate_of(known)[2]] if known else []
+    winners = []
+    for contender in row.searched:
+        fixed = {} if own else dict.fromkeys(contender.gradient_types, "fp32")
+        first = [
+            each
+            for each in begin
+            if isinstance(each.knobs, contender.knobs)  # not of another row whose plan it took
+            and row.allows(each.knobs)
+            and fixed.items() <= vars(each.knobs).items()
+        ]
+        asked = contender.any_gradient_types if own else None
+        found = search(
+            cell.priced, contender, asked, tolerance=tolerance, runner_up=False, known=first
+        )
+        winners += [found.winner] if found.winner else []
+    return min(winners, key=lambda winner: winner.step_s, default=None)
 
 
 def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:

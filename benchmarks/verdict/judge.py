@@ -40,7 +40,7 @@ BOUND = "best_3d"
 # of all programs of TP x PP x DP.
 PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
 _TAKES = {
-    "deepspeed_best": ("deepspeed_3d",),
+    "deepspeed_best": ("deepspeed_3d", "deepspeed_zero3"),
     BOUND: ("deepspeed_3d", *PUBLIC_3D),
 }
 MODES = ("best", "equal", "paper")  # plans, equal degrees, the paper's own setting

@@ -99,6 +99,39 @@ def test_deepspeed_bf16_is_close(world: World, options: Options, builder: str) -
     check(world, plan, tolerance=2e-2, builder=f"{__name__}:{builder}")
 
 
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"param_persistence_threshold": 10**6}, TIED),  # all is gathered once per step
+        # Every tensor is gathered alone for every pass, and reduced alone.
+        (
+            {"allgather_sequential": True, "live_parameters": 1, "reduce_bucket_size": 3000}
+            | {"param_persistence_threshold": 0, "recompute": "full", "recompute_blocks": 2},
+            LLAMA | TIED,
+        ),
+    ],
+    ids=str,
+)
+def test_deepspeeds_zero3_is_one_process(world: World, options: Options, model: Options) -> None:
+    plan = plan_of("deepspeed_zero3", options, ranks=2, model=model)
+    for outcome in check(world, plan):
+        expected = [
+            str(action)
+            for action in plan.schedule.programs[0]
+            if action.op not in IN_DEEPSPEEDS_INSTRUCTIONS
+        ]
+        assert [span.action for span in outcome.spans] == expected
+
+
+@pytest.mark.parametrize(
+    "types", [{}, {"grad_accum_dtype": "bf16", "reduce_dtype": "bf16"}], ids=str
+)
+def test_deepspeeds_zero3_in_bf16_is_close(world: World, types: Options) -> None:
+    options = {"reduce_bucket_size": 3000, **types}
+    plan = plan_of("deepspeed_zero3", options, ranks=2, precision="bf16", model=TIED)
+    check(world, plan, tolerance=2e-2)
+
+
 def test_compiled_blocks_have_the_same_gradients(world: World) -> None:
     plan = plan_of("deepspeed_3d", {"compile": True, "pp": 2, "recompute": "full"})
     check(world, plan, builder=f"{__name__}:build_in_python")

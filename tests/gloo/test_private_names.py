@@ -148,6 +148,16 @@ CONTRACTS = {
         f"{_PIPE}.module:PipelineModule#_topo",
     ],
     f"{_DS}: tied parameters": [f"{_PIPE}.module:PipelineModule#ds_pipe_replicated"],
+    f"{_DS}'s ZeRO-3: layers that save no gathered parameters": [
+        "deepspeed.runtime.zero.linear:zero3_linear_wrap"
+    ],
+    f"{_DS}'s ZeRO-3, traced: orders of modules": [
+        "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks"
+    ],
+    f"{_DS}'s ZeRO-3: the gradient's norm": [
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3#fp16_partitioned_groups",
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3#averaged_gradients",
+    ],
     f"{_DS}: no compilation on the first step": ["deepspeed:ops.__compatible_ops__"],
     f"{_DS}: the gradient's norm under ZeRO-1": [
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer#averaged_gradients",

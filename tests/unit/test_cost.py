@@ -113,7 +113,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     assert both.memory[0].activations < tensor.memory[0].activations
     extras = tensor.extras[0]
     assert min(extras.tensor_forward, extras.tensor_backward) > 0.0
-    assert price_plan(plan(), A100).extras[0].tensor == 0.0
+    assert price_plan(plan(), A100).extras[0].exposed == 0.0
 
 
 def test_zero1_splits_the_optimizer_over_replicas() -> None:

@@ -175,7 +175,7 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
                 assert 0 < least <= min(least_bytes(m.plan, m.price) for m in known), known[0]
                 key = (size, point.num_microbatches, of_compute(knobs))
                 found.setdefault(key, []).append(least)
-    has_ways = {"shard", "replicate_zero"} & {field.name for field in fields(contender.knobs)}
+    has_ways = {"replicate", "replicate_zero"} & {field.name for field in fields(contender.knobs)}
     assert not has_ways or any(len(values) > 1 for values in found.values())
     assert found
     assert all(len(set(values)) == 1 for values in found.values())

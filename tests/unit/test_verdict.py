@@ -245,8 +245,8 @@ def test_a_setting_of_a_row_is_read_again() -> None:
     (record,) = CellPart(cell, "deepspeed_best", "own", 0.3).records("")
     line = line_of(record)
     assert (line["contender"], line["mode"]) == ("deepspeed_best", "own")
-    row, candidate = candidate_of(str(line["setting"]))
-    assert (row.name, candidate.knobs.name) == ("deepspeed_best", "deepspeed_3d")
+    row, contender, candidate = candidate_of(str(line["setting"]))
+    assert (row.name, candidate.knobs.name) == ("deepspeed_best", contender.name)
 
 
 def _constant(common: list[float]) -> ProgramErrors:

@@ -406,8 +406,8 @@ def _capped_s(
     forwards = max(costs[s].forward for s in stages)
     backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
     work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
-    tensor = m * sum(price.extras[s].tensor for s in stages)
-    between = max(0.0, work * slowed - tensor * (slowed - 1.0))
+    exposed = m * sum(price.extras[s].exposed for s in stages)
+    between = max(0.0, work * slowed - exposed * (slowed - 1.0))
     return first_backward + between + after_forward + latency.last_weight
 
 
@@ -433,8 +433,8 @@ def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple
     most = work + copied + sum(cost.copy_in for cost in costs) * _reductions(plan)
     share = min(1.0, max(0.0, beside) / (most * price.stragglers))
     slowed = price.stragglers * (1.0 + price.overlap_slowdown * share)
-    tensor = sum(price.extras[s].tensor for s in stages) * m
-    return (work - tensor + copied) * slowed + tensor, slowed
+    exposed = sum(price.extras[s].exposed for s in stages) * m
+    return (work - exposed + copied) * slowed + exposed, slowed
 
 
 def _reductions(plan: SizedPlan) -> int:

@@ -30,8 +30,16 @@ from zeropp.price.network import (
     start_s,
     waits_s,
 )
-from zeropp.price.pieces import Work, attention_backward_s, attention_s, linears, tensors_of
+from zeropp.price.pieces import (
+    Work,
+    attention_backward_s,
+    attention_s,
+    gradients_of,
+    linears,
+    tensors_of,
+)
 from zeropp.price.programs import Program, gathers
+from zeropp.price.zero3 import persistent_s
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
 
@@ -328,7 +336,7 @@ def _by_bucket_s(
         waits_s = all_reduce_waits_s(cluster, replicas)
         return all_reduce_s(cluster, replicas, elements * sent) - waits_s
 
-    gradients = _gradients_of(plan, work, stage)
+    gradients = gradients_of(plan, work, stage)
     backward_s = cost.backward_input + cost.backward_weight
     each_s = backward_s / sum(map(sum, gradients))
     now = end = held = moving = 0.0
@@ -344,21 +352,6 @@ def _by_bucket_s(
                 now += stream_s(work.device, into * elements)
     exposed = max(now, end) + reduced_s(held) - backward_s
     return exposed, max(0.0, moving + moving_s(held) - exposed)
-
-
-def _gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, ...]]:
-    """The elements of a stage's gradients in the order in which a backward makes them, those of one
-    product, or of one norm, together."""
-    shape, pieces = plan.shape, plan.pieces_of(stage)
-    biases = shape.family == "gpt"
-    products = [(float(n),) * biases + (float(k * n),) for k, n in reversed(linears(work))]
-    mlp = 1 + (shape.gates if work.program.separate_projections else 1)
-    norm = (float(shape.hidden),) * (1 + biases)
-    block = [*products[:mlp], norm, *products[mlp:], norm]
-    table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
-    ends = [0 in pieces, shape.num_pieces - 1 in pieces]
-    head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
-    return head + block * plan.blocks_of(stage) + table * ends[0]
 
 
 def gather_updated_s(
@@ -469,6 +462,11 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     updated = parameters / optimizer_shards(plan.layout, program)
     kept = 0 if state.casts_parameters else element_bytes(plan.precision)
     moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
+    if program.live_parameters and plan.layout.shard > 1:
+        tensors = sum(gradients_of(plan, work, 0), ())
+        moved += updated * _zero3_bytes(state.gradients)
+        kept_s = persistent_s(plan, cluster, work, tensors)
+        return kept_s + stream_s(cluster.device, moved, 4 + 3 * len(tensors))
     if program.joins_gradients and state.gradients == element_bytes(plan.precision):
         moved += updated * _joined_bytes(state.gradients)
     elif program.gradient_buffer:
@@ -476,6 +474,13 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
     return stream_s(cluster.device, moved, kernels=4)
+
+
+def _zero3_bytes(gradient: int) -> int:
+    """Bytes per element that DeepSpeed's ZeRO-3 moves, tensor by tensor, before Adam: as
+    ``_joined_bytes``, and a norm in fp64 (``get_grad_norm_direct``) and a product with the loss's
+    scale (``unscale_and_clip_grads``), for which it has no switch."""
+    return _joined_bytes(gradient) + (gradient + 8) + 8 + 2 * _FP32
 
 
 def _joined_bytes(gradient: int) -> int:

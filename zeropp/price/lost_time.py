@@ -107,7 +107,9 @@ class _Cause:
 
 _CAUSES: dict[str, _Cause] = {
     "optimizer": _Cause(durations=("reduce_tied", "update")),
-    "gathers": _Cause(durations=("unshard", "gather_whole", "gather_updated")),
+    "gathers": _Cause(
+        durations=("unshard", "gather_whole", "gather_updated"), parts={"forward": "gathers"}
+    ),
     "reductions": _Cause(
         durations=("reduce_grad", "reduce_replicas"),
         parts={"backward_weight": "reductions"},

@@ -27,7 +27,7 @@ from zeropp.price.activations import (
 )
 from zeropp.price.flops import piece_parameters
 from zeropp.price.kernels import element_bytes
-from zeropp.price.pieces import Work
+from zeropp.price.pieces import Work, gradients_of
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
 from zeropp.types.layout import Layout
@@ -70,7 +70,8 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
         "gradients": whole * state.gradients / layout.shards / zero2 + whole * state.half_gradients,
-        "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
+        "unsharded": whole * _gathered_bytes(plan, work, stage) * separate
+        + _zero3_gathered(plan, work),
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (ends + more) * summed,
         # FSDP2's hooks add gradients piece by piece, those of the first piece last. In a flat chunk
@@ -109,14 +110,30 @@ def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float
     (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``; baselines/deepspeed_3d makes them no
     larger than the rank's parameters): two where reductions run beside a backward, and the copy
     that one makes, which begins inside a backward only if a bucket becomes full there. Otherwise
-    there is one; ``reduce_gradients`` makes the second behind the backwards."""
+    there is one; ``reduce_gradients`` makes the second behind the backwards. ZeRO-3 has one of the
+    bucket's size, whatever the rank has."""
     bucket = program.state(plan.precision).bucket
+    if program.live_parameters:
+        return (2 if plan.reduce_dtype == "bf16" else FP32) * bucket
     if not bucket or not plan.layout.replicate_zero:
         return 0.0
     buffer = element_bytes(plan.precision) * min(parameters, bucket)
     if not program.overlap_reduction:
         return buffer
     return 2 * buffer + _bucket_copy(plan, program, parameters) * (parameters > bucket)
+
+
+def _zero3_gathered(plan: SizedPlan, work: Work) -> float:
+    """Bytes of the parameters that DeepSpeed's ZeRO-3 has gathered: those that stay, and as many
+    others as it allows."""
+    program = work.program
+    if not program.live_parameters or plan.layout.shard == 1:
+        return 0.0
+    tensors = sum(gradients_of(plan, work, 0), ())
+    stay = sum(n for n in tensors if n <= program.persistent)
+    return element_bytes(plan.precision) * (
+        stay + min(sum(tensors) - stay, program.live_parameters)
+    )
 
 
 def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:
@@ -136,7 +153,8 @@ def shares_ends(plan: SizedPlan, program: Program) -> bool:
 def _parameters(plan: SizedPlan, program: Program, piece: int) -> float:
     """Parameters of a piece on one rank, without ZeRO; shared embeddings count in the first."""
     size = piece_parameters(plan.shape, piece)
-    one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
+    one_chunk = program.flat_chunks or program.live_parameters > 0
+    one_chunk = one_chunk and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
     if (shares_ends(plan, program) or one_chunk) and piece == plan.shape.num_pieces - 1:
         size -= plan.shape.vocab * plan.shape.hidden
     whole = 0  # only sequence parallelism cuts learned positions

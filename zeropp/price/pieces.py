@@ -29,6 +29,7 @@ from zeropp.types.operators import Attention
 from zeropp.types.shape import ModelShape
 
 if TYPE_CHECKING:
+    from zeropp.schedule.plan import SizedPlan
     from zeropp.types.literals import Precision, Recompute
 
 
@@ -113,6 +114,21 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
         *((h, n // tp) for n in gated),
         (shape.ffn // tp or 1, h),
     )
+
+
+def gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, ...]]:
+    """The elements of a stage's gradients in the order in which a backward makes them, those of one
+    product, or of one norm, together."""
+    shape, pieces = plan.shape, plan.pieces_of(stage)
+    biases = shape.family == "gpt"
+    products = [(float(n),) * biases + (float(k * n),) for k, n in reversed(linears(work))]
+    mlp = 1 + (shape.gates if work.program.separate_projections else 1)
+    norm = (float(shape.hidden),) * (1 + biases)
+    block = [*products[:mlp], norm, *products[mlp:], norm]
+    table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
+    ends = [0 in pieces, shape.num_pieces - 1 in pieces]
+    head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
+    return head + block * plan.blocks_of(stage) + table * ends[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +351,7 @@ def _elementwise_kernels(work: Work) -> tuple[int, int]:
         return 12, 18
     gated = work.shape.gates - 1
     rotary, biases = (0, 6) if work.shape.family == "gpt" else (2, 0)
-    added = _biases_added(work)
+    added, _ = _biases_added(work)
     return 5 + rotary + gated + added, 7 + rotary + 2 * gated + biases
 
 
@@ -347,13 +363,13 @@ def block_traffic(work: Work) -> float:
         return work.tokens * _eager(work, "forward").moved(work.shape)
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
-    whole += 2 * _biases_added(work)
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
     around = 6
     if work.program.separate_projections:
         around = 0 if shape.family == "gpt" else 4
     inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
+    inside += 2 * _biases_added(work)[1]
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
 
 
@@ -367,9 +383,14 @@ def _late_biases_s(work: Work) -> float:
     return stream_s(work.device, work.tokens * element_bytes(work.precision) * summed, kernels=6)
 
 
-def _biases_added(work: Work) -> int:
-    """Kernels in a block's forward that only add a bias to a hidden state."""
-    return 2 if work.program.separate_biases and work.tp > 1 and work.shape.family == "gpt" else 0
+def _biases_added(work: Work) -> tuple[int, int]:
+    """Kernels in a block's forward that only add a bias, and the width of what they add to: all
+    (``LinearFunctionForZeroStage3``), or those of row-parallel products."""
+    if not work.program.separate_biases or work.shape.family != "gpt":
+        return 0, 0
+    if work.program.live_parameters:
+        return 6, 5 * work.shape.hidden + work.shape.ffn
+    return (2, 2 * work.shape.hidden) if work.tp > 1 else (0, 0)
 
 
 def mlp_traffic(work: Work) -> float:

@@ -53,15 +53,16 @@ class StageExtras:
     accumulation: float = 0.0  # weight gradients added outside their product; in backward_weight
     # Exposed reductions over the replicas of all microbatches but the last; in backward_weight.
     reductions: float = 0.0
+    gathers: float = 0.0  # exposed ones of DeepSpeed's ZeRO-3; part of ``forward``
     # Of a step's reductions over the replicas, what the stage's own backward hides, which it slows.
     hidden_replicas: float = 0.0
     # Of a gather, or of a reduction over the shards: it moves nothing then and slows no compute.
     waits: float = 0.0
 
     @property
-    def tensor(self) -> float:
-        """Seconds of exposed tensor-parallel collectives of a forward and a backward."""
-        return self.tensor_forward + self.tensor_backward
+    def exposed(self) -> float:
+        """Seconds of a forward and a backward in which compute waits for collectives."""
+        return self.tensor_forward + self.tensor_backward + self.gathers + self.reductions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+from zeropp.price import zero3
 from zeropp.price.cluster import Cluster
 from zeropp.price.communication import (
     TensorTimes,
@@ -35,6 +36,7 @@ from zeropp.price.pieces import (
     PieceTimes,
     Work,
     accumulation_bytes,
+    gradients_of,
     piece_times,
 )
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
@@ -168,6 +170,8 @@ def _accumulated(plan: SizedPlan, program: Program) -> float:
     earlier ones. FSDP2 adds nothing for the first microbatch after a reduction: it casts that
     microbatch's gradients if others follow, and reduces them as they are if none do (torch 2.13,
     ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``)."""
+    if program.live_parameters:  # beside compute, on another stream
+        return 0.0
     each = accumulation_bytes(program, plan.precision)
     if not program.fsdp_hooks:
         return each
@@ -231,6 +235,8 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
         waits_for_reduction=work.program.torch_stages,
         **shard_s(plan, cluster, work, stage),
     )
+    if work.program.live_parameters and plan.layout.shard > 1:
+        return _zero3_stage(job, cost)
     over_replicas, hidden = replica_s(plan, cluster, work, stage=stage, cost=cost)
     earlier = 0.0
     if plan.layout.replicate_zero == 2:  # reduces for every microbatch
@@ -240,6 +246,33 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
         cost=replace(cost, backward_weight=weight + earlier, reduce_replicas=over_replicas),
         extras=replace(_extras(job, stage), reductions=earlier, hidden_replicas=hidden),
         parameters=stage_parameters(plan, stage),
+    )
+
+
+def _zero3_stage(job: _Job, cost: StageCost) -> _TimedStage:
+    """The whole model with what DeepSpeed's ZeRO-3 adds to its ``cost``."""
+    plan, gradients = job.plan, sum(gradients_of(job.plan, job.work, 0), ())
+    exposed = zero3.exposed_s(
+        plan,
+        job.cluster,
+        job.work,
+        gradients=gradients,
+        forward_s=cost.forward,
+        backward_s=cost.backward_input + cost.backward_weight,
+    )
+    return _TimedStage(
+        cost=replace(
+            cost,
+            forward=cost.forward + exposed.forward,
+            backward_weight=cost.backward_weight + exposed.backward,
+        ),
+        extras=replace(
+            _extras(job, 0),
+            gathers=exposed.forward,
+            reductions=exposed.backward,
+            hidden_replicas=exposed.hidden * plan.num_microbatches,
+        ),
+        parameters=stage_parameters(plan, 0),
     )
 
 

@@ -139,6 +139,12 @@ class Program:
     zero1_group: int = 0  # replicas of a ZeRO-1 group; 0: all of them
     zero3: bool = False  # its ZeRO-3 can be priced: the gathers of each piece overlap compute
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
+    # DeepSpeed's ZeRO-3 (``zeropp/price/zero3.py``), in elements: of tensors that are gathered
+    # ahead or kept for their next use (0: no such ZeRO-3); of those that are gathered together (0:
+    # each alone); of the largest tensor that is gathered once per step.
+    live_parameters: int = 0
+    gathered_together: int = 0
+    persistent: int = 0
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
     # Memory. ``zeropp/price/memory.py`` says what each trait costs.
@@ -319,6 +325,8 @@ def program_of(plan: SizedPlan) -> Program:
 
 def gathers(plan: SizedPlan) -> bool:
     """Whether parameters are gathered before use: because they are sharded, or because the program
-    computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
-    casts = program_named(plan.program).state(plan.precision).casts_parameters
-    return plan.layout.shards > 1 or casts
+    computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does. The passes of
+    DeepSpeed's ZeRO-3 include its gathers."""
+    program = program_named(plan.program)
+    casts = program.state(plan.precision).casts_parameters
+    return casts or (plan.layout.shards > 1 and not program.live_parameters)

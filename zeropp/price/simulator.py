@@ -162,14 +162,15 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
 
 
 def slowed_cost(cost: StageCost, extras: StageExtras, factor: float) -> StageCost:
-    """A stage's cost with compute that takes ``factor`` times as long. Exposed tensor-parallel
-    collectives are part of compute, but slow nodes do not slow them."""
-    forward, backward = extras.tensor_forward, extras.tensor_backward
+    """A stage's cost with compute that takes ``factor`` times as long. The collectives that compute
+    waits for are part of its durations, but slow nodes do not slow them."""
+    forward, backward = extras.tensor_forward + extras.gathers, extras.tensor_backward
+    weight = extras.reductions
     return replace(
         cost,
         forward=(cost.forward - forward) * factor + forward,
         backward_input=(cost.backward_input - backward) * factor + backward,
-        backward_weight=cost.backward_weight * factor,
+        backward_weight=(cost.backward_weight - weight) * factor + weight,
         copy_out=cost.copy_out * factor,
         copy_in=cost.copy_in * factor,
     )

@@ -1,0 +1,169 @@
+"""DeepSpeed ZeRO-3's entry in the registry of contenders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Literal, cast
+
+from baselines.deepspeed_3d.contender import programs
+from zeropp.choose.contender import Contender
+from zeropp.choose.planner import one_order, recomputed_blocks
+from zeropp.choose.space import (
+    SearchPoint,
+    Space,
+    at_degrees,
+    choices,
+    one_member,
+    recompute_choices,
+    wire_choices,
+)
+from zeropp.choose.task import Task
+from zeropp.price.programs import program_named
+from zeropp.schedule.plan import SizedPlan
+from zeropp.schedule.program import loop_placement, unordered
+from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, Recompute, WireType, if_auto
+
+ALL = 10**12  # more elements than any model of the suite has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3Knobs:
+    """Settings of DeepSpeed's ZeRO-3, by their names in its JSON. A knob that is ``auto`` is chosen
+    by the tuner, or has DeepSpeed's default where the cluster has no prices (CPUs)."""
+
+    name: Literal["deepspeed_zero3"] = "deepspeed_zero3"
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # all ranks
+    # The types in which gradients of microbatches are added (``data_types.grad_accum_dtype``) and
+    # in which they are sent (``communication_data_type``). DeepSpeed's defaults are bf16.
+    grad_accum_dtype: WireType | Auto = "fp32"
+    reduce_dtype: WireType | Auto = "fp32"
+    reduce_bucket_size: Annotated[int | Auto, AT_LEAST_1] = "auto"  # gradients reduced together
+    # Each tensor is gathered alone; False: with others, until they have ``prefetch_bucket_size``.
+    allgather_sequential: bool | Auto = "auto"
+    prefetch_bucket_size: Annotated[int | Auto, AT_LEAST_1] = "auto"
+    # Both ``max_live_parameters`` and ``max_reuse_distance``: elements that may be gathered ahead,
+    # and those within which a tensor is kept for its next use.
+    live_parameters: Annotated[int | Auto, AT_LEAST_1] = "auto"
+    # Tensors of at most so many elements are gathered once per step.
+    param_persistence_threshold: Annotated[int | Auto, AT_LEAST_0] = "auto"
+    recompute: Literal["none", "full"] | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
+    """A plan of ZeRO-3 over all ranks, with all sizes. Raises InfeasibleError, whose message is one
+    line."""
+    if knobs.shard not in ("auto", task.num_gpus):
+        raise InfeasibleError(
+            f"contender.shard={knobs.shard}: ZeRO-3 cuts over all ranks "
+            f"(use {task.num_gpus}, which is num_gpus)",
+            "ZeRO-3 cuts over all ranks",
+        )
+    layout = Layout(shard=task.num_gpus)
+    sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
+    sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
+    for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
+        if task.precision == "fp32" and kind == "bf16":
+            raise InfeasibleError(
+                f"contender.{name}=bf16: gradients of fp32 parameters are added and sent in fp32 "
+                "(use fp32, or precision=bf16)",
+                "bf16 gradients need bf16",
+            )
+    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
+    return SizedPlan(
+        contender="deepspeed_zero3",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered("1f1b", loop_placement(1, 1), microbatches),
+        cuts=(0, task.shape.num_pieces),
+        program=_program(knobs, task, sums),
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, 1),
+        reduce_every="step",
+        reduce_dtype=sent,
+        sum_dtype=sums,
+    )
+
+
+def _program(knobs: Zero3Knobs, task: Task, sums: WireType) -> str:
+    """The program, whose traits are DeepSpeed's defaults, with what differs from them."""
+    default = program_named("deepspeed_zero3")
+    together = if_auto(knobs.prefetch_bucket_size, default.gathered_together)
+    if if_auto(knobs.allgather_sequential, False):
+        together = 0
+    chosen = {
+        "gathered_together": together,
+        "live_parameters": if_auto(knobs.live_parameters, default.live_parameters),
+        "persistent": if_auto(knobs.param_persistence_threshold, default.persistent),
+    }
+    chosen = {name: n for name, n in chosen.items() if n != getattr(default, name)}
+    bucket = default.state(task.precision).bucket
+    if knobs.reduce_bucket_size not in ("auto", bucket):
+        chosen[f"{task.precision}.bucket"] = cast("int", knobs.reduce_bucket_size)
+    if sums == "bf16":
+        chosen["bf16.gradients"] = 2
+    return "+".join(("deepspeed_zero3", *(f"{name}={value}" for name, value in chosen.items())))
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+_BUCKETS = (1_000_000, 50_000_000, 200_000_000, 500_000_000)
+
+
+def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
+    """All knobs to try at a point. Sums in 16 bits save memory alone. What is gathered once per
+    step is not gathered again, so that the other settings of gathers have nothing to do."""
+    asked = point.asked
+    recomputed = recompute_choices(
+        asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
+    )
+    for kept, live, alone, bucket, sums, sent, (recompute, blocks) in product(
+        choices(asked.param_persistence_threshold, (0, 100_000, ALL)),
+        choices(asked.live_parameters, (1_000_000_000, ALL)),
+        choices(asked.allgather_sequential, (True, False)),
+        choices(asked.reduce_bucket_size, _BUCKETS),
+        wire_choices(asked.grad_accum_dtype, point.task.precision),
+        wire_choices(asked.reduce_dtype, point.task.precision),
+        list(recomputed),
+    ):
+        if kept == ALL and not (live in (asked.live_parameters, ALL) and alone):
+            continue
+        yield at_degrees(
+            asked,
+            point.degrees,
+            param_persistence_threshold=kept,
+            live_parameters=live,
+            allgather_sequential=alone,
+            prefetch_bucket_size=if_auto(asked.prefetch_bucket_size, 50_000_000),
+            reduce_bucket_size=bucket,
+            grad_accum_dtype=sums,
+            reduce_dtype=sent,
+            recompute=recompute,
+            recompute_blocks=blocks,
+        )
+
+
+DEEPSPEED_ZERO3 = Contender(
+    name="deepspeed_zero3",
+    label="DeepSpeed ZeRO-3",
+    knobs=Zero3Knobs,
+    size=size,
+    orders=one_order(programs),
+    space=Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0)),
+    gradient_types=("grad_accum_dtype", "reduce_dtype"),
+    trainer="baselines.deepspeed_zero3.trainer:Zero3Trainer",
+    late_imports=(
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.comm.mori",
+        "deepspeed.module_inject.auto_ep_layer",
+        "distutils.ccompiler",
+    ),
+    unrecorded="gathers and reductions",
+    emulation="baselines.deepspeed_3d.emulated:stand_ins",
+)

@@ -1,0 +1,180 @@
+"""What DeepSpeed's ZeRO-3 sends and copies, and when (0.19.8, ``runtime/zero``).
+
+Parameters are gathered tensor by tensor, or some of them together, on a stream of their own: ahead
+of their use, as far as ``max_live_parameters`` allows it (``partitioned_param_coordinator.py``,
+``fetch_sub_module``). Tensors together are copied out of one buffer (``partition_parameters.py``,
+``AllGatherCoalescedHandle``). A tensor is kept from its forward to its backward if fewer than
+``max_reuse_distance`` elements lie between.
+
+A gradient is copied into a bucket, on another stream; the next one that does not fit in begins the
+bucket's reduction: its tensors are joined, divided, and reduce-scattered (``stage3.py``,
+``__avg_scatter_grads``). Behind a backward the host waits for the last one
+(``independent_gradient_partition_epilogue``), and the next microbatch gathers anew. Reductions and
+gathers have one network.
+
+The host's time per tensor is not described: it has hooks for every module, and loops over all ranks
+for every tensor that is joined with others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeropp.price.cluster import Cluster
+from zeropp.price.kernels import element_bytes, stream_s
+from zeropp.price.network import gather_s, group_of, waits_s
+from zeropp.price.pieces import Work
+
+if TYPE_CHECKING:
+    from zeropp.schedule.plan import SizedPlan
+
+
+class Exposed(NamedTuple):
+    """Seconds of one microbatch in which compute waits in its forward and in its backward, and
+    those of communication beside compute, which slow it."""
+
+    forward: float
+    backward: float
+    hidden: float
+
+
+class _Gather(NamedTuple):
+    """A gather of ``tensors``, the first of which has the index ``first`` among those of a pass;
+    ``before`` elements are used earlier."""
+
+    first: int
+    before: float
+    tensors: list[float]
+
+
+@dataclass
+class _Microbatch:
+    """Streams and network, as far as they have come in a microbatch, in seconds."""
+
+    plan: SizedPlan
+    cluster: Cluster
+    work: Work
+    now: float = 0.0  # of compute
+    network: float = 0.0  # is free from here on
+    reduced: float = 0.0  # the end of the last reduction
+    busy: float = 0.0  # of communication
+    moving: float = 0.0  # the same without its waits
+    bucket: list[float] = field(default_factory=list)
+
+    def run(
+        self, tensors: Sequence[float], gathers: Iterator[_Gather], seconds: float, *, makes: int
+    ) -> None:
+        """A pass that uses tensors in this order, among which its compute is divided; the last
+        ``makes`` of them have gradients then."""
+        waiting, there, done = deque(gathers), dict[int, float](), 0.0
+        for index, elements in enumerate(tensors):
+            while waiting and waiting[0].before - done <= self.work.program.live_parameters:
+                group = waiting.popleft()
+                there[group.first] = self.gather(group.tensors, self.now if done else 0.0)
+            self.now = max(self.now, there.get(index, 0.0)) + seconds * elements / sum(tensors)
+            done += elements
+            if index >= len(tensors) - makes:
+                self.add(elements)
+
+    def gather(self, tensors: Sequence[float], issued: float) -> float:
+        """Gather tensors together; returns when they are there."""
+        moved = sum(tensors) * element_bytes(self.plan.precision)
+        self.send(moved, issued)
+        copied_s = stream_s(self.work.device, 2 * moved, len(tensors)) if len(tensors) > 1 else 0.0
+        return self.network + copied_s
+
+    def send(self, moved: float, issued: float) -> None:
+        """Gather or reduce-scatter so many bytes."""
+        among = group_of(self.cluster, self.plan.layout, "shard")
+        seconds = gather_s(self.cluster, among, moved)
+        self.network = max(self.network, issued) + seconds
+        self.busy += seconds
+        self.moving += seconds - waits_s(self.cluster, among)
+
+    @property
+    def sent(self) -> int:
+        """Bytes per gradient that reductions send."""
+        reduced = self.work.program.state(self.plan.precision).reduced
+        return 2 if self.plan.reduce_dtype == "bf16" else reduced
+
+    def add(self, gradient: float) -> None:
+        """A gradient is there: it is copied into the bucket if it fits in, and else cast."""
+        limit, element = self.work.program.state(self.plan.precision).bucket, element_bytes
+        if self.bucket and sum(self.bucket) + gradient > limit:
+            self.reduce()
+        self.bucket.append(gradient)
+        if gradient <= limit or self.sent != element(self.plan.precision):
+            moved = (element(self.plan.precision) + self.sent) * gradient
+            self.reduced = max(self.reduced, self.now) + stream_s(self.work.device, moved)
+
+    def reduce(self) -> None:
+        """Reduce the bucket: join its tensors, divide them, send them, and copy or add this rank's
+        part to its sum."""
+        elements, state = sum(self.bucket), self.work.program.state(self.plan.precision)
+        moved = 2 * self.sent * elements * (1 + (len(self.bucket) > 1))
+        self.send(
+            elements * self.sent,
+            max(self.reduced, self.now) + stream_s(self.work.device, moved, 2),
+        )
+        part = elements / self.plan.layout.shard * (self.sent + 3 * state.gradients)
+        self.reduced = self.network + stream_s(self.work.device, part, 2 * len(self.bucket))
+        self.bucket = []
+
+
+def exposed_s(
+    plan: SizedPlan,
+    cluster: Cluster,
+    work: Work,
+    *,
+    gradients: Sequence[float],
+    forward_s: float,
+    backward_s: float,
+) -> Exposed:
+    """What gathers and reductions add to a microbatch. ``gradients`` are the elements of tensors in
+    the order in which a backward has their gradients."""
+    program = work.program
+    # The last gradient's tensor is tied to the one that a backward uses first.
+    used = [*(gradients[-1:] if plan.shape.tied_embeddings else ()), *gradients]
+    times = 2 + (plan.recompute != "none")  # what lies behind a tensor is used before its next use
+    again, behind = [], 0.0
+    for elements in used:
+        again.append(times * behind >= program.live_parameters)
+        behind += elements
+    steps = _Microbatch(plan, cluster, work)
+    steps.run(used[::-1], _gathers(work, used[::-1], first=True), forward_s, makes=0)
+    forward = steps.now - forward_s
+    gathers = _gathers(work, used, again)
+    steps.run(used, gathers, backward_s, makes=len(gradients))
+    steps.reduce()
+    exposed = max(steps.now, steps.reduced) - forward_s - backward_s
+    hidden = max(0.0, steps.busy - exposed) * steps.moving / steps.busy
+    return Exposed(forward, exposed - forward, hidden)
+
+
+def _gathers(
+    work: Work, used: Sequence[float], wanted: Sequence[bool] = (), *, first: bool = False
+) -> Iterator[_Gather]:
+    """The gathers of a pass, for the tensors that are ``wanted`` (by default, all) and do not stay
+    gathered. ``first``: the first one is gathered when it is needed, and so alone."""
+    before, group = 0.0, None
+    for index, elements in enumerate(used):
+        if elements > work.program.persistent and (not wanted or wanted[index]):
+            group = group or _Gather(index, before, [])
+            group.tensors.append(elements)
+            if sum(group.tensors) >= work.program.gathered_together or (first and not index):
+                yield group
+                group = None
+        before += elements
+    if group:
+        yield group
+
+
+def persistent_s(plan: SizedPlan, cluster: Cluster, work: Work, tensors: Sequence[float]) -> float:
+    """Seconds in which tensors that stay gathered are gathered behind an update, each alone
+    (``_post_step``; ``partition_parameters.py``, ``_allgather_params_coalesced``)."""
+    among, element = group_of(cluster, plan.layout, "shard"), element_bytes(plan.precision)
+    kept = [elements for elements in tensors if elements <= work.program.persistent]
+    return sum(gather_s(cluster, among, elements * element) for elements in kept)
