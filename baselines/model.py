@@ -116,7 +116,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]; ``position_ids`` [batch, seq] are those of
         the tokens in their sequences, by default 0 to seq-1."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), position_ids))
+        x = x + self.dropout(self.attention(self.attention_norm(x), position_ids=position_ids))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
 
