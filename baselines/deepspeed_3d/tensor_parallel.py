@@ -37,7 +37,9 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        total: Any = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total = total + grad @ weight
         summed = dist.all_reduce(total, group=ctx.group, async_op=True)
         rows, made = x.flatten(0, -2), []
         for grad, bias in zip(grads, ctx.biases, strict=True):

@@ -469,8 +469,8 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
         return kept_s + stream_s(cluster.device, moved, 4 + 3 * len(tensors))
     if program.joins_gradients and state.gradients == element_bytes(plan.precision):
         moved += updated * _joined_bytes(state.gradients)
-    elif program.gradient_buffer:
-        moved += parameters * (1 if program.average_in_collective else 3) * state.gradients
+    elif program.gradient_passes:
+        moved += parameters * program.gradient_passes * state.gradients
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
     return stream_s(cluster.device, moved, kernels=4)

@@ -180,10 +180,9 @@ class Program:
     # Before an update gradients in the type of compute are copied into one tensor, and those of 16
     # bits cast to fp32.
     joins_gradients: bool = False
-    # Gradients are cleared in one buffer of all parameters of a rank, of which ZeRO-1 updates a
-    # part, and scaled there, unless their reduction averages.
-    gradient_buffer: bool = False
-    average_in_collective: bool = False
+    # How often an update reads or writes the gradients of all parameters of a rank, of which ZeRO-1
+    # updates a part, to clear and to scale them; 0: those that the rank updates alone.
+    gradient_passes: int = 0
 
     # Defaults of the program.
     spread: Spread = "pieces"
