@@ -46,6 +46,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("torch_pp", {**STAGES, "schedule": "interleaved_1f1b", "chunks": 2, **PARTLY}),
     ("torchtitan", {**STAGES, "schedule": "1f1b", "recompute": "selective"}),
     ("fsdp", {"shard": 4, "replicate": 2, "reduce_every": "unit"}),
+    ("megatron_fsdp", {"shard": 4, "replicate": 2}),
     ("zeropp", {"pp": 2, "shard": 4, "chunks": 2}),
     ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, **PARTLY}),
     ("zeropp", {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"}),
