@@ -80,7 +80,7 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
         words.append(f"{knobs['recompute']} recompute")
     for name, default in default_knobs(spec.contender.name).items():
         value = knobs.get(name, default)
-        plain = ("auto", 0, "dp_inner") if default == "auto" else (default,)
+        plain = ("auto", 0, "dp_inner") if default == "auto" else (default, "auto")
         if name not in _NAMED and value not in plain:
             words.append(name if value is True else f"{_SHORT.get(name, name)}={value}")
     return " ".join(words) or ("1 rank" if spec.num_gpus == 1 else "auto")
