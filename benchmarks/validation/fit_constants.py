@@ -179,7 +179,10 @@ def fit(errors: Array, moved: Array) -> dict[Constant, float]:
     widths = np.array([c.width for c in named])
 
     def residuals(changes: Array) -> Array:
-        return np.concatenate([(errors + moved @ changes) / _SPREAD, (changes - held) / widths])
+        sizes = (errors + moved @ changes) / _SPREAD
+        # A soft L1 loss of the errors alone: of the priors, too, it would let go of all of them.
+        soft = np.sign(sizes) * np.sqrt(2 * (np.sqrt(1 + sizes**2) - 1))
+        return np.concatenate([soft, (changes - held) / widths])
 
-    found = least_squares(residuals, np.zeros(len(named)), loss="soft_l1").x
+    found = least_squares(residuals, np.zeros(len(named))).x
     return dict(zip(named, np.exp(found).tolist(), strict=True))

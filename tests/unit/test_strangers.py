@@ -94,6 +94,14 @@ def test_a_fit_takes_the_error_away_and_without_runs_it_is_the_prior() -> None:
     assert all(value == pytest.approx(c.prior / c.now) for c, value in nothing.items())
 
 
+def test_a_prior_holds_a_constant_that_few_runs_hardly_depend_on() -> None:
+    number = constant("h100 kernel_us")
+    moved = np.zeros((5, len(constants())))
+    moved[:, number] = -0.06
+    kernel = constants()[number]
+    assert abs(log(fit(np.full(5, 0.3), moved)[kernel])) < 2 * kernel.width
+
+
 def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> None:
     many = [run("many", 0.01) for _ in range(90)]
     few = [run("few", error) for error in (-0.3, 0.3)]
