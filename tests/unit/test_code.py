@@ -29,32 +29,32 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_565,
+    "baselines": 4_570,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_480,
-    "benchmarks/explain": 2_405,
+    "benchmarks/explain": 2_410,
     "benchmarks/launch": 3_840,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_260,
     "benchmarks/report": 4_250,
     "benchmarks/specification": 950,
     "benchmarks/tune": 230,
-    "benchmarks/validation": 2_335,
+    "benchmarks/validation": 2_330,
     "benchmarks/verdict": 2_280,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 2_005,
-    "zeropp/emulate": 3_705,
+    "zeropp/choose": 2_010,
+    "zeropp/emulate": 3_710,
     "zeropp/engine": 6_320,
-    "zeropp/huggingface": 835,
+    "zeropp/huggingface": 840,
     "zeropp/price": 3_920,
     "zeropp/schedule": 2_590,
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
 MOST_LINES = 48_470
-MOST_LINES_OF_TESTS = 28_530
+MOST_LINES_OF_TESTS = 28_560
 
 
 @cache

@@ -242,8 +242,8 @@ def passes_of(
         again["mlp"] = elementwise + kernels.wide - left_out + again_tp
     if recompute == "selective":
         scores = 0.0 if program.flash else core
-        parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
-        parts["alternate"] = forward / 2
+        parts = {"scores": scores, "elementwise": elementwise + again_tp}
+        parts |= {"half": forward / 2, "alternate": forward / 2}
         parts["mlp"] = max(kernels.mlp + again_tp, host_s / 2)
         again["selective"] = parts[program.selective]
     weight = kernels.weights + kernels.accumulation + kernels.biases
