@@ -46,7 +46,7 @@ def test_models_of_transformers_move_what_their_operators_do() -> None:
     moved = tokens * (104 * LLAMA.hidden + 20 * keys + 10 * LLAMA.ffn)
     assert block_traffic(work(LLAMA, eager="huggingface")) == moved
     for by_hand, eager in zip(*((t.block, t.head) for t in both), strict=True):
-        assert eager.forward > 1.02 * by_hand.forward
+        assert eager.forward > 1.01 * by_hand.forward
         assert eager.backward_input > 1.02 * by_hand.backward_input
         assert eager.backward_weight == by_hand.backward_weight
 
