@@ -29,6 +29,10 @@ STUDIES = {
         *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),
         "rerun=all",
     ),
+    "today/plans.csv": (
+        *("benchmarks.run", "experiment=today", f"report_dir={REFERENCE}/today"),
+        "rerun=all",
+    ),
     "README.md and docs": ("docs.make",),
 }
 

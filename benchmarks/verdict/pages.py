@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from benchmarks import CHECKOUT
 from benchmarks.report import display
 from benchmarks.report.evidence import published_errors
 from benchmarks.report.table import markdown_table
@@ -29,6 +30,7 @@ from benchmarks.verdict.judge import (
     reached,
     unfit,
 )
+from benchmarks.verdict.on_a_gpu import on_a_gpu
 from benchmarks.verdict.uncertainty import (
     ERRORS,
     SEED,
@@ -64,8 +66,8 @@ def page_tables(
     repriced: pd.DataFrame,
     configured: Collection[Key],
 ) -> dict[str, str]:
-    """Markdown by name: a number (``num_own``), sentences (``short``, ``unseen``, ``answer``,
-    ``own``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
+    """Markdown by name: a number (``num_own``), sentences (``short``, ``unseen``, ``on_a_gpu``,
+    ``answer``, ``own``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
     (``headline``, ``headline_own``, ``ranges``, ``assumptions``, ``cells``, ``best``, ``limit``,
     ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``). ``plans`` are the
     rows, ``repriced`` those of ``assumptions.csv``, and ``configured`` the keys of all cells that
@@ -81,6 +83,7 @@ def page_tables(
     return {
         "short": short(best, uncertainty),
         "unseen": _unseen(),
+        "on_a_gpu": on_a_gpu(uncertainty.medians, CHECKOUT / "results/reference/one_gpu"),
         "own": _own(own_types),
         "headline_own": _headline(of_own, own_types),
         "ranges": _ranges(under_other_errors(best, repriced)),
