@@ -11,7 +11,7 @@ from benchmarks.verdict.on_a_gpu import card_ratios, on_a_gpu
 from benchmarks.verdict.uncertainty import Interval
 
 FOLDER = CHECKOUT / "results/reference/one_gpu"
-ROWS = ("megatron_core", "deepspeed_3d", "deepspeed_best", "fsdp")
+ROWS = ("megatron_core", "deepspeed_3d", "fsdp")
 
 
 def test_points_with_tensor_parallelism_are_left_out() -> None:
