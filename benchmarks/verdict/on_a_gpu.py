@@ -13,8 +13,8 @@ from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.verdict.judge import BASELINES
 from benchmarks.verdict.uncertainty import Interval
 
-# Whose ratio stands for a row of the verdict; ZeRO-3 has none. Megatron-Core ran with its own layers there, without
-# Transformer Engine.
+# Whose ratio stands for a row of the verdict; ZeRO-3 has none. Megatron-Core ran with its own
+# layers there, without Transformer Engine.
 _RAN = {
     "megatron_core": "megatron_core_local",
     "deepspeed_3d": "deepspeed_3d",
