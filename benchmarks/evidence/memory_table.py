@@ -55,7 +55,11 @@ class TracedPlan:
         chosen = OmegaConf.to_container(OmegaConf.from_dotlist(options))
         assert isinstance(chosen, dict)
         known = CONTENDERS[self.contender].knobs.__dataclass_fields__
-        axes = [axis for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known]
+        axes = [
+            axis
+            for axis in ("pp", "tp", "context", "shard", "replicate", "chunks")
+            if axis in known
+        ]
         knobs = knobs_from({"name": self.contender, **dict.fromkeys(axes, 1), **chosen})
         degrees = {name: int(degree) for name, degree in asked_degrees(knobs).items()}
         microbatch_size, count = int(size.removeprefix("b=")), int(number.removeprefix("m="))
