@@ -106,7 +106,7 @@ def test_names_of_clusters() -> None:
     names = sorted(path.stem for path in (CHECKOUT / "conf" / "cluster").glob("*.yaml"))
     assert len(names) > 3
     assert all(cluster_of(name).name for name in names)
-    with pytest.raises(zeropp.InfeasibleError, match="must be one of a100, a800") as caught:
+    with pytest.raises(zeropp.InfeasibleError, match="must be one of a100, a100_40gb") as caught:
         cluster_of("b900")
     assert "\n" not in str(caught.value)
 
