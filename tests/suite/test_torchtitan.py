@@ -42,8 +42,10 @@ def asked_with(words: list[str]) -> Question:
 @pytest.mark.usefixtures("_without_triton")
 def test_its_configuration_is_read_and_takes_the_answer() -> None:
     asked = asked_with([*WORDS.split(), "activation-checkpoint:full"])
-    knobs = {name: getattr(asked.knobs, name) for name in ("tp", "pp", "shard", "chunks")}
-    assert knobs == {"tp": 2, "pp": 4, "shard": 8, "chunks": 2}
+    knobs = {
+        name: getattr(asked.knobs, name) for name in ("tp", "pp", "context", "shard", "chunks")
+    }
+    assert knobs == {"tp": 2, "pp": 4, "context": 2, "shard": 4, "chunks": 2}
     plan = asked.contender.size(asked.task, asked.knobs, asked.microbatch_size)
     words = written_as("torchtitan", plan, Candidate(asked.knobs, plan.microbatch_size)).split()
     again = asked_with(words)  # torchtitan's ConfigManager makes its job configuration of them

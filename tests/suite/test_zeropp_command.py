@@ -96,7 +96,7 @@ def test_help_is_one_screen_and_help_all_has_every_key(capsys: pytest.CaptureFix
         ("zeropp e", "explain"),
         ("zeropp run mod", "model="),
         ("zeropp run -m model=gpt_t", "gpt_tiny"),
-        ("zeropp tune cluster=h", "h100 h200 h800"),
+        ("zeropp tune cluster=h", "h100 h100_pcie h20 h200 h800"),
         ("zeropp tune contender=", ""),
         ("zeropp show schedule name=zb", "zb_h1 zbv"),
         ("zeropp explain glo", "global_batch="),
