@@ -32,7 +32,7 @@ BUDGET = {
     "baselines": 4_570,
     "benchmarks": 790,
     "benchmarks/calibrate": 790,
-    "benchmarks/evidence": 1_480,
+    "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_410,
     "benchmarks/launch": 3_840,
     "benchmarks/measured": 530,
@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 700,
 }
 MOST_LINES = 48_540
-MOST_LINES_OF_TESTS = 28_590
+MOST_LINES_OF_TESTS = 28_610
 
 
 @cache
