@@ -208,7 +208,7 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
 
 def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
     """What DeepSpeed's JSON says of a ``model`` that was read before; raises SpecError, in one
-    line, for what has no price. ZeRO-3 is priced as FSDP2's."""
+    line, for what has no price."""
     if num_gpus is None:
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
     # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
@@ -228,21 +228,17 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     if stage == 3:
         if tp > 1:
             raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
-        reading.contender = "fsdp"
-        reading.knobs = {"shard": num_gpus, "replicate": 1, "context": 1, "compile": False}
-        reading.named.append("zero_optimization.stage=3: priced as FSDP2's ZeRO-3, not DeepSpeed's")
+        reading.contender = "deepspeed_zero3"
+        reading.knobs = {"shard": num_gpus, **_stage3(keys)}
     else:
         reading.contender = "deepspeed_3d"
         reading.knobs = {"tp": tp, "pp": 1, "replicate": replicate, "replicate_zero": stage}
         reading.knobs["compile"] = False
-        if sums := keys.take("data_types.grad_accum_dtype"):
-            reading.knobs["grad_accum_dtype"] = sums
-        elif reading.settings["precision"] == "bf16":  # DeepSpeed takes the type of the model
-            reading.knobs["grad_accum_dtype"] = "bf16"
-        own = reading.settings["precision"]
-        reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
-        if bucket := keys.number("zero_optimization.reduce_bucket_size"):
-            reading.knobs["reduce_bucket_size"] = bucket
+    own = reading.settings["precision"]  # DeepSpeed adds and sends in the type of the model
+    reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
+    reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
+    if bucket := keys.number("zero_optimization.reduce_bucket_size"):
+        reading.knobs["reduce_bucket_size"] = bucket
     reading.free = "shard" if stage == 3 else "replicate"
     reading.traits["eager"] = reading.code
     _without_recomputation(reading)
@@ -258,6 +254,18 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     reading.settings |= {"microbatch_size": size} if size else {}
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
+
+
+def _stage3(keys: Keys) -> dict[str, Any]:
+    """What the JSON says of ZeRO-3's gathers, by the contender's names."""
+    prefix = "zero_optimization.stage3_"
+    names = {
+        "prefetch_bucket_size": "prefetch_bucket_size",
+        "max_live_parameters": "live_parameters",
+        "param_persistence_threshold": "param_persistence_threshold",
+    }
+    said = {knob: keys.number(f"{prefix}{name}") for name, knob in names.items()}
+    return {knob: value for knob, value in said.items() if value is not None}
 
 
 def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:

@@ -406,7 +406,8 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
     [
         ("n.yaml", NANOTRON, "megatron_core", {"tp": 2, "pp": 2, "replicate": 4}, 64),
         ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
-        ("d.json", DEEPSPEED.replace(': 2}', ': 3}'), "fsdp", {"shard": 16, "replicate": 1}, 64),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 3, "stage3_prefetch_bucket_size": 15e6}'),
+         "deepspeed_zero3", {"shard": 16, "prefetch_bucket_size": 15_000_000}, 64),
         ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
