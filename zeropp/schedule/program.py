@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 # The vocabulary of a pipeline program: one frozen action, and its text form.
@@ -193,8 +193,9 @@ class _OrderSearch:
     def _advance(self, rank: int) -> None:
         """Run one rank until its program ends or it has to wait for another rank."""
         inputs, m, begin = self._inputs, self._m, self._position[rank]
-        place = begin
-        for stage, op, microbatch in islice(self._programs[rank], begin, None):
+        program, place = self._programs[rank], begin
+        while place < len(program):
+            stage, op, microbatch = program[place]
             if microbatch is not None:
                 key = stage * m + microbatch
                 if op in _SENDS:
@@ -212,7 +213,7 @@ class _OrderSearch:
                     else:
                         self._output(stage, op, key)
             place += 1
-        self._order += self._programs[rank][begin:place]
+        self._order += program[begin:place]
         self._position[rank] = place
 
     def _output(self, stage: int, op: Op, key: int) -> None:
