@@ -1,7 +1,8 @@
 """The command that runs points: Hydra composes them, a launcher runs them, a report is made.
 
-Exit status: 0 if every point ended ``ok``, or ``infeasible`` in a sweep; 1 if one failed; 2 on bad
-input, before anything is started; 130 after Ctrl-C.
+Exit status: 0 if every point ended ``ok``, or ``infeasible`` in a sweep, or was submitted; 1 if one
+failed, in this call or in an earlier one; 2 on bad input, before anything is started; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations

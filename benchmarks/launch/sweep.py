@@ -119,7 +119,8 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
-    """Run the points that are missing, then write the report; returns 1 if a point failed, else 0.
+    """Run the points that are missing, then write the report; returns 1 if a point failed, now or
+    in an earlier call, else 0.
 
     If points wait in a queue and have no record yet, the last job of the sweep writes the report.
     """
@@ -147,7 +148,8 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
 
 def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
     """Run the points that are missing, launcher by launcher, and record those that are infeasible.
-    Returns the new records, or None for a dry run, which writes nothing. Raises SpecError, before
+    Returns the new records and those of earlier failures that stand, or None for a dry run, which
+    writes nothing. Raises SpecError, before
     anything is written, if a launcher refuses a point or an option, and LaunchError if it does not
     know what is under way."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
@@ -200,7 +202,8 @@ def _fail(error: OSError, _: Point) -> RunRecord:
 def _launch_missing(
     group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun, repeats: int
 ) -> list[RunRecord]:
-    """Run what no record settles yet of points that share a launcher's options."""
+    """Run what no record settles yet of points that share a launcher's options; returns the new
+    records, and those of points that failed before and are not run again."""
     launcher = LAUNCHERS[options.kind]
     under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
     free = [point for point in group if point.spec.spec_id not in under_way]
@@ -219,7 +222,7 @@ def _launch_missing(
                 refuse(point, options, runs_dir, point.reason)
     feasible = [point for point in todo if point.plan is not None]
     with SweepProgress(len(feasible)) as progress:
-        return list(launcher.launch(feasible, options, runs_dir, progress))
+        return [*failed, *launcher.launch(feasible, options, runs_dir, progress)]
 
 
 def _by_launcher(

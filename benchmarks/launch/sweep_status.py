@@ -5,20 +5,22 @@ Attempts that are over and have no record get one first, with the reason that Sl
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.text import Text
 
 from benchmarks.launch.alive import age_s, is_alive, is_open
-from benchmarks.launch.attempt import close_abandoned
+from benchmarks.launch.attempt import DamagedError, close_abandoned, read_object
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.submissions import (
     SubmittedPoint,
@@ -28,8 +30,13 @@ from benchmarks.launch.slurm.submissions import (
     read_view,
 )
 from benchmarks.records.events import of_kind, rank_file, read_events
-from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.records.record import RecordError, RunRecord, Status, find_records, read_record
+from benchmarks.records.recorded_spec import check_key, differences, flat_spec
 
+UNDER_WAY = ("running", "suspended", "waiting", "unseen")
+ENDED_WELL = ("ok", "infeasible")
+STATES = (*get_args(Status), *UNDER_WAY, "missing", "corrupt")
+_POINT = re.compile(r".+-\d+gpu-[0-9a-f]{10}")  # the name of a point's folder, see RunSpec.spec_id
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _NOT_ENDED = ("running", "suspended", "waiting", "missing")  # their detail is a few words
 _INDENT = "    "  # of what is told of the point above
@@ -48,6 +55,7 @@ class PointStatus:
     job: str = ""
     nodes: str = ""
     log: str = ""
+    differs: dict[str, str] = field(default_factory=dict)  # from the other points, by key
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,9 @@ class SweepStatus:
     problem: str = ""  # why Slurm could not be asked; empty if it answered
 
 
-def sweep_status(runs_dir: Path) -> SweepStatus:
-    """The state of every point, in the order of their names."""
+def sweep_status(runs_dir: Path, chosen: Mapping[str, Sequence[str]] | None = None) -> SweepStatus:
+    """The state of every point, in the order of their names; with ``chosen`` only of those that
+    have one of the values of each of its keys. Raises SpecError for a key that no point has."""
     notes, problem = close_abandoned(runs_dir), ""
     try:
         view = query_slurm(runs_dir)
@@ -69,16 +78,35 @@ def sweep_status(runs_dir: Path) -> SweepStatus:
         view, problem = read_view(runs_dir), str(error)
     notes += view.problems
     under_way = {} if problem else view.under_way()
-    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
-    names = sorted({name for name in folders if not name.startswith(".")} | set(view.latest))
-    records = {name: _newest(runs_dir / name, notes) for name in names}
+    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()}
+    names = {name for name in folders if _POINT.fullmatch(name)} | set(view.latest)
+    records = {name: _newest(runs_dir / name, notes) for name in sorted(names)}
+    specs = {name: _flat_spec(runs_dir / name, view, record) for name, record in records.items()}
+    for key, values in (chosen or {}).items():
+        check_key(key, specs.values())
+        records = {n: record for n, record in records.items() if specs[n].get(key) in values}
     known = [record for record in records.values() if record is not None]
     points = [
         _status(runs_dir / name, view, under_way.get(name, ""), record, notes)
         for name, record in records.items()
         if record is None or name in under_way or not _is_answered(record, known)
     ]
+    differs = differences([specs[point.spec_id] for point in points])
+    points = [replace(p, differs=words) for p, words in zip(points, differs, strict=True)]
     return SweepStatus(points, list(dict.fromkeys(notes)), problem)
+
+
+def _flat_spec(point: Path, view: View, record: RunRecord | None) -> dict[str, str]:
+    """The spec of a point, flat: of its record, or as it was frozen; empty if it is not known."""
+    if record is not None:
+        return flat_spec(record.spec)
+    places = [*point.glob("*/spec.json")]
+    if point.name in view.latest:
+        places += [view.latest[point.name].directory / "specs" / point.name / "spec.json"]
+    for path in places:
+        with suppress(DamagedError):
+            return flat_spec(read_object(path))
+    return {}
 
 
 def _status(
@@ -201,7 +229,8 @@ def print_points(points: list[PointStatus]) -> None:
     states = max(len(point.state) for point in points)
     for point in points:
         has_ended = point.state not in _NOT_ENDED
-        facts = [point.evidence, point.ended, "" if has_ended else point.detail]
+        facts = [" ".join(f"{key}={value}" for key, value in point.differs.items())]
+        facts += [point.evidence, point.ended, "" if has_ended else point.detail]
         facts += [f"job {point.job}"] * bool(point.job) + [f"on {point.nodes}"] * bool(point.nodes)
         row = f"{point.spec_id:<{names}}  {point.state:<{states}}  {', '.join(filter(None, facts))}"
         first, *more = _folded(row, width)

@@ -8,8 +8,10 @@ may come and go without a new schema.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from benchmarks.records.record import RecordError
@@ -90,6 +92,46 @@ def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
         return validated(RecordedSpec, values, "spec")
     except SpecError as error:
         raise RecordError(str(error)) from None
+
+
+def flat_spec(spec: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """A spec's values as words by the keys of a command line: ``model`` (its name),
+    ``model.layers``, ``num_gpus``."""
+    words: dict[str, str] = {}
+    for key, value in spec.items():
+        path = above if above and key == "name" else f"{above}.{key}".lstrip(".")
+        if isinstance(value, Mapping):
+            words |= flat_spec(value, path)
+        else:
+            words[path] = value if isinstance(value, str) else json.dumps(value)
+    return words
+
+
+def check_key(key: str, flat: Collection[Mapping[str, str]]) -> None:
+    """Raise SpecError, with the nearest key, if flat specs do not have this one."""
+    known = sorted({name for words in flat for name in words})
+    if known and key not in known:
+        nearest = get_close_matches(key, known, 1) or [name for name in known if key in name]
+        raise SpecError(f"{key}: is a key of no point here (try {(nearest or known)[0]})")
+
+
+def differences(flat: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Of each of several flat specs, the values of the keys that differ between them, without what
+    follows from the name of its group (``model.layers`` from ``model``, if no model has two)."""
+    values: dict[str, set[tuple[str, ...]]] = {}  # by key: (name of the group, value)
+    for words in flat:
+        for key in words:
+            values.setdefault(key, set())
+    for key, seen in values.items():
+        group = key.partition(".")[0]
+        seen |= {(words.get(group, ""), words.get(key, "")) for words in flat}
+    varying = [
+        key
+        for key, seen in values.items()
+        if len({value for _, value in seen}) > 1
+        and ("." not in key or len(seen) > len({name for name, _ in seen}))
+    ]
+    return [{key: words[key] for key in varying if key in words} for words in flat]
 
 
 def unchecked(spec: Mapping[str, Any]) -> str:

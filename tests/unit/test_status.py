@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from codecs import BOM_UTF8
+from contextlib import ExitStack
 from dataclasses import replace
 from errno import EACCES
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,27 @@ from benchmarks.records.events import EventWriter
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
 from tests.unit.slurm_attempts import RUNNING, submitted, view_of
-from tests.unit.toy_spec import mapping
+from tests.unit.toy_spec import changed, mapping
 
 
 def printed(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+    expect: int = 0,
 ) -> list[str]:
-    monkeypatch.setattr(sys, "argv", ["benchmarks.status", str(runs_dir)])
-    assert main() == 0
+    monkeypatch.setattr(sys, "argv", ["benchmarks.status", str(runs_dir), *words])
+    assert main() == expect
     return capsys.readouterr().out.splitlines()
+
+
+def sweep_of_layers_and_batches(runs_dir: Path) -> None:
+    """Four points that ended ok, but with layers=8 batch=16 one that failed."""
+    for layers, batch in product((4, 8), (8, 16)):
+        spec = spec_from_mapping(changed("model.layers", layers) | {"global_batch": batch})
+        ending = Ending("failed", "rank 0: no") if layers * batch == 128 else Ending("ok")
+        write_unstarted(spec, runs_dir, new_header("local"), ending)
 
 
 REASON = "contender.pp=3: " + "a long reason with /a/path/that/no/line/holds/" + "x" * 60
@@ -159,3 +174,75 @@ def test_what_another_user_has_closed_is_named(
     row, reason, *_ = printed(tmp_path, monkeypatch, capsys)
     assert row.split() == [spec.spec_id, "corrupt"]
     assert reason.strip().startswith(f"{closed}: not readable (")
+
+
+def test_what_differs_between_points_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_of_layers_and_batches(tmp_path)
+    (tmp_path / "notes").mkdir()  # no point, and so not missing
+    rows = printed(tmp_path, monkeypatch, capsys)
+    named = sorted(" ".join(row.split()[2:4]) for row in rows if "-4gpu-" in row)
+    pairs = ("4 global_batch=16", "4 global_batch=8", "8 global_batch=16", "8 global_batch=8")
+    assert named == [f"model.layers={pair}," for pair in pairs]
+    assert rows[-1] == "1 failed, 3 ok"
+    told = json.loads("\n".join(printed(tmp_path, monkeypatch, capsys, "--json")))
+    assert {"model.layers": "8", "global_batch": "16"} in [row["differs"] for row in told]
+
+
+def test_what_follows_from_a_name_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = mapping()["model"] | {"name": "wide", "hidden": 128, "ffn": 512}
+    for model in (mapping()["model"], other):
+        spec = spec_from_mapping(mapping() | {"model": model})
+        write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
+    rows = printed(tmp_path, monkeypatch, capsys)
+    assert [row.split()[2] for row in rows[:-1]] == ["model=toy,", "model=wide,"]
+
+
+@pytest.mark.parametrize(
+    ("words", "counts", "code"),
+    [
+        (["--check"], "1 failed, 3 ok", 1),
+        (["--check", "model.layers=4"], "2 ok", 0),
+        (["--check", "model.layers=4,8", "global_batch=16"], "1 failed, 1 ok", 1),
+        (["--check", "--state", "ok"], "3 ok", 1),  # the state chooses rows, not what is checked
+        (["--state", "failed"], "1 failed", 0),
+        (["--check", "model=toy", "global_batch=32"], "no points in", 1),
+        (["model.layer=4"], "", 2),
+        (["--state", "broken"], "", 2),
+    ],
+)
+def test_a_script_can_choose_points_and_check_them(
+    words: list[str],
+    counts: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep_of_layers_and_batches(tmp_path)
+    rows = printed(tmp_path, monkeypatch, capsys, *words, expect=code)
+    assert "".join(rows[-1:]).startswith(counts)
+    assert bool(rows) == bool(counts)
+
+
+def test_a_watched_sweep_is_listed_again_when_it_changes_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_from_mapping(mapping())
+    with ExitStack() as running:
+        running.enter_context(started(spec, new_header("local"), tmp_path))
+        naps: list[float] = []
+
+        def nap(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 2:
+                write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
+                running.close()
+
+        monkeypatch.setattr("time.sleep", nap)
+        rows = printed(tmp_path, monkeypatch, capsys, "--watch", "--check")
+    assert [row for row in rows if row.startswith("1 ")] == ["1 running", "1 ok"]
+    assert len(naps) == 2

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
-from benchmarks.launch.attempt import Ending, killed
-from benchmarks.launch.points import Point
+from benchmarks.launch.attempt import Ending, killed, new_header, write_unstarted
+from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points, only_one, run_points
 from benchmarks.records.events import Events
@@ -105,3 +105,18 @@ def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
     if codes[0]:
         said[0] |= {"type": "RuntimeError", "message": "connection closed by peer"}
     assert local._ending_by_codes(codes, failed_first, {0: said, 2: []}) == ending
+
+
+def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = plan_point(spec_from_mapping(mapping()))
+    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
+    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    ending = Ending("failed", "rank 1: ValueError: no such token")
+    write_unstarted(point.spec, tmp_path / "runs", new_header("local"), ending)
+    assert run_points([point], [config]) == 1
+    said = capsys.readouterr().err
+    assert "0 of 1 points to run with launcher=local, 1 already recorded" in said
+    write_unstarted(point.spec, tmp_path / "runs", new_header("local"), Ending("ok"))
+    assert run_points([point], [config]) == 0
