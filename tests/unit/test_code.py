@@ -30,13 +30,13 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
     "baselines": 4_570,
-    "benchmarks": 790,
+    "benchmarks": 830,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_410,
-    "benchmarks/launch": 3_840,
+    "benchmarks/launch": 3_870,
     "benchmarks/measured": 530,
-    "benchmarks/records": 1_260,
+    "benchmarks/records": 1_300,
     "benchmarks/report": 4_250,
     "benchmarks/specification": 950,
     "benchmarks/tune": 230,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 48_540
-MOST_LINES_OF_TESTS = 28_610
+MOST_LINES = 48_660
+MOST_LINES_OF_TESTS = 28_710
 
 
 @cache
