@@ -33,7 +33,7 @@ BUDGET = {
     "benchmarks": 830,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_410,
+    "benchmarks/explain": 2_420,
     "benchmarks/launch": 3_870,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_300,
@@ -53,7 +53,7 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 48_660
+MOST_LINES = 48_670
 MOST_LINES_OF_TESTS = 28_710
 
 
