@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks.specification.command import CommandParser, check_writable, comm
 
 @command
 def main() -> int:
-    """Run the command line. The exit status is 1 if ``--compare`` found something slower, 2 on bad
+    """Run the command line. The exit status is 1 if ``--compare`` found something worse, 2 on bad
     input or if there is nothing to report, 130 after Ctrl-C."""
     arguments = _parser().parse_args()
     runs = arguments.runs or [Path("results/runs")]
@@ -26,6 +27,10 @@ def main() -> int:
             raise SpecError(f"{path}: no such file or directory")
     if arguments.compare and (arguments.runs or arguments.table):
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
+    if not arguments.compare and (arguments.junit or arguments.slower is not None):
+        raise SpecError("--slower and --junit: are of --compare A B")
+    if arguments.junit:
+        check_writable("--junit", arguments.junit.parent)
     if arguments.tensorboard or arguments.wandb:
         from benchmarks.report.trackers import to_tensorboard, to_wandb
 
@@ -61,8 +66,10 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         from benchmarks.report.compare import write_comparison
 
         before, after = arguments.compare
-        comparison = write_comparison([before], [after], out)
-        return 1 if comparison.slower or not comparison.files else 0
+        comparison = write_comparison([before], [after], out, slower=arguments.slower)
+        if arguments.junit:
+            comparison.write_junit(arguments.junit)
+        return 1 if any(comparison.worse.values()) else 0
     from benchmarks.records.lone import is_of_one_gpu
     from benchmarks.report.write import write_one_table, write_report
 
@@ -79,6 +86,14 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         where = ", ".join(map(str, runs))
         raise SpecError(f"{where}: no records (zeropp run makes them, or name another folder)")
     return 0
+
+
+def _share(words: str) -> float:
+    """A percentage as a share; raises what argparse turns into its message."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", words)
+    if match is None or float(match[1]) >= 100:
+        raise argparse.ArgumentTypeError(f"{words}: must be a percentage below 100, such as 10%")
+    return float(match[1]) / 100
 
 
 def _knobs(words: str) -> dict[str, str]:
@@ -112,8 +127,10 @@ def _parser() -> CommandParser:
     add("--contenders", nargs="+", default=[], metavar="NAME", help=chosen % "contenders")
     columns = "columns: tokens_per_s_per_gpu model_tflops_per_gpu mfu peak_gib speedup,"
     add("--columns", nargs="+", default=[], metavar="NAME", help=chosen % columns)
-    compare = "two sets of runs, before and after; exit status 1 if something became slower"
+    compare = "two sets of runs, before and after; exit status 1 if something became worse"
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
+    add("--slower", type=_share, metavar="10%", help="worse is slower by this (and beyond noise)")
+    add("--junit", type=Path, metavar="FILE", help="write the comparison as test cases, for CI")
     out = "folder to write to (results/reports/latest, or results/reports/TABLE)"
     add("--out", type=Path, metavar="DIR", help=out)
     add("--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -30,17 +31,34 @@ _COLOURS = {"faster": style.COOL, "slower": style.WARM}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The files that were written, and how many configurations became slower beyond noise."""
+    """The files that were written, and of every configuration why it became worse, if it did."""
 
     files: list[Path]
-    slower: int
+    worse: dict[str, str]
+
+    def write_junit(self, path: Path) -> None:
+        """Write a test case per configuration as JUnit's XML, which CI servers show. Raises
+        OSError."""
+        failures = sum(map(bool, self.worse.values()))
+        counts = {"tests": str(len(self.worse)), "failures": str(failures)}
+        suite = ElementTree.Element("testsuite", name="zeropp report --compare", **counts)
+        for name, why in self.worse.items():
+            case = ElementTree.SubElement(suite, "testcase", classname="comparison", name=name)
+            if why:
+                ElementTree.SubElement(case, "failure", message=why)
+        ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
 
 
 def write_comparison(
-    before: Sequence[Path], after: Sequence[Path], out: Path, console: Console | None = None
+    before: Sequence[Path],
+    after: Sequence[Path],
+    out: Path,
+    console: Console | None = None,
+    slower: float | None = None,
 ) -> Comparison:
-    """Print and write the comparison table and its figure. No file is written if the sets have no
-    configuration in common."""
+    """Print and write the comparison table and its figure; ``slower`` is the loss of speed from
+    which a configuration counts as worse. No file is written if the sets have no configuration in
+    common."""
     console = console or Console()
     frames = []
     for roots in (before, after):
@@ -50,8 +68,9 @@ def write_comparison(
             console.print(f"skipped {line}", markup=False)
     changes = compare(*frames)
     if changes.empty:
-        console.print("the two sets have no configuration in common")
-        return Comparison([], 0)
+        why = "the two sets have no configuration in common"
+        console.print(why)
+        return Comparison([], {"all": why})
     made = comparison_table(changes)
     print_table(made, console)
     counts = changes["verdict"].str.split(":").str[0].value_counts()
@@ -68,7 +87,32 @@ def write_comparison(
             )
             paths += save(picture, folder).paths
         names = [path.name for path in paths]
-    return Comparison([out / name for name in names], int(counts.get("slower", 0)))
+    labels = (
+        f"{r.model}, {r.num_gpus} GPUs, batch {r.global_batch}, {r.contender} {r.layout}"
+        for r in changes.itertuples()
+    )
+    worse = {
+        label: why_worse(row, slower)
+        for label, row in zip(labels, changes.to_dict("records"), strict=True)
+    }
+    for label, why in worse.items():
+        if why:
+            console.print(f"worse: {label}: {why}", markup=False, soft_wrap=True)
+    return Comparison([out / name for name in names], worse)
+
+
+def why_worse(change: Mapping[Any, Any], slower: float | None = None) -> str:
+    """Why a row of ``compare`` became worse, in a few words: it is gone or no longer ends ok, or it
+    is slower beyond noise, by more than the share ``slower``, if that is given. Where samples
+    spread much, the loss must be larger than their spread. Empty if it did not."""
+    verdict, loss = change["verdict"], 1.0 - change["ratio"]
+    if change["was"] == "ok" and verdict == "only before":
+        return "is gone"
+    if verdict.startswith("ok -> "):
+        return str(verdict)
+    noisy = verdict.startswith("unsettled: spread") and loss > change["spread"]
+    is_slower = verdict == "slower" or (noisy and change["high"] < 1.0)
+    return f"{100 * loss:.0f} % slower" if is_slower and loss >= (slower or 0.0) else ""
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
@@ -92,7 +136,7 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
         assert either is not None
         line = dict(zip(keys, key, strict=True))
         line |= {"on_cpu": either["on_cpu"], "default_degrees": False}
-        line |= {"ratio": np.nan, "memory_ratio": np.nan}
+        line |= {"ratio": np.nan, "memory_ratio": np.nan, "was": first["status"] if first else ""}
         if first is None or last is None:
             line["verdict"] = "only before" if last is None else "only after"
         else:

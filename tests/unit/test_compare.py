@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
-from benchmarks.report.compare import compare, write_comparison
+import pytest
+
+from benchmarks.report.compare import compare, why_worse, write_comparison
 from benchmarks.report.frame import latest_ok
 from tests.unit.report_frames import QUIET, failed, frame_of
 from tests.unit.synthetic_records import make_record
@@ -40,7 +45,14 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
     }
     made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
     assert {"comparison.png", "comparison.csv"} <= {path.name for path in made.files}
-    assert made.slower == 1
+    reasons = [*filter(None, made.worse.values())]
+    assert reasons == ["23 % slower", "ok -> oom", "is gone"]
+    lenient = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET, 0.25)
+    assert [*filter(None, lenient.worse.values())] == ["ok -> oom", "is gone"]
+    lenient.write_junit(tmp_path / "junit.xml")
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("5", "2")
+    assert [f.get("message") for f in suite.iter("failure")] == ["ok -> oom", "is gone"]
 
 
 def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
@@ -50,3 +62,26 @@ def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
     there = make_record("zeropp", fields={"spec": elsewhere})
     new = latest_ok(frame_of(there, root=tmp_path / "b"))
     assert list(compare(old, new)["verdict"]) == ["no difference shown"]
+
+
+@pytest.mark.parametrize(
+    ("change", "slower", "worse"),
+    [
+        ({"verdict": "slower", "ratio": 0.96}, None, True),
+        ({"verdict": "slower", "ratio": 0.96}, 0.1, False),
+        ({"verdict": "slower", "ratio": 0.85}, 0.1, True),
+        ({"verdict": "faster", "ratio": 1.2}, 0.1, False),
+        ({"verdict": "unsettled: spread 20.9 %", "ratio": 0.50, "spread": 0.209}, None, True),
+        ({"verdict": "unsettled: spread 20.9 %", "ratio": 0.85, "spread": 0.209}, None, False),
+        ({"verdict": "unsettled: 3 steps", "ratio": 0.50, "spread": 0.0}, None, False),
+        ({"verdict": "ok -> lost"}, 0.5, True),
+        ({"verdict": "failed -> ok"}, None, False),
+        ({"verdict": "failed -> oom", "was": "failed"}, None, False),
+        ({"verdict": "only before"}, None, True),
+        ({"verdict": "only before", "was": "oom"}, None, False),
+        ({"verdict": "only after", "was": ""}, None, False),
+    ],
+)
+def test_what_counts_as_worse(change: dict[str, Any], slower: float | None, worse: bool) -> None:
+    row = {"was": "ok", "ratio": math.nan, "high": change.get("ratio", math.nan) + 0.03}
+    assert bool(why_worse(row | change, slower)) == worse
