@@ -4,7 +4,8 @@ list that a run prints into its log.
 Bash itself expands a script (``expand.bash``), so arrays, ``+=``, ``case`` and functions mean what
 they mean in a run. It is restricted, finds no command, writes no file, has 10 s, and no network
 where the system has user namespaces. Variables that a script takes from its caller are those of
-this process.
+this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1), "output
+environment variables").
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.specification import SpecError
 
@@ -28,17 +32,25 @@ _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
 }
-_OF_A_MODEL = ("--num-layers", "--hidden-size")
+_OF_A_MODEL = ("--num-layers", "--hidden-size", "model.num_layers", "model.hidden_size")
+_WORD = re.compile(r"\+*([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # Hydra's, as NeMo has them
+_SETTING = re.compile(rf"--|{_WORD.pattern}")
+_DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
+_SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
 
 
 def arguments_of(words: list[str]) -> Arguments:
-    """Flags with their values, as argparse would read them; ``--flag=value`` is the same."""
+    """Flags with their values, as argparse would read them; ``--flag=value`` is the same. So is
+    ``model.key=value``, by its key."""
     arguments: Arguments = {}
     flag = ""
     for word in words:
-        if re.match(r"--?[A-Za-z]", word):
+        if setting := _WORD.fullmatch(word):
+            with suppress(yaml.YAMLError):
+                arguments[setting[1]] = yaml.safe_load(setting[2])
+        elif re.match(r"--?[A-Za-z]", word):
             flag, equals, value = word.partition("=")
             arguments[flag] = value if equals else True
         elif flag and arguments[flag] is True:
@@ -61,13 +73,17 @@ def arguments_of_log(text: str) -> Arguments:
     return {flag: True if value == "True" else value for flag, value in given.items()}
 
 
-def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None, list[str]]:
-    """(the flags of the training that a script starts, GPUs of its ``torchrun``, lines about what
-    was not followed). ``folder`` has the files that the script sources.
+def arguments_of_script(
+    text: str, folder: Path, num_gpus: int | None = None
+) -> tuple[Arguments, int | None, list[str]]:
+    """(the flags of the training that a script starts, the GPUs that it starts on, lines about what
+    was not followed). ``folder`` has the files that the script sources; ``num_gpus``, if it is
+    given, decides the number of Slurm's nodes.
 
     Raises SpecError if it starts none.
     """
-    commands, complaint = _expanded(text, folder)
+    allocated = _sizes(_DIRECTIVE.findall(text))
+    commands, complaint = _expanded(text, folder, _slurm_variables(allocated, num_gpus))
     launches = [words for words in commands if any(w.endswith(".py") for w in words)]
     alone = [words for words in commands if words[0].startswith("--")]
     if launches and alone:
@@ -77,7 +93,7 @@ def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None,
         )
     launches += alone
     of_models = [words for words in launches if set(_OF_A_MODEL) & set(arguments_of(words))]
-    launches = of_models or [w for w in launches if any(word.startswith("--") for word in w)]
+    launches = of_models or [w for w in launches if any(map(_SETTING.match, w))]
     if not launches:
         raise SpecError(
             "no line runs a Python file with arguments"
@@ -95,11 +111,13 @@ def arguments_of_script(text: str, folder: Path) -> tuple[Arguments, int | None,
     if any(other != launch for other in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
     program = next((i for i, word in enumerate(launch) if word.endswith(".py")), -1)
-    world = _world(arguments_of(launch[: max(program, 0)]))
-    return arguments_of(launch[program + 1 :]), world, named
+    before = commands[: commands.index(launch)]
+    outer = [words for words in before if words[-1] == "-c"][-1:]  # srun ... sh -c "python ..."
+    launchers = [" ".join(words) for words in (*outer, launch[: max(program, 0)])]
+    return arguments_of(launch[program + 1 :]), _world(allocated | _sizes(launchers)), named
 
 
-def _expanded(text: str, folder: Path) -> tuple[list[list[str]], str]:
+def _expanded(text: str, folder: Path, variables: Mapping[str, str]) -> tuple[list[list[str]], str]:
     """(the words of every command that the script would run, the last complaint of bash)."""
     bash, unshare = shutil.which("bash"), shutil.which("unshare")
     if bash is None:
@@ -115,7 +133,7 @@ def _expanded(text: str, folder: Path) -> tuple[list[list[str]], str]:
         with told.open("wb") as output, said.open("wb") as errors:
             process = subprocess.Popen(
                 [*alone, bash, "-r", str(script)],
-                env={**os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
+                env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -145,10 +163,45 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _world(launcher: Arguments) -> int | None:
-    """The number of GPUs in torchrun's own arguments."""
-    spelled = {flag.replace("-", "_").lstrip("_"): value for flag, value in launcher.items()}
-    ranks_per_node, nodes = spelled.get("nproc_per_node", ""), spelled.get("nnodes", "1")
-    if str(ranks_per_node).isdigit() and str(nodes).isdigit():
-        return int(ranks_per_node) * int(nodes)
-    return None
+def _sizes(lines: Iterable[str]) -> dict[str, int]:
+    """The numbers of nodes, tasks and GPUs in the words of Slurm or of launchers, the last of
+    each."""
+    sizes: dict[str, int] = {}
+    for line in lines:
+        words = re.sub(r"(?<!\S)(-[NnG])(?=\d)", r"\1 ", line).split()
+        for flag, value in arguments_of(words).items():
+            name = _SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
+            last = re.match(r"(?:.*[:-])?(\d+)(?:\s|$)", str(value))  # gpu:a100:8, and 2-4 nodes
+            if last and (name != "gres" or "gpu" in str(value)):
+                sizes[name] = int(last[1])
+    return sizes
+
+
+def _slurm_variables(sizes: Mapping[str, int], num_gpus: int | None) -> dict[str, str]:
+    """The variables that Slurm would set for a job of these sizes."""
+    if not sizes:
+        return {}
+    per_node = _gpus_per_node(sizes)
+    nodes = num_gpus // per_node if num_gpus and per_node else sizes.get("nodes", 1)
+    tasks = sizes.get("ntasks_per_node", 1)
+    values = {"NNODES": nodes, "JOB_NUM_NODES": nodes, "NODEID": 0, "PROCID": 0, "LOCALID": 0}
+    values |= {"NTASKS_PER_NODE": tasks, "NTASKS": sizes.get("ntasks", nodes * tasks), "JOB_ID": 1}
+    values |= {"GPUS_PER_NODE": per_node, "GPUS_ON_NODE": per_node} if per_node else {}
+    return {f"SLURM_{name}": str(value) for name, value in values.items()}
+
+
+def _gpus_per_node(sizes: Mapping[str, int]) -> int | None:
+    """Of Slurm's words for them, or of ``torchrun``, ``deepspeed`` and ``accelerate launch``."""
+    names = ("nproc_per_node", "num_gpus", "gpus_per_node", "gres")
+    return next((sizes[name] for name in names if sizes.get(name)), None)
+
+
+def _world(sizes: Mapping[str, int]) -> int | None:
+    """The number of GPUs of a job of these sizes; None if they do not say it."""
+    if whole := sizes.get("num_processes") or sizes.get("gpus"):
+        return whole
+    nodes = sizes.get("nnodes") or sizes.get("num_nodes") or sizes.get("nodes")
+    if per_node := _gpus_per_node(sizes):
+        return (nodes or 1) * per_node
+    tasks = sizes.get("ntasks_per_node")
+    return sizes.get("ntasks") or (nodes * tasks if nodes and tasks else None)

@@ -11,7 +11,8 @@ command_not_found_handle() {
     local words=("$@")
     while (($#)); do
         if [[ ${1##*/} == @(bash|sh) && ${2-} == -*c ]]; then
-            eval "$3"  # what a launcher's shell would run
+            printf '%s\0' "${words[@]:0:${#words[@]}-$#}" -c '' >&9  # the launcher
+            eval "$3"  # what its shell would run
             return
         fi
         shift

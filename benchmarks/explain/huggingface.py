@@ -108,7 +108,6 @@ _NANOTRON_NEUTRAL: dict[str, tuple[Any, str]] = {
     "optimizer.accumulate_grad_in_fp32": (True, "gradients are priced in fp32"),
     "parallelism.tp_recompute_allgather": (True, "gathered inputs are not kept"),
     "parallelism.recompute_layer": (False, "recomputation"),
-    "model.make_vocab_size_divisible_by": (1, "the vocabulary is priced without padding"),
 }
 _NANOTRON_MODEL = ("is_", "_attn_implementation", "z_loss", "no_rope_layer", "_use_")
 _NANOTRON_HARMLESS = (
@@ -126,6 +125,7 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "zero_optimization.zero_hpz_partition_size": (1, "no second copy of the parameters"),
+    "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
 _DEEPSPEED_HARMLESS = (
     *("optimizer.", "scheduler.", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
@@ -140,6 +140,7 @@ _DEEPSPEED_HARMLESS = (
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
     *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
+    *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
 _DEGREES = "parallelism_config.parallelism_config_"
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
@@ -188,6 +189,7 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     reading.settings |= {"microbatch_size": size}
     half = str(keys.take("model.dtype", "bfloat16")) == "bfloat16"
     reading.settings["precision"] = "bf16" if half else "fp32"
+    reading.pads = keys.number("model.make_vocab_size_divisible_by", 1)
     scattered = keys.take("parallelism.tp_mode", "ALL_REDUCE") == "REDUCE_SCATTER"
     recompute = keys.take("parallelism.recompute_layer", False)
     reading.knobs = {
@@ -217,7 +219,8 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     reading = model
     stage = keys.number("zero_optimization.stage", 0) or 0
     tp = keys.number("tensor_parallel.autotp_size", 1) or 1
-    replicate = share_of_ranks(num_gpus, {"tp": tp})
+    pp = keys.number("pipeline.stages", 1) or 1
+    replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp})
     taken = [keys.take(f"{name}.enabled", False) for name in _DEEPSPEED_HALF]
     if (half := any(taken)) or "auto" not in [
         said.get(f"{name}.enabled") for name in _DEEPSPEED_HALF
@@ -226,13 +229,14 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     else:
         reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
     if stage == 3:
-        if tp > 1:
-            raise SpecError(f"tensor_parallel.autotp_size={tp}: no price with ZeRO-3 (use 1)")
+        for key, degree in (("tensor_parallel.autotp_size", tp), ("pipeline.stages", pp)):
+            if degree > 1:
+                raise SpecError(f"{key}={degree}: no price with ZeRO-3 (use 1)")
         reading.contender = "deepspeed_zero3"
         reading.knobs = {"shard": num_gpus, **_stage3(keys)}
     else:
         reading.contender = "deepspeed_3d"
-        reading.knobs = {"tp": tp, "pp": 1, "replicate": replicate, "replicate_zero": stage}
+        reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
         reading.knobs["compile"] = False
     own = reading.settings["precision"]  # DeepSpeed adds and sends in the type of the model
     reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
@@ -241,7 +245,11 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
         reading.knobs["reduce_bucket_size"] = bucket
     reading.free = "shard" if stage == 3 else "replicate"
     reading.traits["eager"] = reading.code
-    _without_recomputation(reading)
+    # ``PipelineModule`` takes every so many layers as one checkpoint; 0: none.
+    if keys.number("pipeline.activation_checkpoint_interval", 0):
+        reading.knobs["recompute"] = "full"
+    else:
+        _without_recomputation(reading)
     size = keys.number("train_micro_batch_size_per_gpu")
     steps = keys.number("gradient_accumulation_steps", 1) or 1
     batch = keys.number("train_batch_size")

@@ -92,8 +92,12 @@ def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
             raise SpecError(f"not a YAML file with MODEL_ARGS: {error}") from None
         values = {flag: value for flag, value in given.items() if value is not False}
     elif not values:
-        values, world, named = arguments_of_script(text, folder)
-    reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+        values, world, named = arguments_of_script(text, folder, num_gpus)
+    if "model.num_layers" in values or "model.hidden_size" in values:
+        devices = None if "trainer.devices" in values else world
+        reading = _read_overrides(values, text, num_gpus or devices)
+    else:
+        reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
     reading.named += named
     if logged:
         _count_unknown(reading)
@@ -125,7 +129,10 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     reading.model = _model(keys, reading)
     _recompute(keys, reading)
     _traits(keys, reading)
-    half = bool(keys.take("--bf16")) | bool(keys.take("--fp16"))
+    half = bool(keys.take("--bf16"))
+    if keys.take("--fp16"):
+        half = True
+        reading.derived.append("--fp16: priced as bf16, whose kernels and bytes are the same")
     reading.settings["precision"] = "bf16" if half else "fp32"
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
@@ -141,7 +148,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
     replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
     reading.slice_sequences("--context-parallel-size", cp)
-    way = str(keys.take("--cp-comm-type") or "p2p").split()[0]  # of every layer, or of each
+    way = str(keys.given("--cp-comm-type") or "p2p").split()[0]  # of every layer, or of each
     if cp > 1 and way not in get_args(CpCommType):
         raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
@@ -153,7 +160,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
     chunks = chunks or (layers // pp // per_chunk if per_chunk else 1)
-    if layout := keys.take("--pipeline-model-parallel-layout"):
+    if layout := keys.given("--pipeline-model-parallel-layout"):
         # Virtual stages of a layout such as Et|(tt|)*3,tL
         whole = re.sub(r"\((.*?)\)\*(\d+)", lambda m: m[1] * int(m[2]), str(layout))
         chunks = (whole.replace(",", "").strip("|").count("|") + 1) // pp
@@ -173,9 +180,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     hidden, heads = keys.needed("--hidden-size"), keys.needed("--num-attention-heads")
     groups = keys.number("--num-query-groups", heads)
     grouped = keys.take("--group-query-attention")
-    rope = keys.take("--position-embedding-type") == "rope"
+    rope = keys.given("--position-embedding-type") == "rope"
     rope |= bool(keys.take("--use-rotary-position-embeddings"))
-    norm = keys.take("--normalization", "LayerNorm")
+    norm = keys.given("--normalization", "LayerNorm")
     if rope != (norm == "RMSNorm"):
         reading.named.append(
             f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: priced as "
@@ -211,37 +218,31 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "vocab": _vocabulary(keys, reading),
         "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
-        "dropout": max(float(keys.take(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
+        "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
     }
 
 
 def _vocabulary(keys: Keys, reading: Reading) -> int | None:
-    """The vocabulary, padded to a multiple of 128 x TP (``training/tokenizer``); None if only the
+    """The vocabulary, and to what it is padded (``training/tokenizer``); None if only the
     tokenizer's file has it. NullTokenizer adds one token."""
     padded = keys.number("--padded-vocab-size")
-    kind, size = keys.take("--tokenizer-type", ""), keys.number("--vocab-size")
-    multiple = keys.number("--make-vocab-size-divisible-by", 128) or 1
-    multiple *= int(reading.knobs["tp"])
+    kind, size = keys.given("--tokenizer-type", ""), keys.number("--vocab-size")
+    reading.pads = keys.number("--make-vocab-size-divisible-by", 128) or 1
     if padded is not None:
+        reading.pads = 1
         return padded
     size = size or _TOKENIZERS.get(str(kind))
-    size = size + 1 if size and kind == "NullTokenizer" else size
-    if size is None:
-        return None
-    whole = -(-size // multiple) * multiple
-    if whole != size:
-        reading.derived.append(f"model.vocab={whole}: {size} padded to a multiple of {multiple}")
-    return whole
+    return size + 1 if size and kind == "NullTokenizer" else size
 
 
 def _recompute(keys: Keys, reading: Reading) -> None:
-    kind = keys.take("--recompute-granularity") or "none"
+    kind = keys.given("--recompute-granularity") or "none"
     if keys.take("--recompute-activations"):
         kind = "selective"
-    method, count = keys.take("--recompute-method"), keys.number("--recompute-num-layers")
+    method, count = keys.given("--recompute-method"), keys.number("--recompute-num-layers")
     if method == "uniform" and count not in (None, 1):
         reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
-    modules = set(re.findall(r"\w+", str(keys.take("--recompute-modules", "core_attn"))))
+    modules = set(re.findall(r"\w+", str(keys.given("--recompute-modules", "core_attn"))))
     if kind == "selective" and "mlp" not in modules:
         kind = "none"
         reading.derived.append(
@@ -259,13 +260,13 @@ def _recompute(keys: Keys, reading: Reading) -> None:
 def _traits(keys: Keys, reading: Reading) -> None:
     """Overlaps, fusions and the bytes of gradients."""
     fusion = bool(keys.take("--cross-entropy-loss-fusion"))
-    fused = keys.take("--cross-entropy-fusion-impl", "native") == "te"
+    fused = keys.given("--cross-entropy-fusion-impl", "native") == "te"
     if fusion and not fused:
         reading.named.append(
             "--cross-entropy-loss-fusion: priced without, since only the implementation te has a "
             "price"
         )
-    backend = keys.take("--attention-backend", "auto")
+    backend = keys.given("--attention-backend", "auto")
     reading.traits |= {
         "overlap_reduction": bool(keys.take("--overlap-grad-reduce")),
         "overlap_updated": bool(keys.take("--overlap-param-gather")),
@@ -374,6 +375,32 @@ def read_nemo(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     Keys({f"trainer.{key}": value for key, value in trainer.items()}).sort_rest(
         reading, {}, _NEMO_TRAINER
     )
+    return reading
+
+
+# What its ``conf/megatron_gpt_config.yaml`` and ``megatron_llama_config.yaml`` say.
+_NEMO_GPT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_NEMO_LLAMA = {
+    "activation": "fast-swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": False, "bias": False,
+    "gradient_accumulation_fusion": False,
+}  # fmt: skip
+
+
+def _read_overrides(values: Arguments, text: str, num_gpus: int | None) -> Reading:
+    """What the ``key=value`` words of a script say that starts NeMo 1."""
+    tree: dict[str, dict[str, Any]] = {"model": {}, "trainer": {}}
+    is_llama = "megatron_llama" in text
+    tree["model"] |= _NEMO_LLAMA if is_llama else _NEMO_GPT
+    for key, value in values.items():
+        section, *path = key.split(".")
+        place = tree.setdefault(section, {})
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1] if path else ""] = value
+    reading = read_nemo(tree, num_gpus)
+    kind = "Llama" if is_llama else "GPT"
+    reading.derived.append(f"what no word says is as in NeMo's file for {kind}")
     return reading
 
 

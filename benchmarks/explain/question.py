@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,9 @@ from zeropp.schedule.plan import SizedPlan
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
+# Programs of Megatron's, which pad a vocabulary to a multiple of 128 x TP (training/tokenizer).
+_PADDING = ("megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble")
+_INNER = ("model.", "contender.", "cluster.")
 KEYS = (
     "num_gpus",
     "cluster",
@@ -77,10 +80,10 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or (key not in KEYS and not key.startswith(("model.", "contender."))):
+        if not equals or (key not in KEYS and not key.startswith(_INNER)):
             raise SpecError(
-                f"{word}: must be key=value with a key among {', '.join(KEYS)}, model.KEY and "
-                "contender.KNOB"
+                f"{word}: must be key=value with a key among {', '.join(KEYS)}, model.KEY, "
+                "contender.KNOB and cluster.KEY"
             )
         if key in values:
             raise SpecError(f"{word}: {key} is given twice (give only one of them)")
@@ -177,7 +180,7 @@ def _record(values: Mapping[str, Any]) -> Reading | None:
     knobs = dict(spec["contender"])
     if hasattr(PRICED[knobs["name"]].knobs, "context"):  # which older records do not have
         knobs = {"context": 1, **knobs}
-    reading = Reading(dialect="record", contender=knobs.pop("name"))
+    reading = Reading(dialect="record", contender=knobs.pop("name"), pads=1)
     reading.model, reading.knobs = spec["model"], knobs
     keys = ("num_gpus", "global_batch", "microbatch_size", "precision")
     reading.settings = {key: spec[key] for key in keys} | {"cluster": spec["cluster"]["name"]}
@@ -188,23 +191,30 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     settings = reading.settings | {key: given[key] for key in KEYS if key in given}
     model = reading.model | (changed := _below("model.", given))
     if "name" not in changed:
-        model["name"] += "".join(f"_{changed[size]}_{size}" for size in _SIZES if size in changed)
+        other = [
+            size for size in _SIZES if reading.model.get(size, model.get(size)) != model.get(size)
+        ]
+        model["name"] += "".join(f"_{model[size]}_{size}" for size in other)
     own = settings.get("contender", reading.contender) == reading.contender
     chosen = (reading.knobs if own else {}) | _below("contender.", given)
     if own:
         _follow(chosen, settings, model, reading, given)
-    for key in ("vocab", "seq"):
-        if model.get(key) is None:
-            raise SpecError(f"model.{key}: the file does not say it (give model.{key}=N)")
+    if left := [f"model.{key}" for key in (*_SIZES, "vocab", "seq") if model.get(key) is None]:
+        why = reading.unknown or f"{', '.join(left)}: the file does not say it"
+        raise SpecError(f"{why} (give {' '.join(f'{key}=N' for key in left)})")
+    if "seq" in changed:
+        reading.derived = [line for line in reading.derived if not line.endswith("give model.seq")]
     for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
         if settings.get(key) is None:
             raise SpecError(f"{key}: the file does not say it (give {key}={example})")
     name = settings.get("contender", reading.contender)
     if name not in PRICED:
         raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
+    pads = reading.pads if own and reading.pads is not None else 128 * (name in _PADDING)
+    _pad(model, pads, chosen.get("tp", 1), reading)
     keys = ("num_gpus", "global_batch", "precision", "memory_margin")
     values = {key: settings[key] for key in keys if key in settings}
-    cluster = preset("cluster", settings["cluster"], Cluster)
+    cluster = _changed(preset("cluster", settings["cluster"], Cluster), _below("cluster.", given))
     spec = validated(SearchSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
@@ -237,6 +247,30 @@ def _follow(
     if reading.batch_per_replica and "global_batch" not in given:
         replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
         settings["global_batch"] = reading.batch_per_replica * replicas
+
+
+def _pad(model: dict[str, Any], pads: int, tp: Any, reading: Reading) -> None:
+    """Pad the vocabulary as the program does, to a multiple of ``pads`` x TP (0: not at all), of
+    which every TP degree that a search tries takes a whole part."""
+    size, multiple = model["vocab"], pads * (tp if type(tp) is int and tp > 0 else 1)
+    if type(size) is int and multiple and size % multiple:
+        model["vocab"] = -(-size // multiple) * multiple
+        reading.derived.append(
+            f"model.vocab={model['vocab']}: {size} padded to a multiple of {multiple}"
+        )
+
+
+def _changed(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
+    """A preset with other values of some keys, such as ``device.memory_gib``, and their name."""
+    tree = asdict(cluster)
+    for key, value in given.items():
+        *sections, last = key.split(".")
+        place: Any = reduce(lambda inner, name: inner.get(name) or {}, sections, tree)
+        if not isinstance(place, dict) or last not in place:
+            raise SpecError(f"cluster.{key}={value!r}: unknown key (conf/cluster has them)")
+        place[last] = value
+        tree["name"] += f" with {key}={value}"
+    return validated(Cluster, tree, "cluster") if given else cluster
 
 
 def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:

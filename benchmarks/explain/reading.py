@@ -29,6 +29,8 @@ class Reading:
     traits: dict[str, Any] = field(default_factory=dict)
     free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
     batch_per_replica: int | None = None  # where the global batch follows from it
+    unknown: str = ""  # a model of which the words must give the sizes, and those that are known
+    pads: int | None = None  # the vocabulary, to a multiple of so many x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     named: list[str] = field(default_factory=list)
@@ -59,9 +61,19 @@ class Keys:
         """The value of a key that this reader understands."""
         return self._left.pop(key, default)
 
+    def given(self, key: str, default: Any = None) -> Any:
+        """The same of a key that needs a value; raises SpecError where it stands alone."""
+        value = self.take(key, default)
+        if value is True and default is not True:
+            raise SpecError(
+                f"{self._spelled(key)}: has no value (where it is a variable, set it: TP=4 zeropp "
+                "explain ...)"
+            )
+        return value
+
     def number(self, key: str, default: int | None = None) -> int | None:
         """The same as a whole number; raises SpecError for another value."""
-        value = self.take(key, default)
+        value = self.given(key, default)
         try:
             return None if value is None else int(value)
         except (TypeError, ValueError):

@@ -127,7 +127,7 @@ def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -
 def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
     keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
-    reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys)}
+    reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys, reading)}
     if num_gpus is None:
         if not (preset := re.search(r"preset for (\d+) (\w+) GPUs", text)):
             raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
@@ -150,7 +150,7 @@ def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
     return reading
 
 
-def _model(keys: Keys) -> dict[str, Any]:
+def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
     if name == "qwen3" and plain in _HEADS_OF_128:
@@ -160,10 +160,13 @@ def _model(keys: Keys) -> dict[str, Any]:
         )
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
-        raise SpecError(
+        reading.unknown = (
             f"model.name={name!r}, model.flavor={flavor!r}: no price (there is one for llama3 with "
             f"{', '.join(_LLAMA3)} and for qwen3 with {', '.join(_QWEN3)})"
         )
+        if not known:
+            raise SpecError(reading.unknown)
+        return {"name": f"{name}_{plain}".lower(), "family": "llama"}  # a company's own
     hidden, layers, heads, kv_heads, ffn, vocab, tied = known[plain]
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
@@ -199,7 +202,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
         schedule = _SCHEDULES[asked]
-        chunks = _chunks(keys, reading.model["layers"], pp, schedule)
+        chunks = _chunks(keys, reading.model.get("layers"), pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
@@ -214,7 +217,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
 
 
-def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
+def _chunks(keys: Keys, layers: int | None, pp: int, schedule: str) -> int:
     """Virtual stages per rank, as ``distributed/pipeline_parallel.py`` counts them."""
     least = _LEAST_CHUNKS.get(schedule, 2)
     ends = [
@@ -224,6 +227,11 @@ def _chunks(keys: Keys, layers: int, pp: int, schedule: str) -> int:
     per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     if not per_stage:
         return least
+    if layers is None:
+        raise SpecError(
+            f"pipeline_parallel_layers_per_stage={per_stage}: no stages of a flavor of one's own "
+            "(take it out, and give contender.chunks=N)"
+        )
     stages = math.ceil((layers + sum(ends)) / per_stage)
     if stages % pp or (stages // pp == 1) != (least == 1):
         raise SpecError(
