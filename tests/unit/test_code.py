@@ -33,7 +33,7 @@ BUDGET = {
     "benchmarks": 830,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_420,
+    "benchmarks/explain": 2_560,
     "benchmarks/launch": 3_870,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_300,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 48_730
-MOST_LINES_OF_TESTS = 28_740
+MOST_LINES = 48_870
+MOST_LINES_OF_TESTS = 28_920
 
 
 @cache
