@@ -26,6 +26,7 @@ from benchmarks.report.repeats import ranges
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
+PANEL += ["setting", "machine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +90,12 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def panel_title(panel: pd.DataFrame) -> str:
-    """Model, batch and sequence length of the rows of one panel."""
+    """Model, batch and sequence length of the rows of one panel, and their settings that differ
+    from those of others."""
     row = panel.iloc[0]
     name = display.model_label(row["model"])
-    return f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
+    text = f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
+    return textwrap.fill(text + display.setting_words(row, display.varied(panel)), 52)
 
 
 MAX_PANELS = 6  # nobody reads a figure with more
@@ -222,7 +225,7 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
     return distances
 
 
-_SERIES = ["parameters", "model", "seq", "precision"]
+_SERIES = ["parameters", "model", "seq", "precision", "setting", "kind"]
 _KINDS = {  # the column that stays the same, and its words
     "strong": ("global_batch", "batch"),
     "weak": ("batch_per_gpu", "sequences per {worker}:"),
@@ -236,7 +239,10 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
     grows with the GPUs), each where there are at least two GPU counts.
     """
     best = best_configuration(rows)
-    best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
+    # Threads of a rank follow from how many share a machine, so a curve may have several.
+    kinds = [[of.get(f"machine.{n}") for n in ("device", "processor")] for of in best["settings"]]
+    per_gpu = best["global_batch"] / best["num_gpus"]
+    best = best.assign(batch_per_gpu=per_gpu, kind=list(map(str, kinds)))
     for suffix, evidence, group in by_evidence(best):
         worker = display.worker_word(group)
         for kind, (key, word) in _KINDS.items():
@@ -248,6 +254,7 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             titles = [
                 f"{display.model_label(panel['model'].iloc[0])}, {word.format(worker=worker)} "
                 f"{panel[key].iloc[0]:g}"
+                + display.setting_words(panel.iloc[0], display.varied(panel))
                 for panel in kept
             ]
             drawn = pd.concat(kept)
@@ -314,16 +321,13 @@ def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
     style.label_ends(axis, ends)
 
 
-_SAME_BATCHES = [*PANEL, "data_seed"]
-
-
 def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Losses over all steps, warm-up included, where two contenders or topologies trained on the
     same batches from the same initial parameters."""
     best = best_configuration(rows)
     best = best[best["losses"].map(len) > 1]
     for suffix, evidence, group in by_evidence(best):
-        groups = [panel for _, panel in group.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
+        groups = [panel for _, panel in group.groupby(PANEL, sort=False) if len(panel) > 1]
         if groups:
             yield Picture(
                 name=f"loss_{suffix}",

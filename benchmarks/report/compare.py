@@ -1,11 +1,13 @@
 """Compares two sets of runs: which configurations became faster or slower beyond noise.
 
-The sets may be of two commits or of two clusters. Configurations are matched by everything but the
-cluster, and by the cluster, too, if both sets ran on the same clusters.
+The sets may be of two commits, two clusters, two machines, or measured in two ways. Configurations
+are matched by everything but what says where and how they were measured and is the same within
+either set.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,14 @@ from rich.console import Console
 from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, save
+from benchmarks.report.display import varied
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
 from benchmarks.report.write import report_folder
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
+_PLACE = ("cluster", "machine.", "measure.", "seed")  # how settings of place and method begin
 _COLOURS = {"faster": style.COOL, "slower": style.WARM}
 
 
@@ -120,13 +124,13 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     with its interval, ``memory_ratio``, and ``verdict`` in words."""
     if before.empty or after.empty:
         return pd.DataFrame()
-    keys = [key for key in CELL if key != "cluster"] + ["contender", "layout"]
-    if set(before["cluster"]) == set(after["cluster"]):
-        keys.append("cluster")
+    left_out, different = _between(before, after)
     old, new = (
-        {tuple(row[key] for key in keys): row for row in frame.to_dict("records")}
-        for frame in (before, after)
+        {_key(row, left_out): row for row in frame.to_dict("records")} for frame in (before, after)
     )
+    shown = ["contender", "layout", *(key for key in CELL if key not in ("setting", "machine"))]
+    shown = [key for key in shown if key not in different]
+    told = [*dict.fromkeys([*varied(before), *varied(after)])]
     if not old.keys() & new.keys():
         return pd.DataFrame()
     lines = []
@@ -134,7 +138,8 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
         first, last = old.get(key), new.get(key)
         either = first or last
         assert either is not None
-        line = dict(zip(keys, key, strict=True))
+        line = {name: either[name] for name in shown}
+        line |= {name: either["settings"].get(name) for name in told if name not in different}
         line |= {"on_cpu": either["on_cpu"], "default_degrees": False}
         line |= {"ratio": np.nan, "memory_ratio": np.nan, "was": first["status"] if first else ""}
         if first is None or last is None:
@@ -143,6 +148,25 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
             line |= _change(first, last)
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _between(before: pd.DataFrame, after: pd.DataFrame) -> tuple[set[str], set[str]]:
+    """(the settings that say where or how something was measured and have one value within either
+    set, those of them whose values differ): configurations need not agree in them."""
+    sets = [list(frame["settings"]) for frame in (before, after)]
+    left_out, different = {"machine"}, set[str]()
+    for key in {key for settings in sets for words in settings for key in words}:
+        first, last = ({words[key] for words in of if key in words} for of in sets)
+        if key.startswith(_PLACE) and max(len(first), len(last)) == 1:
+            left_out.add(key)
+            different |= {key} if first != last else set()
+    return left_out, different
+
+
+def _key(row: Mapping[Any, Any], left_out: set[str]) -> tuple[str, ...]:
+    settings = {k: v for k, v in row["settings"].items() if k not in left_out}
+    named = ("evidence", "basis", "contender", "layout", "configuration")
+    return json.dumps(settings, sort_keys=True), *(str(row[name]) for name in named)
 
 
 def _change(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -49,6 +50,28 @@ def status_label(status: str) -> str:
     """What a table shows instead of a number: ``OOM`` for ``oom``, a dash for ``ok``, and any other
     status itself."""
     return _STATUS.get(status, status)
+
+
+def varied(rows: pd.DataFrame) -> list[str]:
+    """The columns of settings that differ between rows, as ``frame.latest_ok`` adds them; their
+    names are those of a command line, or begin with ``machine.``."""
+    return [str(name) for name in rows.columns if "." in str(name) or name == "seed"]
+
+
+def setting_label(name: str) -> str:
+    """The head of such a column: ``layers`` for ``model.layers``."""
+    return re.sub(r"^(model|cluster|machine)\.", "", name)
+
+
+def setting_words(row: Mapping[Any, Any] | pd.Series, names: Iterable[str]) -> str:
+    """The settings of a row among ``names`` in words, each after a comma: ``, layers 4``."""
+    known = ((name, row[name]) for name in names if not is_missing(row[name]))
+    return "".join(f", {setting_label(name)} {value_text(value)}" for name, value in known)
+
+
+def value_text(value: object) -> str:
+    """A setting as text: numbers without a fraction as whole ones."""
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def worker_word(rows: pd.DataFrame) -> str:

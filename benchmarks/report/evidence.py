@@ -31,7 +31,8 @@ _TRUST = [  # from the most trusted kind; the first that a configuration has is 
     "simulated",
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
-_SAME = [key for key in CELL if key != "evidence"]
+_SAME = [key for key in CELL if key not in ("evidence", "machine")]
+_OF_STEPS = ("model", "cluster", "optimizer")  # settings that a simulated step depends on
 MAX_LINES = 40
 VALIDATION = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
 _ROLES = {"held out": style.COOL, "adjusted": style.WARM, "fitted": style.NEUTRAL}
@@ -62,7 +63,11 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
     fine = rows[rows["status"] == "ok"]
     kind, memory = fine["evidence"], fine["memory_kind"]
     peak = kind.where(memory == "predicted", kind + " (" + memory + ")")
-    fine = fine.assign(kind_of_step_s=kind, kind_of_peak_gib=peak)
+    settings = [
+        sorted(item for item in of.items() if item[0].startswith(_OF_STEPS))
+        for of in fine["settings"]
+    ]
+    fine = fine.assign(kind_of_step_s=kind, kind_of_peak_gib=peak, setting=list(map(str, settings)))
     same = [*_SAME, "contender", "layout"]
     fine = fine[fine.groupby(same)["evidence"].transform("nunique") > 1]
     lines = []
@@ -73,6 +78,7 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
             for other in others:
                 lines.append(
                     dict(zip(same, keys, strict=True))
+                    | {name: reference[name] for name in display.varied(rows)}
                     | {
                         "quantity": label,
                         "value": other[quantity],
@@ -107,10 +113,11 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
     for axis, (quantity, group) in zip(axes, groups, strict=True):
         worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
         labels = [
-            f"{display.model_label(str(r.model))}, {r.num_gpus} ranks, "
-            f"{display.contender_label(str(r.contender))} {r.layout}\n"
-            f"{r.kind} against {r.reference_kind}"
-            for r in worst.itertuples()
+            f"{display.model_label(str(r['model']))}, {r['num_gpus']} ranks, "
+            f"{display.contender_label(str(r['contender']))} {r['layout']}"
+            + display.setting_words(r, display.varied(worst))
+            + f"\n{r['kind']} against {r['reference_kind']}"
+            for r in worst.to_dict("records")
         ]
         places, errors = np.arange(len(worst)), 100 * worst["error"].to_numpy(dtype=float)
         colours = [style.colour(name) for name in worst["contender"]]

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,23 @@ from benchmarks.records.record import (
     find_records,
     read_record,
 )
-from benchmarks.records.recorded_spec import RecordedSpec, read_spec, unchecked
+from benchmarks.records.recorded_spec import (
+    RecordedSpec,
+    differences,
+    flat_spec,
+    read_spec,
+    unchecked,
+)
 from benchmarks.records.samples import summarise
 from benchmarks.records.simulated import TABLE, read_table
+from benchmarks.report.display import varied
 from benchmarks.report.repeats import with_repeats
 from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.run_spec import DataSpec, MeasureSpec, RunSpec
 from zeropp.price import parameter_count
+from zeropp.price.cluster import Cluster, Device
+from zeropp.types.shape import ModelShape
+from zeropp.types.training import OptimizerConfig
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
@@ -96,6 +107,40 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     return knobs | {"microbatch_size": spec.microbatch_size}
 
 
+# What a record lacks that is older than a field had this value.
+_DEFAULTS = {
+    above + field.name: field.default
+    for above, kind in (
+        *(("", RunSpec), ("model.", ModelShape), ("cluster.", Cluster)),
+        *(("cluster.device.", Device), ("optimizer.", OptimizerConfig)),
+        *(("data.", DataSpec), ("measure.", MeasureSpec)),
+    )
+    for field in fields(kind)
+    if field.default is not MISSING
+}
+_OF_MACHINES = ("OMP_", "MKL_", "NCCL_")  # variables that no contender sets
+# Keys with columns of their own, and in the last line those of a configuration.
+_OWN = ["model", "cluster", "num_gpus", "global_batch", "model.seq", "precision"]
+_OWN += ["contender", "microbatch_size"]
+
+
+def settings_of(record: RunRecord) -> dict[str, str]:
+    """The whole specification but for the contender's, and the kind of machine, as words by key:
+    ``model.layers``, ``machine.processor``. ``machine`` names what a machine may follow from."""
+    words = flat_spec(_DEFAULTS) | flat_spec(record.spec)
+    words = {k: v for k, v in words.items() if not k.startswith("contender.")}
+    ranks = [rank.environment for rank in record.ranks]
+    where = [evidence_of(record), record.spec["cluster"]["name"], len(ranks)]
+    machine: dict[str, str] = {"machine": " ".join(map(str, where))}
+    for name, key in (("device", "device"), ("processor", "cpu"), ("cores", "cpu_count")):
+        values = sorted({str(rank[key]) for rank in ranks if key in rank})
+        machine |= {f"machine.{name}": ", ".join(values)} if values else {}
+    variables = [set(rank.get("variables", {}).items()) for rank in ranks]
+    for name, value in sorted(set.intersection(*variables)) if variables else ():
+        machine |= {f"machine.{name}": str(value)} if name.startswith(_OF_MACHINES) else {}
+    return words | machine
+
+
 def has_default_degrees(spec: RecordedSpec) -> bool:
     """Whether every degree is the contender's default, which means that nobody has tuned it."""
     default, knobs = default_knobs(spec.contender.name), spec.contender.knobs
@@ -155,9 +200,13 @@ class Derived:
     layout: str
     default_degrees: bool  # whether nobody has tuned it
     knobs: dict[str, Any]  # as asked for, and the microbatch size
+    settings: dict[str, str]
+    setting: str  # those of the specification as one text
+    machine: str  # those of the kind of machine; empty if nothing ran
+    configuration: str  # the knobs as one text
+    software: str  # whose runs may be repeats of each other; empty if it is not known
     path: str
     samples_step_s: list[float]
-    data_seed: str
     trained: str  # what losses depend on but for the contender; empty where masks are drawn
     unchecked: str  # how the gate was left out or loosened; empty if it was not
     has_spans: bool
@@ -195,6 +244,11 @@ _RECORDED = [column.name for column in fields(RunRecord) if column.name not in _
 def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
     spec = read_spec(record.spec)
+    settings, knobs = settings_of(record), asked_knobs(record, spec)
+    machine = {k: v for k, v in settings.items() if k.startswith("machine.")}
+    setting = {k: v for k, v in settings.items() if k not in ("machine", *machine, *_OWN)}
+    source = source_of(record)
+    versions = json.dumps([source["python"], source["versions"]], sort_keys=True)
     shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     planned = record.plan.get("predicted_memory", [])
@@ -212,10 +266,14 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         contender=spec.contender.name,
         layout=configuration_text(record, spec),
         default_degrees=not record.basis and has_default_degrees(spec),
-        knobs=asked_knobs(record, spec),
+        knobs=knobs,
+        settings=settings,
+        setting=json.dumps(setting, sort_keys=True),
+        machine=json.dumps(machine, sort_keys=True) if machine else "",
+        configuration=json.dumps(default_knobs(spec.contender.name) | knobs, sort_keys=True),
+        software=f"{record.code_digest} {versions}" if record.code_digest else "",
         path=path,
         samples_step_s=record.step_s,
-        data_seed=f"{spec.data} {spec.seed}",
         trained=_trained(spec),
         unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
         has_spans=bool(record.spans),
@@ -224,7 +282,7 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
         peak_gib=peak,
         memory_kind=kind,
-        source=source_of(record),
+        source=source,
         runs=1,
         run_spread=math.nan,
         run_freedom=0,
@@ -285,38 +343,44 @@ def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
 CELL = [
-    *("model", "cluster", "num_gpus", "global_batch", "seq", "precision"),
+    *("model", "cluster", "num_gpus", "global_batch", "seq", "precision", "setting", "machine"),
     *("evidence", "basis"),
 ]
+CONFIGURATION = [*CELL, "contender", "layout", "configuration"]
 
 
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 
     The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too; those
-    with a scaled network are left out.
+    with a scaled network are left out. A record that is found twice, as in a copy of its
+    folder, counts once.
     """
-    rows: list[dict[str, Any]] = []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     skipped: list[str] = []
     for root in roots:
         tables = find_below(root, TABLE) if root.is_dir() else []
         for path in dict.fromkeys([*find_records([root]), *tables]):
             try:
                 if path.suffix == ".csv":
-                    # A cell's columns do not tell a scaled network: the verdict's maps show it.
-                    rows += [row_of(r) for r in read_table(path) if r.spec["bandwidth"] == 1.0]
+                    for record in read_table(path):
+                        if record.spec["bandwidth"] == 1.0:  # the verdict's maps show others
+                            rows.setdefault((record.record_id, record.git_sha), row_of(record))
                     continue
                 record = read_record(path)
             except RecordError as error:
                 skipped.append(str(error))
                 continue
             try:
-                rows.append(row_of(record, str(path)))
+                # ``record-late.json`` is of the attempt that ``record.json`` had given up.
+                attempt = record.record_id.removesuffix("/late")
+                rows.setdefault((attempt, ""), row_of(record, str(path)))
             except RecordError as error:
                 skipped.append(f"{path}: {error}")
-    _fail_what_leaves_the_band(rows)
+    lines = [*rows.values()]
+    _fail_what_leaves_the_band(lines)
     columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
-    frame = pd.DataFrame(rows, columns=list(columns))
+    frame = pd.DataFrame(lines, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
 
 
@@ -325,7 +389,7 @@ _ATTEMPT = ["record_id", "status", "reason", "ended_at", "source"]
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows sorted by model size, then by the other columns of a cell, then by contender."""
-    keys = ["evidence", "basis", "parameters", *CELL[:-2], "contender"]
+    keys = ["evidence", "basis", "parameters", *CELL[:6], *varied(rows), *CELL[6:8], "contender"]
     return rows.sort_values(keys, kind="stable", ignore_index=True)
 
 
@@ -333,10 +397,15 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows for tables: per cell, contender and configuration the latest success, or the latest
     attempt if none succeeded. Runs of a configuration with the same files are one row, with their
     median. The column ``unsuccessful`` has the other attempts that did not succeed, each as a
-    mapping of its ``_ATTEMPT`` columns."""
+    mapping of its ``_ATTEMPT`` columns. A setting that differs between rows is a column of its own
+    (``varied``)."""
+    keys = CONFIGURATION
+    elsewhere = frame["machine"].replace("", None)  # what never started: where the others ran
+    elsewhere = elsewhere.groupby([frame[k] for k in keys if k != "machine"]).transform("last")
+    frame = frame.assign(machine=frame["machine"].where(frame["machine"] != "", elsewhere))
+    frame = frame.assign(machine=frame["machine"].fillna(""))
     ranked = frame.assign(_ok=frame["status"] == "ok")
     ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
-    keys = [*CELL, "contender", "layout"]
     kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
     others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
     others = others[~others["_ok"]].set_index(keys)
@@ -345,7 +414,27 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
         unsuccessful.setdefault(key, []).append(attempt)
     named = kept[keys].itertuples(index=False, name=None)
     lists: list[Any] = [unsuccessful.get(key, []) for key in named]
-    return in_order(with_repeats(kept.assign(unsuccessful=lists), frame, keys))
+    rows = with_repeats(kept.assign(unsuccessful=lists), frame, keys)
+    return in_order(_told_apart(rows.reset_index(drop=True)))
+
+
+def _told_apart(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column for every setting that differs between them, as numbers if all are;
+    layouts with one text get what else was asked of them."""
+    groups = rows.groupby([*CELL, "contender", "layout"], sort=False).indices
+    for places in (places for places in groups.values() if len(places) > 1):
+        asked = differences([flat_spec(rows["knobs"][place]) for place in places])
+        for place, words in zip(places, asked, strict=True):
+            text = ", ".join(f"{name}={value}" for name, value in words.items())
+            rows.loc[place, "layout"] += f" ({text})"
+    names = zip(rows["model"], rows["cluster"], rows["settings"], strict=True)
+    flat = [settings | {"model": model, "cluster": cluster} for model, cluster, settings in names]
+    told = pd.DataFrame(differences(flat), index=rows.index)
+    for name in (name for name in told if name not in (*_OWN, "machine")):
+        numbers = pd.to_numeric(told[name], errors="coerce")
+        whole = numbers.notna().sum() == told[name].notna().sum()
+        rows[name] = numbers if whole else told[name]
+    return rows
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:

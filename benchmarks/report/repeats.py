@@ -3,8 +3,8 @@ will be.
 
 The steps of one run say little about another one: a machine that is slower for a minute is slower
 in all of them. So intervals come from the differences between runs. Few runs of one configuration
-do not show how far they differ, but those of all configurations on a cluster together do. Times of
-runs are taken as log-normal with the same spread for all configurations of a cluster.
+do not show how far they differ, but those of all configurations on a cluster's machines together
+do. Times of runs are taken as log-normal with the same spread for all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.records.samples import Summary
 
 _MANY = 5  # steps of a run, at least, as a Summary counts samples
 _SHARE = 0.95  # of the next runs that an interval should hold, to first order
+_PLACE = ("cluster", "machine")
 _RATES = ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 
 
@@ -51,25 +52,25 @@ def ranges(rows: pd.DataFrame) -> str:
 
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """The rows of ``latest_ok``, those of configurations that ran more than once with the same
-    files as medians over these runs. ``keys`` name a configuration in ``rows`` and ``frame``, and
-    its cluster is one of them."""
+    files and packages as medians over these runs. ``keys`` name a configuration in ``rows`` and
+    ``frame``, and its cluster and machine are among them."""
     fine = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
     times = {
         key: list(group["step_s"])
-        for key, group in fine[fine["code_digest"] != ""].groupby([*keys, "code_digest"])
+        for key, group in fine[fine["software"] != ""].groupby([*keys, "software"])
         if len(group) > 1
     }
     if not times:
         return rows
-    of_cluster: defaultdict[Any, list[list[float]]] = defaultdict(list)
+    of_place: defaultdict[Any, list[list[float]]] = defaultdict(list)
     for key, group in times.items():
-        of_cluster[key[keys.index("cluster")]].append(group)
-    spreads = {cluster: pooled_spread(groups) for cluster, groups in of_cluster.items()}
+        of_place[*(key[keys.index(name)] for name in _PLACE)].append(group)
+    spreads = {place: pooled_spread(groups) for place, groups in of_place.items()}
     lines = []
     for row in rows.to_dict("records"):
-        runs = times.get(tuple(row[key] for key in [*keys, "code_digest"]))
+        runs = times.get(tuple(row[key] for key in [*keys, "software"]))
         if row["status"] == "ok" and runs:
-            spread, freedom = spreads[row["cluster"]]
+            spread, freedom = spreads[*(row[name] for name in _PLACE)]
             low, high = (math.exp(s * half_width([len(runs)], spread, freedom)) for s in (-1, 1))
             faster = row["step_s"] / median(runs)
             row |= {"runs": len(runs), "run_spread": spread, "run_freedom": freedom}

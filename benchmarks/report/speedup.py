@@ -168,7 +168,8 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     scale, which is the same for all contenders."""
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
     names = table["model"].map(display.model_label)
-    table = table.assign(line=names + ", batch " + table["global_batch"].astype(str))
+    settings = [display.setting_words(r, display.varied(table)) for _, r in table.iterrows()]
+    table = table.assign(line=names + ", batch " + table["global_batch"].astype(str) + settings)
     table = table.drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
     values, texts = (
@@ -196,7 +197,7 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     return figure
 
 
-_HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision", "evidence", "basis")
+_HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision")
 
 
 def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -207,8 +208,9 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     compared = with_speedups(rows, options.base)
     worker, memory = display.worker_word(rows), display.memory_unit(rows["peak_gib"])
     keys = {column.name: column for column in key_columns(rows)}
+    settings = ["seq"] * (rows["seq"].nunique() > 1) + display.varied(rows)
     columns = (
-        *(keys[name] for name in _HEADLINE),
+        *(keys[name] for name in (*_HEADLINE, *settings, "evidence", "basis")),
         Column("contender", "contender"),
         Column("layout", "configuration"),
         Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, instead="status"),
@@ -396,7 +398,8 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
         contender = display.contender_label(first["contender"])
         left.set_title(
             f"{contender}, {display.model_label(first['model'])}, "
-            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}",
+            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}"
+            + display.setting_words(first, display.varied(group)),
             loc="left",
         )
         right.set_yticklabels([])

@@ -174,6 +174,9 @@ def shown(rows: pd.DataFrame) -> str:
     parts.append(_few([display.model_label(str(m)) for m in rows["model"].unique()], "models"))
     batches = [str(batch) for batch in sorted(rows["global_batch"].unique())]
     parts.append("batch " + _few(batches, "sizes"))
+    for name in display.varied(rows):
+        values = [display.value_text(value) for value in rows[name].dropna().unique()]
+        parts += [f"{display.setting_label(name)} {_few(values, 'values')}"] if values else []
     if "default_degrees" in rows:
         names = rows[rows["default_degrees"].eq(True)]["contender"]
         labels = [display.contender_label(name) for name in ordered(names)]

@@ -91,7 +91,8 @@ class Column:
             instead = display.status_label(row[self.instead]) if self.instead else MISSING
             return TextCell(instead if value != "" else "")
         if self.form is None:
-            return TextCell(_LABELS.get(self.name, str)(value))
+            number = float(value) if isinstance(value, int | float) else None
+            return TextCell(_LABELS.get(self.name, display.value_text)(value), sort=number)
         text = self.form(value)
         if self.interval and not is_missing(row[f"{self.name}_low"]):
             ends = (self.form(row[f"{self.name}_{end}"]) for end in ("low", "high"))
@@ -165,10 +166,15 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
         Column("global_batch", "batch", form=display.count, is_key=True),
         Column("seq", "sequence", form=display.count, is_key=True),
         Column("precision", "precision", is_key=True),
+        *map(_setting_column, display.varied(rows)),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),
         Column("contender", "contender", is_key=True),
     )
+
+
+def _setting_column(name: str) -> Column:
+    return Column(name, display.setting_label(name), is_key=True)
 
 
 _PREAMBLE = "% needs \\usepackage{booktabs,graphicx}\n"

@@ -215,7 +215,7 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
 
 def _key_columns(rows: pd.DataFrame) -> dict[str, Column]:
     columns = {column.name: column for column in key_columns(rows)}
-    return {name: columns[name] for name in _KEYS}
+    return {name: columns[name] for name in (*_KEYS, *display.varied(rows))}
 
 
 def _check(option: str, asked: Iterable[str], known: Iterable[str]) -> None:
@@ -239,7 +239,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     # In the caption: keys that never vary, or follow from the model, as a sequence length may.
     keys, constant = list[Column](), list[Column]()
     for key, column in _key_columns(rows).items():
-        values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique()
+        values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique(dropna=False)
         (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
     metrics = _metrics(rows)
     groups = {name: _group(metrics, rows, name, base) for name in contenders}

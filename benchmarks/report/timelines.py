@@ -203,7 +203,8 @@ def _picture(name: str, evidence: str, cell: pd.DataFrame) -> Picture:
     return Picture(
         name=name,
         caption=f"One step on one time axis: {display.model_label(first['model'])}, "
-        f"{first['num_gpus']} {worker}s, batch {first['global_batch']}, {evidence}.{first_ranks} "
+        f"{first['num_gpus']} {worker}s, batch {first['global_batch']}"
+        f"{display.setting_words(first, display.varied(cell))}, {evidence}.{first_ranks} "
         "Boxes are compute, with the number of their microbatch where there is room; strips below "
         f"them are communication; grey is idle.{darker}{recorded}",
         figure=timeline_figure([_shown(timeline) for timeline in whole]),
@@ -217,7 +218,7 @@ def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[
     for _, _, group in by_evidence(_with_spans(rows)):
         for row in pd.concat(_cells(group, every=every)).to_dict("records"):
             evidence = str(row["evidence"]).replace(" ", "_")
-            path = out / "traces" / f"{row['spec_id']}_{evidence}.json"
+            path = out / "traces" / f"{row['record_id'].replace('/', '_')}_{evidence}.json"
             path.parent.mkdir(exist_ok=True)
             timeline_of(row).write_chrome(path)
             paths.append(path)

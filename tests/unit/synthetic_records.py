@@ -68,11 +68,13 @@ def make_record(
     spans: bool = True,
     fields: dict[str, Any] | None = None,
     contender_knobs: dict[str, Any] | None = None,
+    model_fields: dict[str, Any] | None = None,
     **spec_fields: Any,
 ) -> RunRecord:
     """A successful record; ``fields`` replaces fields of the record, ``contender_knobs`` adds knobs
-    of its contender, the rest replaces keys of the spec."""
+    of its contender, ``model_fields`` sizes of its model, the rest replaces keys of the spec."""
     mapping = spec_values(contender, model, num_gpus, **spec_fields)
+    mapping["model"] = mapping["model"] | (model_fields or {})
     mapping["contender"] = mapping["contender"] | (contender_knobs or {})
     spec = spec_from_mapping(mapping)
     draw = random.Random(f"{spec.spec_id}{seed}")
