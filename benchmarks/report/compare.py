@@ -45,7 +45,7 @@ class Comparison:
         OSError."""
         failures = sum(map(bool, self.worse.values()))
         counts = {"tests": str(len(self.worse)), "failures": str(failures)}
-        suite = ElementTree.Element("testsuite", name="zeropp report --compare", **counts)
+        suite = ElementTree.Element("testsuite", {"name": "zeropp report --compare", **counts})
         for name, why in self.worse.items():
             case = ElementTree.SubElement(suite, "testcase", classname="comparison", name=name)
             if why:
@@ -91,13 +91,12 @@ def write_comparison(
             )
             paths += save(picture, folder).paths
         names = [path.name for path in paths]
-    labels = (
-        f"{r.model}, {r.num_gpus} GPUs, batch {r.global_batch}, {r.contender} {r.layout}"
-        for r in changes.itertuples()
-    )
     worse = {
-        label: why_worse(row, slower)
-        for label, row in zip(labels, changes.to_dict("records"), strict=True)
+        f"{row['model']}, {row['num_gpus']} GPUs, batch {row['global_batch']}"
+        f"{display.setting_words(row, varied(changes))}, {row['contender']} {row['layout']}": (
+            why_worse(row, slower)
+        )
+        for row in changes.to_dict("records")
     }
     for label, why in worse.items():
         if why:

@@ -37,7 +37,7 @@ BUDGET = {
     "benchmarks/launch": 3_870,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_300,
-    "benchmarks/report": 4_320,
+    "benchmarks/report": 4_480,
     "benchmarks/specification": 950,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_330,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 48_870
-MOST_LINES_OF_TESTS = 28_920
+MOST_LINES = 49_030
+MOST_LINES_OF_TESTS = 29_140
 
 
 @cache
