@@ -16,7 +16,7 @@ from benchmarks.specification.command import run_command
 
 # What an experiment may name as ``study``: a module whose ``run`` makes and judges its own points,
 # as a key of the study's name says.
-_STUDIES = {"verdict": "benchmarks.verdict", "today": "benchmarks.verdict.today"}
+_STUDIES = {"verdict": "benchmarks.verdict", "atlas": "benchmarks.verdict.atlas"}
 
 
 def main() -> int:

@@ -31,17 +31,17 @@ from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
+from benchmarks.report.ratio_errors import FEWEST_RUNS
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
-from benchmarks.validation.ratio_errors import FEWEST_RUNS
 from benchmarks.verdict.assumptions import REPRICED
+from benchmarks.verdict.atlas import COMMITTED, atlas_tables
 from benchmarks.verdict.cells import cells_of, verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_table
 from benchmarks.verdict.pages import page_tables
-from benchmarks.verdict.today import today_tables
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -336,8 +336,8 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
     return " and ".join(words)
 
 
-def _today(name: str) -> str:
-    return today_tables(pd.read_csv(_REFERENCE / "today" / TABLE))[name]
+def _atlas(name: str) -> str:
+    return atlas_tables(pd.read_csv(COMMITTED))[name]
 
 
 def _opponents(program: str) -> str:
@@ -355,7 +355,7 @@ def _one_gpu(name: str) -> str:
 
 TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
-    "today": _today,
+    "atlas": _atlas,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,

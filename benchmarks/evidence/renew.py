@@ -29,8 +29,8 @@ STUDIES = {
         *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),
         "rerun=all",
     ),
-    "today/plans.csv": (
-        *("benchmarks.run", "experiment=today", f"report_dir={REFERENCE}/today"),
+    "atlas/plans.csv": (
+        *("benchmarks.run", "experiment=atlas", f"report_dir={REFERENCE}/atlas"),
         "rerun=all",
     ),
     "README.md and docs": ("docs.make",),

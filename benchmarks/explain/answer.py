@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
+from benchmarks.report.ratio_errors import error_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.progress import progress_line
-from benchmarks.validation.ratio_errors import error_text
 from zeropp.choose.contender import describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate

@@ -20,9 +20,9 @@ from benchmarks.explain.screen import indented, table_of
 from benchmarks.measured.causes import Explanation, explain
 from benchmarks.measured.fit import CONSTANTS, Fitted, Priced, Run, fit, scaled_cluster
 from benchmarks.measured.logs import Measurement, Step, measurement
+from benchmarks.report.ratio_errors import priced_runs
 from benchmarks.specification import SpecError
 from benchmarks.specification.progress import progress_line
-from benchmarks.validation.ratio_errors import priced_runs
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.task import Task

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
+from benchmarks.report import ratio_errors
 from benchmarks.specification import SpecError
-from benchmarks.validation import ratio_errors
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate, Task

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def read_table(path: Path) -> list[RunRecord]:
 
 def _record_in(line: Mapping[str, str]) -> RunRecord:
     task = Task(  # of bf16, as conf/experiment/claim_33.yaml has it
-        shape=preset("model", line["model"], ModelShape),
+        shape=shape_named(line["model"]),
         cluster=preset("cluster", line["cluster"], Cluster),
         num_gpus=int(line["num_gpus"]),
         global_batch=int(line["global_batch"]),
@@ -203,3 +204,13 @@ def _record_in(line: Mapping[str, str]) -> RunRecord:
         setting=setting,
         predicted=predicted,
     )
+
+
+def shape_named(name: str) -> ModelShape:
+    """A preset of ``conf/model``, or one at another sequence, which its name ends with in units of
+    1,024 tokens: ``llama_8b_32k``. Raises SpecError if there is none."""
+    base, _, length = name.rpartition("_")
+    if not re.fullmatch(r"\d+k", length):
+        return preset("model", name, ModelShape)  # type: ignore[no-any-return]
+    own: ModelShape = preset("model", base, ModelShape)
+    return replace(own, name=name, seq=1024 * int(length[:-1]))

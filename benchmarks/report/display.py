@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.specification.contenders import COMPARED, PRICED
+from benchmarks.specification.contenders import ROWS
 
 Form = Callable[[float], str]
 
@@ -25,8 +25,12 @@ _STATUS = {"oom": "OOM", "ok": "–"}
 def contender_label(name: str) -> str:
     """The label of a contender, or of a row of the verdict, in tables and figures: ``DeepSpeed 3D``
     for ``deepspeed_3d``."""
-    known = PRICED.get(name) or COMPARED.get(name)
-    return known.label if known else name
+    return ROWS[name].label if name in ROWS else name
+
+
+def program_label(name: str) -> str:
+    """The program of a contender or row, which several rows may have: ``DeepSpeed``."""
+    return re.split(r",| 3D$| ZeRO-3$", contender_label(name))[0]
 
 
 def model_label(name: str) -> str:

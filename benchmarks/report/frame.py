@@ -255,7 +255,7 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     derived = Derived(
         model=spec.model.name,
         parameters=math.nan if shape is None else float(parameter_count(shape)),
-        cluster=spec.cluster.name,
+        cluster=spec.cluster.name + _network(record.spec.get("bandwidth", 1.0)),
         on_cpu=device.name == "cpu" or spec.cluster.name == "cpu_gloo",
         num_gpus=spec.num_gpus,
         global_batch=spec.global_batch,
@@ -289,6 +289,11 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         **_throughput(record, spec),
     )
     return {name: getattr(record, name) for name in _RECORDED} | vars(derived)
+
+
+def _network(share: float) -> str:
+    """What a study's cluster is called whose network between nodes has a share of its speed."""
+    return "" if share == 1.0 else f", {share:g} × its network"
 
 
 def _trained(spec: RecordedSpec) -> str:
@@ -352,9 +357,8 @@ CONFIGURATION = [*CELL, "contender", "layout", "configuration"]
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 
-    The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too; those
-    with a scaled network are left out. A record that is found twice, as in a copy of its
-    folder, counts once.
+    The lines of a study's tables (``plans.csv`` of ``experiment=claim_33``) are records, too. A
+    record that is found twice, as in a copy of its folder, counts once.
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     skipped: list[str] = []
@@ -364,8 +368,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
             try:
                 if path.suffix == ".csv":
                     for record in read_table(path):
-                        if record.spec["bandwidth"] == 1.0:  # the verdict's maps show others
-                            rows.setdefault((record.record_id, record.git_sha), row_of(record))
+                        rows.setdefault((record.record_id, record.git_sha), row_of(record))
                     continue
                 record = read_record(path)
             except RecordError as error:

@@ -7,7 +7,7 @@ To add a contender, make its folder, add its entry here, and add a file with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
 from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from baselines.zeropp.contender import ZEROPP
+from benchmarks.specification.reading import validated
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import SearchPoint
+from zeropp.choose.task import Candidate
 
 # Every contender that can be priced, in the order in which tables and figures show them.
 PRICED: dict[str, Contender[Any]] = {
@@ -115,25 +117,15 @@ COMPARED: dict[str, Compared] = {
 }
 
 
-def _whole_sequences(knobs: Any) -> bool:
-    return bool(getattr(knobs, "context", 1) == 1)
-
-
-# The rows of ``experiment=today``, in the order of its tables. Two of them divide the work in fewer
-# ways than their program can.
-TODAY: dict[str, Compared] = {
+# The rows of ``experiment=atlas``, in the order of its tables. Megatron-Core stands there without
+# tensor parallelism, too: what that is worth to one program.
+ATLAS: dict[str, Compared] = {
     row.name: row
     for row in (
         whole(ZEROPP),
-        Compared(
-            name="zeropp_whole_sequences",
-            label="ZeroPP, context=1",
-            contender=ZEROPP,
-            allows=_whole_sequences,
-        ),
         whole(FSDP),
         whole(MEGATRON_FSDP),
-        COMPARED["deepspeed_best"],
+        *_DEEPSPEED,
         whole(TORCHTITAN),
         Compared(
             name="megatron_core_tp1",
@@ -144,4 +136,21 @@ TODAY: dict[str, Compared] = {
         whole(MEGATRON_CORE),
     )
 }
-ROWS = {**COMPARED, **TODAY}  # every row of a study by its name
+# Every row of a study by its name, and every other contender as one.
+ROWS = COMPARED | ATLAS | {n: whole(c) for n, c in PRICED.items() if n not in COMPARED}
+
+
+def candidate_in(
+    row: str, knobs: Mapping[str, Any], microbatch_size: int
+) -> tuple[Compared, Contender[Any], Candidate[Any]]:
+    """The row of this name, and the contender and the plan whose ``knobs`` a table has. Of several
+    contenders of a row it is the one that has all of these knobs. Raises SpecError if there is
+    none."""
+    compared = ROWS[row]
+    own = {name: value for name, value in knobs.items() if name != "name"}
+    contender = compared.contender
+    for other in compared.others:
+        if own.keys() <= other.knobs.__dataclass_fields__.keys():
+            contender = other
+    made = validated(contender.knobs, own | {"name": contender.name}, "setting.knobs")
+    return compared, contender, Candidate(made, microbatch_size)

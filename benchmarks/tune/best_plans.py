@@ -16,13 +16,13 @@ from rich.console import Console
 
 from benchmarks.explain.screen import PlanLine, lost, spare, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
+from benchmarks.report.ratio_errors import NOTE, ratio_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
-from benchmarks.validation.ratio_errors import NOTE, ratio_text
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER, Outcome, search
 from zeropp.price import compute_limit

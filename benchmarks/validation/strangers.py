@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report.ratio_errors import interval_of
 from benchmarks.specification.command import CommandParser, check_writable, command, workers
 from benchmarks.specification.progress import track
 from benchmarks.validation.cases import Case, case_of
@@ -45,7 +46,6 @@ from benchmarks.validation.fit_constants import (
 )
 from benchmarks.validation.plausible import SHARD_ALONE
 from benchmarks.validation.predict import Prediction, outcome_of, predict_case
-from benchmarks.validation.ratio_errors import interval_of
 from benchmarks.validation.rows import (
     PublishedRow,
     UnpredictableError,

@@ -8,7 +8,7 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import COMPARED, ROWS, Compared
+from benchmarks.specification.contenders import COMPARED, ROWS, Compared, candidate_in
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
@@ -61,7 +61,8 @@ class CellPart:
     part: str
     mode: str
     tolerance: float
-    known: str = ""  # the setting of the best plan that an earlier search found
+    known: tuple[str, ...] = ()  # settings of best plans that earlier searches found
+    budget_s: float = float("inf")  # CPU time after which the best plan so far is taken
 
     @property
     def effort(self) -> float:
@@ -76,7 +77,9 @@ class CellPart:
         cell, name = self.cell, self.part
         if name not in GIVEN:
             own = self.mode == "own"
-            winner = winner_of(cell, self.tolerance, ROWS[name], self.known, own=own)
+            winner = winner_of(
+                cell, self.tolerance, ROWS[name], self.known, own=own, budget_s=self.budget_s
+            )
             return [_record(cell, self.mode, commit, name, winner)]
         plans = GIVEN[name](cell.priced)
         return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
@@ -97,13 +100,14 @@ def parts_of(cell: Cell) -> list[tuple[str, str]]:
 def jobs_of(
     cell: Cell,
     tolerance: float,
-    known: Mapping[object, str],
+    known: Mapping[object, tuple[str, ...]],
     parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
+    budget_s: float = float("inf"),
 ) -> list[CellPart]:
     """The ``parts`` of a cell; ``known`` has settings by the cell's key, the row's name and the
     mode."""
     return [
-        CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ""))
+        CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ()), budget_s)
         for name, mode in parts(cell)
     ]
 
@@ -117,28 +121,28 @@ def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
 
 
 def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
-    """The row, the contender and the plan that a ``setting`` of the table names. Of several
-    contenders of a row it is the one that has all of these knobs. Raises SpecError if there is
-    none."""
+    """The row, the contender and the plan that a ``setting`` of the table names. Raises SpecError
+    if there is none."""
     values = json.loads(setting)
-    row = ROWS[values["knobs"]["name"]]
-    contender = row.contender
-    for other in row.others:
-        if values["knobs"].keys() <= other.knobs.__dataclass_fields__.keys():
-            contender = other
-    knobs = validated(contender.knobs, values["knobs"] | {"name": contender.name}, "setting.knobs")
-    return row, contender, Candidate(knobs, values["microbatch_size"])
+    return candidate_in(values["knobs"]["name"], values["knobs"], values["microbatch_size"])
 
 
 def winner_of(
-    cell: Cell, tolerance: float, row: Compared, known: str = "", *, own: bool = False
+    cell: Cell,
+    tolerance: float,
+    row: Compared,
+    known: Iterable[str] = (),
+    *,
+    own: bool = False,
+    budget_s: float = float("inf"),
 ) -> Evaluated[Any] | None:
-    """A row's best plan; None if none fits. The search begins with the setting ``known``, unless
-    the contender no longer has its knobs or the row does not allow them. ``own``: the types of
-    gradients are chosen, too."""
+    """A row's best plan; None if none fits. The search begins with the settings ``known``, but for
+    those whose knobs the contender no longer has or the row does not allow. ``own``: the types of
+    gradients are chosen, too. ``budget_s``: the CPU time after which the best so far is taken."""
     begin = []
-    with suppress(SpecError):
-        begin = [candidate_of(known)[2]] if known else []
+    for setting in known:
+        with suppress(SpecError):
+            begin.append(candidate_of(setting)[2])
     winners = []
     for contender in row.searched:
         fixed = {} if own else dict.fromkeys(contender.gradient_types, "fp32")
@@ -151,7 +155,13 @@ def winner_of(
         ]
         asked = contender.any_gradient_types if own else None
         found = search(
-            cell.priced, contender, asked, tolerance=tolerance, runner_up=False, known=first
+            cell.priced,
+            contender,
+            asked,
+            tolerance=tolerance,
+            runner_up=False,
+            budget_s=budget_s,
+            known=first,
         )
         winners += [found.winner] if found.winner else []
     return min(winners, key=lambda winner: winner.step_s, default=None)

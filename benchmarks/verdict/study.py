@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -50,10 +52,9 @@ from benchmarks.verdict.pages import short
 from benchmarks.verdict.pictures import draw
 from benchmarks.verdict.uncertainty import judged
 
-T = TypeVar("T")
-
 REFERENCE = CHECKOUT / "results" / "reference"
 COMMITTED = REFERENCE / "claim_33" / TABLE
+_NEAREST = 3  # of the last best plans with which a search begins
 _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
 
 
@@ -149,28 +150,34 @@ def simulate_cells(
     path: Path,
     *,
     tolerance: float,
-    known: Mapping[object, str],
+    known: Mapping[object, tuple[str, ...]],
     anew: bool,
     parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
+    budget_s: float = float("inf"),
+    near: Callable[[Cell], object] = lambda cell: cell,
 ) -> None:
     """Simulate the ``parts`` of cells that are missing in the file ``path``, with one process per
     core, and add their rows, sorted. A cell is written when all of its missing parts are done.
-    Searches begin with the ``known`` settings."""
+    Searches begin with the ``known`` settings, and those of cells with equal ``near`` also with the
+    last best plans of the same row and mode."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    todo = missing_jobs(rows, cells, tolerance, known, parts)
+    of_cell = partial(jobs_of, tolerance=tolerance, known=known, parts=parts, budget_s=budget_s)
+    todo = missing_jobs(rows, cells, of_cell)
     commit = commit_of(*git_state())
-    jobs = [job for missing in todo.values() for job in missing]
-    finished: dict[Cell, dict[tuple[str, str], list[RunRecord]]] = defaultdict(dict)
+    chains: defaultdict[object, deque[CellPart]] = defaultdict(deque)
+    for job in (job for missing in todo.values() for job in missing):
+        chains[near(job.cell), job.part, job.mode].append(job)
+    finished: dict[Cell, list[RunRecord]] = defaultdict(list)
+    left = Counter({cell: len(missing) for cell, missing in todo.items()})
     with workers(os.cpu_count() or 1) as pool:
-        running = {pool.submit(job.records, commit): job for job in jobs}
-        for job, done in _as_they_end(running):
-            of_cell = finished[job.cell]
-            of_cell[job.part, job.mode] = done.result()
-            if len(of_cell) < len(todo[job.cell]):
+        for job, records in _as_they_end(pool, [*chains.values()], commit):
+            finished[job.cell] += records
+            left[job.cell] -= 1
+            if left[job.cell]:
                 continue
-            rows += [line_of(record) for records in of_cell.values() for record in records]
+            rows += [line_of(record) for record in finished[job.cell]]
             rows.sort(key=_order)
             shared = with_shared_plans(with_own(pd.DataFrame(rows))).to_dict("records")
             lines: list[dict[str, Any]] = shared  # type: ignore[assignment]
@@ -179,23 +186,40 @@ def simulate_cells(
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
 
 
-def _as_they_end(running: Mapping[Future[T], CellPart]) -> Iterator[tuple[CellPart, Future[T]]]:
-    """The parts of cells as they end, with a line of how many are left and for about how long."""
-    started, effort = time.monotonic(), sum(job.effort for job in running.values())
-    settled = 0.0
+def _as_they_end(
+    pool: ProcessPoolExecutor, chains: list[deque[CellPart]], commit: str
+) -> Iterator[tuple[CellPart, list[RunRecord]]]:
+    """The parts of cells as they end, with a line of how many are left and for about how long. A
+    part begins when the one before it in its chain has ended, with the best plans of the last ones
+    as known settings."""
+    started, effort = time.monotonic(), sum(job.effort for chain in chains for job in chain)
+    settled, running = 0.0, {}
+
+    def begin(chain: deque[CellPart], found: tuple[str, ...]) -> None:
+        if chain:
+            job = chain.popleft()
+            begun = replace(job, known=(*job.known, *found))
+            running[pool.submit(begun.records, commit)] = job, chain, found
+
     with progress_line() as bar:
-        line = bar.add_task("searches", total=len(running))
-        for done in as_completed(running):
-            job = running[done]
-            yield job, done
-            settled += job.effort
-            if settled > effort / 20:  # before, an estimate would be far off
-                left_s = (time.monotonic() - started) * (effort / settled - 1)
-                bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
-            bar.advance(line)
+        line = bar.add_task("searches", total=sum(map(len, chains)))
+        for chain in chains:
+            begin(chain, ())
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                job, chain, found = running.pop(done)
+                records = done.result()
+                yield job, records
+                settings = [str(line_of(each)["setting"]) for each in records if each.predicted]
+                begin(chain, (*found, *settings)[-_NEAREST:])
+                settled += job.effort
+                if settled > effort / 20:  # before, an estimate would be far off
+                    left_s = (time.monotonic() - started) * (effort / settled - 1)
+                    bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
+                bar.advance(line)
 
 
-def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, str]:
+def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, tuple[str, ...]]:
     """The settings of the ``committed`` best plans, by cell, contender and mode; none
     with ``search=fresh``. Searches begin with them, because whatever has a bound above their time
     need not be tried. Raises SpecError for another ``search``."""
@@ -206,15 +230,13 @@ def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, s
     plans = pd.read_csv(committed)
     best = plans[plans["mode"].isin(["best", "own"]) & plans["setting"].notna()]
     keys = best[[*CELL, "contender", "mode"]].itertuples(index=False, name=None)
-    return dict(zip(keys, best["setting"], strict=True))
+    return {key: (setting,) for key, setting in zip(keys, best["setting"], strict=True)}
 
 
 def missing_jobs(
     rows: list[dict[str, Any]],
     cells: list[Cell],
-    tolerance: float,
-    known: Mapping[object, str],
-    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
+    jobs_of_cell: Callable[[Cell], list[CellPart]],
 ) -> dict[Cell, list[CellPart]]:
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
@@ -227,11 +249,7 @@ def missing_jobs(
         for row in rows
     }
     jobs = {
-        cell: [
-            job
-            for job in jobs_of(cell, tolerance, known, parts)
-            if (*cell.key, job.part, job.mode) not in have
-        ]
+        cell: [job for job in jobs_of_cell(cell) if (*cell.key, job.part, job.mode) not in have]
         for cell in cells
     }
     return {cell: missing for cell, missing in jobs.items() if missing}

@@ -33,8 +33,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from benchmarks import CHECKOUT
+from benchmarks.report.ratio_errors import stranger_runs
 from benchmarks.specification.contenders import COMPARED
-from benchmarks.validation.ratio_errors import stranger_runs
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import CELL
 from benchmarks.verdict.judge import (

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.evidence import memory_table, schedules
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.records.simulated import line_of
+from benchmarks.records.simulated import line_of, shape_named
 from benchmarks.specification.reading import preset
 from benchmarks.validation.errors import errors_of
 from benchmarks.validation.predict import Prediction, outcome_of
@@ -30,7 +30,6 @@ from benchmarks.verdict.cells import Cell, priced_again
 from benchmarks.verdict.uncertainty import judged
 from zeropp.choose.task import Task
 from zeropp.price.cluster import Cluster
-from zeropp.types.shape import ModelShape
 
 Row = dict[str, str]
 TODAY = datetime.now(UTC).date().toordinal()
@@ -60,7 +59,7 @@ def plan(row: Row) -> dict[str, Any]:
     if row["plan"] == "no plan fits":
         return {"step_s": ""}
     task = Task(
-        shape=preset("model", row["model"], ModelShape),
+        shape=shape_named(row["model"]),
         cluster=preset("cluster", row["cluster"], Cluster),
         num_gpus=int(row["num_gpus"]),
         global_batch=int(row["global_batch"]),

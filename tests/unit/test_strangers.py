@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks import CHECKOUT
+from benchmarks.report import ratio_errors
+from benchmarks.report.ratio_errors import error_text, interval_of, priced_runs
 from benchmarks.specification.compose import compose
-from benchmarks.validation import ratio_errors
 from benchmarks.validation.cases import case_of
 from benchmarks.validation.fit_constants import constants, fit, slopes, with_factors
-from benchmarks.validation.ratio_errors import error_text, interval_of, priced_runs
 from benchmarks.validation.strangers import (
     StrangerRun,
     as_stranger,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from benchmarks.verdict.cells import (
     Cell,
     CellPart,
     candidate_of,
+    jobs_of,
     priced_again,
     winner_of,
 )
@@ -119,13 +121,14 @@ def test_parts_of_a_cell_that_have_no_rows_are_simulated() -> None:
     keys = dict(zip(CELL, cell.key, strict=True))
     rows = [keys | {"contender": name, "mode": "best"} for name in COMPARED if name != "fsdp"]
     rows.append(keys | {"contender": "zeropp", "mode": "equal"})
-    missing = study.missing_jobs(rows, [cell], 0.03, {(*cell.key, "fsdp", "best"): "{}"})
+    known: dict[object, tuple[str, ...]] = {(*cell.key, "fsdp", "best"): ("{}",)}
+    missing = study.missing_jobs(rows, [cell], partial(jobs_of, tolerance=0.03, known=known))
     first, paper, *own = missing[cell]
     assert (first.part, first.mode, paper.part) == ("fsdp", "best", "paper")
     typed = [name for name, row in COMPARED.items() if row.contender.gradient_types]
     assert [(job.part, job.mode) for job in own] == [(name, "own") for name in typed]
     assert 0 < len(typed) < len(COMPARED)
-    assert missing[cell][0].known == "{}"
+    assert missing[cell][0].known == ("{}",)
 
 
 def test_configured_cells_without_rows_are_listed() -> None:
@@ -236,7 +239,7 @@ def test_a_row_has_only_plans_that_it_allows() -> None:
     assert best.plan.reduce_dtype == "bf16"
     known = json.dumps(asdict(best.candidate) | {"knobs": asdict(best.candidate.knobs)})
     for row in rows:
-        plan, free = winner_of(cell, 0.01, row, known), own[row.name]
+        plan, free = winner_of(cell, 0.01, row, [known]), own[row.name]
         assert plan is not None
         assert free is not None
         assert plan.plan.layout.pp > 1 or row.name == "deepspeed_best"

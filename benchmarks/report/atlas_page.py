@@ -1,0 +1,281 @@
+"""One page on which a reader finds their own case: choices of model, sequence, cluster, GPUs and
+batch, every program's speed, memory and plan there, and a map of who is fastest.
+
+The page is one HTML file that needs no network: Altair describes the charts, and Vega, which stands
+in the file, draws them; there is no other script. Its rows are those of ``latest_ok``.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from html import escape
+from itertools import product
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from benchmarks.records.record import write_atomically
+from benchmarks.report import display, style
+from benchmarks.report.frame import best_or_failed
+from benchmarks.report.ratio_errors import factor
+from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
+from zeropp.choose.contender import overrides
+
+if TYPE_CHECKING:
+    import altair as alt
+
+CHOICES = {  # the columns of a case, and what the page calls them
+    "model": "Model",
+    "seq": "Sequence, tokens",
+    "cluster": "Cluster",
+    "num_gpus": "GPUs",
+    "per_gpu": "Sequences per GPU and step",
+}
+_NUMBERS = ("seq", "num_gpus", "per_gpu")
+WITHIN = "within the errors"
+_WIDTH, _LETTERS = 324, 54  # pixels of a chart, and letters of a line in it
+# What Altair has no words for: side by side where there is room, one below the other on a phone.
+_LAYOUT = {"columns": {"signal": "windowSize()[0] > 800 ? 2 : 1"}, "align": "none"}
+_FIELDS = ["speed", "low", "high", "text", "plan", "command"]
+_STYLE = """<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root { color-scheme: light dark; --ink: #1b1b1b; --ground: #fff }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e4e4; --ground: #161616 } }
+body { font: 15px/1.4 system-ui, sans-serif; color: var(--ink); background: var(--ground);
+  max-width: 820px; margin: 1rem auto; padding: 0 12px }
+body .vega-embed.vega-embed { flex-direction: column; padding: 0 }
+.vega-embed svg text { fill: var(--ink) }
+form.vega-bindings { order: -1; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0 }
+h1 { font-size: 1.3rem }
+.vega-bind-name { margin-right: 4px } select { font: inherit }
+@media print { :root { --ink: #000; --ground: #fff } }
+</style>"""
+
+
+def write_page(rows: pd.DataFrame, path: Path) -> None:
+    """Write the page of the simulated rows; raises ModuleNotFoundError without Altair."""
+    page = chart(rows).to_html(
+        inline=True,
+        embed_options={
+            "actions": False,
+            "renderer": "svg",
+            "patch": [
+                {"op": "add", "path": f"/layout/{name}", "value": value}
+                for name, value in _LAYOUT.items()
+            ],
+        },
+    )
+    title = "Do I need tensor parallelism? Find your case"
+    head = f'<head><title>{title}</title><link rel="icon" href="data:,">{_STYLE}'
+    reach = factor(one_program=False)
+    text = (
+        "Every program at the best plan that a search has found, all gradients in fp32. All "
+        "numbers are simulated. Nine in ten ratios of two programs are measured within a factor "
+        f"of {reach:.2f} of the simulated ones: where the grey ends of two bars overlap, either "
+        "may be faster, and the map is grey where the two fastest programs are that near."
+    )
+    place = '<div class="vega-visualization"'
+    page = page.replace("<head>", head, 1).replace(
+        place, f"<h1>{escape(title)}</h1><p>{escape(text)}</p>{place}"
+    )
+    write_atomically(path, page)
+
+
+def cases(rows: pd.DataFrame) -> pd.DataFrame:
+    """A line per case and contender, with the texts of the page."""
+    best = best_or_failed(rows[rows["evidence"].str.startswith("simulated")])
+    order = [*{**ATLAS, **ROWS}]
+    best = best.sort_values("contender", key=lambda names: names.map(order.index), kind="stable")
+    return pd.DataFrame([*map(_case, best.to_dict("records"))])
+
+
+def _case(row: dict[Any, Any]) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "model": display.model_label(row["model"]).removesuffix(f" {row['seq'] // 1024}k"),
+        "seq": f"{row['seq']:,}",
+        "cluster": display.cluster_label(row["cluster"]),
+        "num_gpus": f"{row['num_gpus']:,}",
+        "per_gpu": f"{row['global_batch'] / row['num_gpus']:g}",
+        "contender": display.contender_label(row["contender"]),
+        "program": display.program_label(row["contender"]),
+        "colour": style.colour(ROWS[row["contender"]].contender.name),
+    }
+    line["key"] = "|".join(line[name] for name in (*CHOICES, "contender"))
+    if row["status"] != "ok":
+        return line | {"text": f"{line['contender']}\n{row['reason']}", "plan": "", "command": ""}
+    speed, reach = row["tokens_per_s_per_gpu"], sqrt(factor(one_program=False))
+    numbers = f"{speed:,.0f} tokens/s/GPU, MFU {row['mfu']:.0%}, "
+    numbers += f"{row['peak_gib']:.0f} of {row['memory_limit_gib']:.0f} GiB"
+    return line | {
+        "speed": round(speed, 1),
+        "low": round(speed / reach, 1),
+        "high": round(speed * reach, 1),
+        "text": f"{line['contender']}\n{numbers}",
+        "plan": _folded(row["source"]["plan"].get("words") or row["layout"]),
+        "command": _folded(_command(row)),
+    }
+
+
+def _folded(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, _LETTERS, break_on_hyphens=False))
+
+
+def _command(row: dict[Any, Any]) -> str:
+    """The line that measures a row's plan; empty if its contender can be priced only, or if the
+    row has the plan of another program, as the bound may."""
+    knobs = dict(row["knobs"])
+    size = knobs.pop("microbatch_size")
+    try:
+        contender, candidate = candidate_in(row["contender"], knobs, size)[1:]
+    except SpecError:
+        return ""
+    if not contender.trainer:
+        return ""
+    spec = row["source"]["spec"]
+    own, seq = spec["model"]["name"], spec["model"]["seq"]
+    long = f"_{seq // 1024}k"
+    words = [f"model={own.removesuffix(long)}", *[f"model.seq={seq}"] * own.endswith(long)]
+    words += [f"cluster={spec['cluster']['name']}", f"num_gpus={row['num_gpus']}"]
+    words += [f"global_batch={row['global_batch']}", f"precision={row['precision']}"]
+    return " ".join(["zeropp run", *words, "data=synthetic", *overrides(candidate)])
+
+
+def chart(rows: pd.DataFrame) -> alt.ConcatChart:
+    """The choices, a bar per contender, the command of one, and the map."""
+    import altair as alt
+
+    lines = cases(rows)
+    chosen = _first_shown(lines)
+    options = {
+        name: sorted(lines[name].unique(), key=_number) if name in _NUMBERS
+        else list(dict.fromkeys(lines[name]))
+        for name in (*CHOICES, "contender")
+    }  # fmt: skip
+    choices = [
+        alt.param(name=name, value=chosen.get(name, options[name][0]),
+                  bind=alt.binding_select(options=options[name], name=f"{words} "))
+        for name, words in {**CHOICES, "contender": "Show the command of"}.items()
+    ]  # fmt: skip
+    left = alt.vconcat(_bars(lines, options["contender"]), _command_of(lines), spacing=4)
+    return (
+        alt.concat(left, _map(lines, options), columns=2, spacing=40)
+        .add_params(*choices)
+        .configure(background="transparent", font="system-ui, sans-serif", view={"stroke": None})
+    )
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _first_shown(lines: pd.DataFrame) -> dict[str, str]:
+    """The case that the page opens with: in the middle of the largest map."""
+    maps = lines.groupby(["model", "seq", "cluster"], sort=False)
+    largest = max((of for _, of in maps), key=len)
+    shown = largest.iloc[len(largest) // 2]
+    return {name: str(shown[name]) for name in CHOICES}
+
+
+def _looked_up(chart: Any, lines: pd.DataFrame, contender: str) -> Any:
+    """The chart with the texts of a contender in the chosen case."""
+    import altair as alt
+
+    key = " + '|' + ".join([*CHOICES, contender])
+    from_ = alt.LookupData(lines[["key", *_FIELDS]], "key", _FIELDS)
+    return chart.transform_calculate(key=key).transform_lookup("key", from_=from_)
+
+
+def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
+    """Every contender's speed in the chosen case, with its plan in words."""
+    import altair as alt
+
+    colours = dict(zip(lines["contender"], lines["colour"], strict=True))
+    table = pd.DataFrame({"contender": names, "colour": [colours[name] for name in names]})
+    base = alt.Chart().encode(y=alt.Y("contender:N", sort=names, axis=None))
+    texts = base.encode(x=alt.value(0))
+    words: dict[str, Any] = {"align": "left", "baseline": "top", "lineBreak": "\n"}
+    axis = alt.Axis(grid=False, title="tokens per second and GPU")
+    layers = [
+        base.mark_bar(height=9).encode(
+            x=alt.X("speed:Q", axis=axis), color=alt.Color("colour:N", scale=None)
+        ),
+        base.mark_rule(color="#888", strokeWidth=2).encode(x="low:Q", x2="high:Q"),
+        texts.mark_text(**words, fontSize=11, dy=-33).encode(text="text:N"),
+        texts.mark_text(**words, fontSize=10, dy=7).encode(text="plan:N"),
+    ]
+    none = "datum.text ? datum.text : datum.contender + '\\nnot searched for this choice'"
+    return (
+        _looked_up(alt.layer(*layers, data=table), lines, "datum.contender")
+        .transform_calculate(text=none)
+        .properties(width=_WIDTH, height={"step": 74})
+    )
+
+
+def _command_of(lines: pd.DataFrame) -> alt.Chart:
+    """The command that measures the chosen contender's plan."""
+    import altair as alt
+
+    none = "datum.command ? datum.command : 'no command: nothing fits, or it can be priced only'"
+    return (
+        _looked_up(alt.Chart(pd.DataFrame({"none": [0]})), lines, "contender")
+        .transform_calculate(command=none)
+        .mark_text(align="left", baseline="top", lineBreak="\n", fontSize=10, font="monospace")
+        .encode(x=alt.value(0), y=alt.value(0), text="command:N")
+        .properties(width=_WIDTH, height=130)
+    )
+
+
+def _map(lines: pd.DataFrame, options: dict[str, list[str]]) -> alt.LayerChart:
+    """Who is fastest over GPUs and batch, and by how much: grey within the errors."""
+    import altair as alt
+
+    pairs = product(options["num_gpus"], options["per_gpu"])
+    colours = {**dict(zip(lines["program"], lines["colour"], strict=True)), WITHIN: style.NEUTRAL}
+    base = alt.Chart().encode(
+        x=alt.X("num_gpus:O", sort=options["num_gpus"], title="GPUs", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("per_gpu:O", sort=options["per_gpu"][::-1], title="sequences per GPU and step"),
+    )
+    legend = alt.Legend(title="fastest", orient="bottom", columns=2)
+    scale = alt.Scale(domain=[*colours], range=[*colours.values()])
+    here = "datum.num_gpus == num_gpus && datum.per_gpu == per_gpu"
+    layers = [
+        base.mark_rect(opacity=0.55).encode(
+            color=alt.Color("shown:N", scale=scale, legend=legend),
+            stroke=alt.condition(here, alt.value("#d60000"), alt.value("transparent")),
+            strokeWidth=alt.value(3),
+        ),
+        base.mark_text(fontSize=9, lineBreak="\n", limit=_WIDTH // len(options["num_gpus"])).encode(
+            text="words:N"
+        ),
+    ]
+    key = " + '|' + ".join([*list(CHOICES)[:3], "datum.num_gpus", "datum.per_gpu"])
+    winners = pd.DataFrame([*_winners(lines)])
+    from_ = alt.LookupData(winners, "case", ["shown", "words"])
+    return (
+        alt.layer(*layers, data=pd.DataFrame(pairs, columns=["num_gpus", "per_gpu"]))
+        .transform_calculate(case=key)
+        .transform_lookup("case", from_=from_, default="")
+        .transform_calculate(words="datum.words ? datum.words : 'not searched'")
+        .properties(width=_WIDTH, height=60 * len(options["per_gpu"]))
+    )
+
+
+def _winners(lines: pd.DataFrame) -> Iterator[dict[str, str]]:
+    """By case the fastest contender, or that the next program is within the errors."""
+    for key, of in lines.groupby(lines["key"].str.rpartition("|")[0], sort=False):
+        ranked = of.dropna(subset="speed").sort_values("speed", ascending=False)
+        if ranked.empty:
+            yield {"case": str(key), "shown": "", "words": "nothing fits"}
+            continue
+        first = ranked.iloc[0]
+        others = ranked[ranked["program"] != first["program"]]
+        ahead = first["speed"] / others["speed"].iloc[0] if len(others) else float("inf")
+        near = ahead < factor(one_program=False)
+        yield {
+            "case": str(key),
+            "shown": WITHIN if near else str(first["program"]),
+            "words": f"{first['program']}\n" + (f"{ahead:.2f} ×" if len(others) else "alone"),
+        }

@@ -1,0 +1,223 @@
+"""The atlas: every program's best plan over models, sequences, clusters, GPUs and batches, so that
+a reader finds their own case. ``experiment=atlas``; the verdict's own cells are those of the paper.
+
+``plans.csv`` has a line per cell and row of the comparison, and ``atlas.html`` shows them
+(``benchmarks.report.atlas_page``). What one search has found is where those of the same model and
+number of GPUs begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from benchmarks.records.simulated import TABLE, shape_named
+from benchmarks.report.atlas_page import write_page
+from benchmarks.report.display import cluster_label, model_label, program_label
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.ratio_errors import factor
+from benchmarks.report.table import markdown_table
+from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import ATLAS
+from benchmarks.specification.reading import preset, validated
+from benchmarks.verdict.cells import CELL, Cell
+from benchmarks.verdict.judge import TIE
+from benchmarks.verdict.study import REFERENCE, known_settings, report_folder, simulate_cells
+from zeropp.choose.task import Task
+from zeropp.price.cluster import Cluster
+from zeropp.types.literals import FROM_0_TO_1, MORE_THAN_0, Precision
+
+COMMITTED = REFERENCE / "atlas" / TABLE
+_STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSpec:
+    """A model (``llama_8b_32k`` is llama_8b at 32,768 tokens) in all combinations of the rest."""
+
+    model: str
+    clusters: list[str]
+    num_gpus: list[int]
+    sequences_per_gpu: list[int]
+    bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
+
+    __pydantic_config__ = _STRICT
+
+    def cells(self, precision: Precision) -> Iterator[Cell]:
+        """All combinations; a search that is stopped has finished the first clusters' maps."""
+        numbers = product(self.clusters, self.num_gpus, self.sequences_per_gpu)
+        for name, gpus, sequences in numbers:
+            task = Task(
+                shape=shape_named(self.model),
+                cluster=preset("cluster", name, Cluster),
+                num_gpus=gpus,
+                global_batch=gpus * sequences,
+                precision=precision,
+            )
+            yield Cell(task, self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasSpec:
+    """The ``atlas`` mapping of ``conf/experiment/atlas.yaml``, checked."""
+
+    tolerance: Annotated[float, FROM_0_TO_1]
+    budget_s: Annotated[float, MORE_THAN_0]
+    grids: list[GridSpec]
+
+    __pydantic_config__ = _STRICT
+
+    def cells(self, precision: Precision) -> list[Cell]:
+        """The cells of all grids, each once."""
+        cells = (cell for grid in self.grids for cell in grid.cells(precision))
+        return list({cell.key: cell for cell in cells}.values())
+
+
+def run(config: dict[str, Any]) -> int:
+    """Write plans.csv and atlas.html into ``report_dir`` and print what they say. Rows that are in
+    plans.csv are not searched again unless ``rerun=all``."""
+    spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
+    if config["launcher"]["kind"] != "simulate":
+        raise SpecError("launcher: study=atlas simulates (use launcher=simulate)")
+    if config["precision"] != "bf16":  # a line of the table does not say it
+        raise SpecError(f"precision={config['precision']}: the atlas is of bf16 (use bf16)")
+    import altair  # noqa: F401  (what is missing is said before the search)
+
+    out = report_folder(config)
+    simulate_cells(
+        spec.cells(config["precision"]),
+        out / TABLE,
+        tolerance=spec.tolerance,
+        known=known_settings(config, COMMITTED),
+        anew=config["rerun"] == "all",
+        parts=lambda _: [(name, "best") for name in ATLAS],
+        budget_s=spec.budget_s,
+        near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
+    )
+    write_page(latest_ok(load_frame([out / TABLE])[0]), out / "atlas.html")
+    console = Console()
+    for name in ("first", "need"):
+        console.print(atlas_tables(pd.read_csv(out / TABLE))[name], markup=False)
+    console.print(f"Written to {out}: {TABLE}, atlas.html", markup=False)
+    return 0
+
+
+def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
+    """The tables and sentences of the pages, by name, from the rows of ``plans.csv``: ``short``,
+    ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
+    changes with batch, GPUs and network)."""
+    speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
+    words = plans.pivot(index=CELL, columns="contender", values="plan")
+    has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
+    of_program = speed[[*ATLAS]].T.groupby(program_label, sort=False).max().T
+    cells = pd.DataFrame(
+        {
+            "ratio": speed.where(~has_tp).max(axis=1) / speed.where(has_tp).max(axis=1),
+            "fits_without": speed.where(~has_tp).notna().any(axis=1),
+            "fits_with": speed.where(has_tp).notna().any(axis=1),
+            "over_core": speed["zeropp"] / speed["megatron_core"],
+            "over_fsdp": speed["zeropp"] / speed["fsdp"],
+            "core_tp1": speed["megatron_core_tp1"] / speed["megatron_core"],
+        }
+    )
+    # Megatron-Core's best plan may have no tensor parallelism; then no plan with it is faster.
+    cells["ratio"] = cells["ratio"].where(cells["fits_with"], np.inf)
+    cells["ratio"] = cells["ratio"].where(cells["fits_without"], 0.0)
+    cells = cells[cells["fits_with"] | cells["fits_without"]].reset_index()
+    cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
+    return {
+        "short": _short(cells, of_program),
+        "first": _first(of_program),
+        "need": _need(cells),
+        "moves": _moves(cells),
+    }
+
+
+def _margins(of_program: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """By cell, the fastest program, and its speed over that of the next one."""
+    of_program = of_program[of_program.notna().any(axis=1)]
+    ranked = np.sort(of_program.fillna(0.0).to_numpy(), axis=1)
+    with np.errstate(divide="ignore"):
+        margin = pd.Series(ranked[:, -1] / ranked[:, -2], of_program.index)
+    return of_program.idxmax(axis=1), margin
+
+
+def _first(of_program: pd.DataFrame) -> str:
+    """In how many cells every program is the fastest, and by how much."""
+    winner, margin = _margins(of_program)
+    lines = []
+    for label in of_program:
+        own = margin[winner == label]
+        counts = [len(own), (own > 1 + TIE).sum(), (own > factor(one_program=False)).sum()]
+        fits = f"{of_program[label].notna().sum()}"
+        lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
+    heads = ["fastest of all programs", f"in so many of {len(margin)} cells"]
+    heads += [f"by more than {TIE:.0%}", f"by more than {factor(one_program=False) - 1:.0%}"]
+    return markdown_table([*heads, "cells in which it fits"], lines)
+
+
+def _need(cells: pd.DataFrame) -> str:
+    """Per model, in how many cells tensor parallelism is needed, for memory or for speed."""
+    lines = []
+    for name, of in cells.groupby("model", sort=False):
+        ratio = of["ratio"]
+        counts = [
+            (~of["fits_without"]).sum(),
+            ((ratio < 1 / (1 + TIE)) & of["fits_without"]).sum(),
+            ratio.between(1 / (1 + TIE), 1 + TIE).sum(),
+            (ratio > 1 + TIE).sum(),
+        ]
+        lines.append(
+            [model_label(str(name)), *map(str, [len(of), *counts]), f"{ratio.median():.2f}"]
+        )
+    heads = ["model", "cells", "nothing without TP fits", f"TP faster by more than {TIE:.0%}"]
+    heads += ["within that", "slower by more", "speed without over with, median"]
+    return markdown_table(heads, lines)
+
+
+def _moves(cells: pd.DataFrame) -> str:
+    """The medians of three ratios by sequences per GPU, number of GPUs, cluster and network."""
+    network = cells["cluster"].map(cluster_label) + cells["bandwidth"].map(
+        lambda share: "" if share == 1 else f", {share:g} of its network"
+    )
+    groups = {
+        "sequences per GPU": cells["sequences"],
+        "GPUs": cells["num_gpus"],
+        "cluster": network,
+    }
+    lines = []
+    for words, keys in groups.items():
+        for key, of in cells.groupby(keys, sort=words != "cluster"):
+            medians = [
+                of[name].median() for name in ("ratio", "core_tp1", "over_core", "over_fsdp")
+            ]
+            shown = f"{key:,}" if isinstance(key, int) else str(key)
+            lines.append([words, shown, str(len(of)), *(f"{ratio:.2f}" for ratio in medians)])
+    heads = ["by", "", "cells", "without TP over with it", "Megatron-Core without over with"]
+    return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)
+
+
+def _short(cells: pd.DataFrame, of_program: pd.DataFrame) -> str:
+    """The paragraph of README."""
+    reach = factor(one_program=False)
+    winner, margin = _margins(of_program)
+    alone = margin > reach
+    by_program = winner[alone].value_counts()
+    named = ", ".join(f"{label} in {count}" for label, count in by_program.items())
+    memory = (~cells["fits_without"]).sum()
+    faster = ((cells["ratio"] < 1 / reach) & cells["fits_without"]).sum()
+    slower = (cells["ratio"] > reach).sum()
+    return (
+        f"Over {len(cells)} cells of the atlas the fastest plan without tensor parallelism has "
+        f"**{cells['ratio'].median():.2f}** times the speed of the fastest with it in the median. "
+        f"Beyond the simulator's errors (a factor of {reach:.2f} between two programs), tensor "
+        f"parallelism is needed for memory in **{memory}** and for speed in **{faster}** of them, "
+        f"and costs speed in **{slower}**. One program is first beyond these errors in "
+        f"{alone.sum()} cells" + (f": {named}." if named else ".")
+    )

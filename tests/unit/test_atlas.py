@@ -1,0 +1,140 @@
+"""The atlas: its cells, what its rows say, its page, and the published pairs beside them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from benchmarks.records.simulated import shape_named
+from benchmarks.report.display import program_label
+from benchmarks.report.ratio_errors import factor
+from benchmarks.specification import SpecError
+from benchmarks.specification.compose import compose
+from benchmarks.specification.contenders import ATLAS
+from benchmarks.specification.reading import validated
+from benchmarks.validation.rows import read_rows, training_tables
+from benchmarks.verdict.atlas import AtlasSpec, atlas_tables
+from benchmarks.verdict.measured_pairs import measured_pairs, tokens_per_s_per_gpu
+
+PLANS = {
+    "zeropp": (100.0, "shard=64 b=1"),
+    "fsdp": (90.0, "shard=64 b=2"),
+    "deepspeed_3d": (40.0, "tp=2 pp=8 replicate=4 b=1"),
+    "megatron_core_tp1": (70.0, "pp=8 replicate=8 b=1"),
+    "megatron_core": (110.0, "tp=8 pp=4 replicate=2 b=2"),
+}
+
+
+def _rows(*cells: dict[str, float | None]) -> pd.DataFrame:
+    """The rows of cells, each with some speeds changed."""
+    lines: list[dict[str, Any]] = [
+        {
+            "model": "llama_8b", "cluster": "h100", "num_gpus": 64, "global_batch": 64 * 4**number,
+            "bandwidth": 1.0, "contender": name, "mode": "best",
+            "tokens_per_s_per_gpu": changed.get(name, speed), "plan": plan,
+        }
+        for number, changed in enumerate(cells)
+        for name, (speed, plan) in PLANS.items()
+    ]  # fmt: skip
+    lines += [lines[0] | {"contender": name, "tokens_per_s_per_gpu": None, "plan": "no plan fits"}
+              for name in ATLAS if name not in PLANS]  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _cells(table: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_the_experiment_has_every_cell_once() -> None:
+    (config,) = compose("config", ["experiment=atlas"])
+    spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
+    cells = spec.cells("bf16")
+    assert len({cell.key for cell in cells}) == len(cells) > 100
+    sequences = {cell.task.shape.name: cell.task.shape.seq for cell in cells}
+    assert (sequences["llama_405b"], sequences["llama_70b_32k"]) == (8192, 32768)
+    assert {cell.bandwidth for cell in cells} == {1.0, 0.25}
+
+
+def test_a_model_at_another_sequence_has_a_name_that_is_read_again() -> None:
+    assert shape_named("llama_8b").seq == 8192
+    long = shape_named("llama_8b_32k")
+    assert (long.name, long.seq, long.layers) == ("llama_8b_32k", 32768, 32)
+    with pytest.raises(SpecError, match=r"^model='llama_9b': no such preset"):
+        shape_named("llama_9b_32k")
+
+
+@pytest.mark.parametrize(
+    ("zeropp", "fsdp", "cells"),
+    [
+        (100.0, 90.0, ["0", "1", "0", "0", "0.91"]),
+        (108.0, 90.0, ["0", "0", "1", "0", "0.98"]),
+        (140.0, 90.0, ["0", "0", "0", "1", "1.27"]),
+        (None, None, ["1", "0", "0", "0", "0.00"]),
+    ],
+)
+def test_tensor_parallelism_is_needed_for_memory_or_speed(
+    zeropp: float | None, fsdp: float | None, cells: list[str]
+) -> None:
+    changed = {"zeropp": zeropp, "fsdp": fsdp}
+    if zeropp is None:
+        changed["megatron_core_tp1"] = None
+    (line,) = _cells(atlas_tables(_rows(changed))["need"])
+    assert line == ["Llama 8B", "1", *cells]
+
+
+def test_a_program_is_first_by_all_of_its_rows() -> None:
+    """DeepSpeed and Megatron-Core have two each; a cell counts beyond the errors only where the
+    next program is further away."""
+    reach = factor(one_program=False)
+    tables = atlas_tables(_rows({}, {"megatron_core": 100.0 * 1.01 * reach}, {"zeropp": 1000.0}))
+    lines = {line[0]: line[1:] for line in _cells(tables["first"])}
+    assert lines["Megatron-Core"] == ["67%", "67%", "33%", "3"]
+    assert lines["ZeroPP"] == ["33%", "33%", "33%", "3"]
+    assert lines["Megatron-FSDP"] == ["0%", "0%", "0%", "0"]
+    assert "first beyond these errors in 2 cells: " in tables["short"]
+
+
+def test_how_the_answer_moves_is_told_by_batch() -> None:
+    lines = _cells(atlas_tables(_rows({}, {"zeropp": 220.0}))["moves"])
+    assert lines[0] == ["sequences per GPU", "1", "1", "0.91", "0.64", "0.91", "1.11"]
+    assert lines[1] == ["sequences per GPU", "4", "1", "2.00", "0.64", "2.00", "2.44"]
+    assert lines[-1][:3] == ["cluster", "H100", "2"]
+
+
+def test_rows_of_one_program_have_one_name() -> None:
+    names = {program_label(name) for name in ("deepspeed_3d", "deepspeed_best", "deepspeed_zero3")}
+    assert names == {"DeepSpeed"}
+    assert program_label("megatron_core_tp1") == program_label("megatron_core") == "Megatron-Core"
+
+
+def test_a_pair_has_equal_work_on_both_sides() -> None:
+    pairs = measured_pairs()
+    assert len(pairs) > 20
+    for pair in pairs:
+        a, b = pair.without, pair.tensor
+        assert (a.tp, a.hidden, a.device, a.num_gpus, a.seq) == (
+            1, b.hidden, b.device, b.num_gpus, b.seq,
+        )  # fmt: skip
+        assert b.tp > 1
+        assert 0.5 <= a.global_batch / b.global_batch <= 2
+
+
+def test_tokens_follow_from_every_metric_that_needs_no_flops() -> None:
+    rows = [line.row for path in training_tables() for line in read_rows(path) if line.row]
+    by_metric = {row.metric: row for row in rows}
+    one = by_metric["step_time"].model_copy(
+        update={"unit": "s", "value": "2", "num_gpus": 4, "global_batch": 8, "seq": 100}
+    )
+    assert tokens_per_s_per_gpu(one) == 100
+    same = {
+        "steps_per_s": ("1/s", "0.5"), "samples_per_s": ("samples/s", "4"),
+        "samples_per_s_per_gpu": ("samples/s/GPU", "1"), "tokens_per_s": ("tok/s", "400"),
+        "tokens_per_s_per_gpu": ("tok/s/GPU", "100"),
+    }  # fmt: skip
+    for metric, (unit, value) in same.items():
+        row = one.model_copy(update={"metric": metric, "unit": unit, "value": value})
+        assert tokens_per_s_per_gpu(row) == 100, metric
+    assert math.isnan(tokens_per_s_per_gpu(one.model_copy(update={"metric": "mfu", "unit": "%"})))
