@@ -101,6 +101,11 @@ CONTRACTS = {
     "replay: what DDP leaves alone": [
         "torch.nn.parallel:DistributedDataParallel#_ddp_params_and_buffers_to_ignore",
     ],
+    "replay: tensors in objects that ranks send each other": ["torch.utils._pytree:tree_map_only"],
+    "replay: stages of a pipeline without shapes": [
+        "torch.distributed.pipelining.stage:PipelineStage._prepare_forward_infra",
+        "torch.distributed.pipelining._utils:flatten_args",
+    ],
     "replay: products in inference_mode": ["torch._ops:OpOverload._can_decompose"],
     "replay: modules that a script moves to its device": ["torch.nn:Module._apply"],
     "replay: norms of gradients in one kernel": ["torch.nn.utils.clip_grad:_has_foreach_support"],

@@ -12,10 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.emulate.kernels import Tensors, arguments_of, new_of, size_of, tensors_in
+from zeropp.emulate.kernels import (
+    Tensors,
+    all_tensors_in,
+    arguments_of,
+    new_of,
+    size_of,
+    tensors_in,
+)
 from zeropp.emulate.log import COMPUTE, Kernel, Log, Message
 from zeropp.emulate.memory import Allocations
-from zeropp.emulate.private_names import NUMBER_OF, group_of, is_composite, is_fake, is_known
+from zeropp.emulate.private_names import (
+    NUMBER_OF,
+    group_of,
+    is_composite,
+    is_fake,
+    is_known,
+    without_modes,
+)
 from zeropp.emulate.races import Extent, Fault, Races
 from zeropp.emulate.world import replaced, taken_for_granted
 from zeropp.engine.private_names import TorchDispatchMode
@@ -49,6 +63,7 @@ _READ_BY_HOST = {
 _MESSAGES = {"c10d::send": "isend", "c10d::recv_": "irecv"}
 _BARRIER = "c10d::barrier"
 _FUNCTIONAL = "_c10d_functional::"  # collectives with a result, those of DTensor for example
+_NEW = "aten::lift_fresh"  # by which a tensor that has just been made from numbers becomes fake
 _WAIT = f"{_FUNCTIONAL}wait_tensor"
 
 
@@ -83,11 +98,17 @@ class VirtualDevice:
         # one stream; otherwise every pair of ranks has its own.
         self.is_connected = races is not None
         self.sees = True
+        self.is_faked = False  # whether tensors with values are those that the host has made
 
     @property
     def faults(self) -> list[Fault]:
         """The races that were found so far."""
         return self.races.faults if self.races else []
+
+    def has_values(self, operands: object) -> bool:
+        """Whether there are tensors among the operands, all of which keep their values."""
+        tensors = all_tensors_in(operands) if self.is_faked else []
+        return bool(tensors) and not any(map(is_fake, tensors))
 
     def unseen(self) -> AbstractContextManager[None]:
         """Inside this context, nothing is noted: what is done is on the CPU for real (by a group of
@@ -209,6 +230,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._waited(args[0])
         if func is NUMBER_OF and is_fake(args[0]) and not is_known(args[0]):
             result: Any = taken_for_granted(args[0])
+        elif self._device.has_values([args, kwargs]) and name != _NEW:
+            with without_modes():
+                result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         if self._device.memory:
@@ -239,7 +263,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs
         for tensor in new:
             device.allocate(tensor.untyped_storage(), name)
-        is_of_host = all(is_known(read) and not read.is_floating_point() for read in reads)
+        known = (is_known(read) or device.has_values(read) for read in reads)
+        is_of_host = all(known) and not any(map(torch.is_floating_point, reads))
         if name in _EMPTY or (reads and is_of_host):  # of integers that the host knows
             return
         device.kernel(name, reads, [*writes, *new], given)

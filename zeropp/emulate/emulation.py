@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from zeropp.emulate.device import Observer, VirtualDevice
@@ -27,7 +27,7 @@ from zeropp.emulate.log import COMPUTE, Issued
 from zeropp.emulate.private_names import COALESCING, MANY_IN_ONE_KERNEL, is_known, without_modes
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
-from zeropp.emulate.world import replaced, wherever_imported
+from zeropp.emulate.world import like, replaced, wherever_imported
 from zeropp.engine import deferred
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
@@ -65,9 +65,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end_event: _Event) -> float:
         """Milliseconds, which nobody knows here; not 0, by which programs divide."""
-        del end
+        del end_event
         return 1.0
 
 
@@ -77,8 +77,8 @@ class _Stream:
     def __init__(self, device: VirtualDevice, name: str) -> None:
         self._device, self.name = device, name
 
-    def wait_stream(self, other: _Stream) -> None:
-        other.record_event().wait(self)
+    def wait_stream(self, stream: _Stream) -> None:
+        stream.record_event().wait(self)
 
     def wait_event(self, event: _Event) -> None:
         event.wait(self)
@@ -162,8 +162,8 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
     functions[getattr(dist, COALESCING)] = coalesced = _coalesced(device, observer)
     functions[dist.batch_isend_irecv] = _batch(coalesced, dist.batch_isend_irecv)
     streams = [
-        (module, name, stand_in)
-        for name, stand_in in _streams(device).items()
+        (module, name, call if isinstance(call, type) else like(getattr(module, name), call))
+        for name, call in _streams(device).items()
         for module in (torch.cuda, torch.cpu, torch.accelerator)
         if hasattr(module, name)
     ]
@@ -310,6 +310,12 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     del eps
+    if isinstance(input, DTensor):  # each rank's part; gradients of its scales are partial sums
+        if isinstance(weight, DTensor):
+            sums = [Partial() if place.is_shard() else place for place in input.placements]
+            weight = weight.to_local(grad_placements=sums)
+        part = _rms_norm(device, input.to_local(), normalized_shape, weight)
+        return DTensor.from_local(part, input.device_mesh, input.placements)
     if weight is None:
         weight = input.detach().new_empty(normalized_shape)
     return _FusedRmsNorm.apply(device, input, weight)  # type: ignore[no-any-return, no-untyped-call]
@@ -329,12 +335,26 @@ def _drops_inside(
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    *arguments: Any,
-    **keywords: Any,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """A GPU's kernel of attention drops scores itself; with dropout a CPU has no such kernel."""
-    del dropout_p
-    return _cpu_attention(query, key, value, attn_mask, 0.0, *arguments, **keywords)
+    """A GPU's kernel of attention drops scores itself; with dropout a CPU has no such kernel. Of
+    DTensors, whose rules are for GPUs, it is what torch chooses for these types and masks."""
+    if not isinstance(query, DTensor):
+        return _cpu_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    inputs = query, key, value
+    if attn_mask is None and query.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(*inputs, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None and not attn_mask.is_floating_point():
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    keeps = torch.is_grad_enabled()
+    result = kernel(*inputs, attn_mask, keeps, dropout_p, is_causal, scale=scale)
+    return result[0]  # type: ignore[no-any-return]
 
 
 def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
@@ -348,7 +368,8 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
     numbers = count(1)
 
     @contextmanager
-    def stream(entered: _Stream | None) -> Iterator[None]:
+    def enter(stream: _Stream | None) -> Iterator[None]:
+        entered = stream
         if not isinstance(entered, _Stream | None):
             raise TypeError(
                 f"stream: {entered} was made before emulation began, which cannot follow it "
@@ -357,7 +378,10 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
         with replaced((device, "current", entered.name if entered else device.current)):
             yield
 
-    def synchronize(*_: object) -> None:
+    def set_stream(stream: _Stream) -> None:
+        device.current = stream.name
+
+    def synchronize() -> None:
         device.wait_on_host(None, "synchronize")
 
     class Stream(_Stream):  # classes, because programs annotate with them
@@ -371,9 +395,11 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda *_: _Stream(device, device.current),
-        "default_stream": lambda *_: _Stream(device, COMPUTE),
-        "stream": stream,
+        "current_stream": lambda: _Stream(device, device.current),
+        "default_stream": lambda: _Stream(device, COMPUTE),
+        "stream": enter,
+        "StreamContext": enter,
+        "set_stream": set_stream,
         "synchronize": synchronize,
     }
 
@@ -382,7 +408,7 @@ def _read(device: VirtualDevice, original: Any) -> Any:
     """The stand-in for a method with which the host reads a tensor."""
 
     def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        if not is_known(tensor):
+        if not (is_known(tensor) or device.has_values(tensor)):
             device.read_by_host(f"Tensor.{original.__name__}", [tensor])
         return original(tensor, *arguments, **keywords)
 
@@ -394,6 +420,7 @@ def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
     signature = inspect.signature(original)
     is_collective = "async_op" in signature.parameters
 
+    @wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if is_collective and not signature.bind(*arguments, **keywords).arguments.get("async_op"):
             return original(*arguments, **keywords)
@@ -418,10 +445,7 @@ def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
     are several here."""
 
     @contextmanager
-    def manager(
-        group: Any = None, on: Any = None, async_ops: bool = False
-    ) -> Iterator[_VirtualWork]:
-        del group, on
+    def manager(async_ops: bool) -> Iterator[_VirtualWork]:
         work = _VirtualWork(device)
         beside: AbstractContextManager[list[str]] = nullcontext([])
         if async_ops:
@@ -431,13 +455,13 @@ def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
         if issued:
             work.event = device.record(issued[-1])
 
-    return manager
+    return like(getattr(dist, COALESCING), manager)
 
 
 def _batch(coalesced: Any, original: Any) -> Any:
-    def batch(operations: Sequence[Any]) -> list[_VirtualWork]:
+    def batch(p2p_op_list: Sequence[Any]) -> list[_VirtualWork]:
         with coalesced(async_ops=True) as work:
-            work.inner, work.kept = original(operations), operations
+            work.inner, work.kept = original(p2p_op_list), p2p_op_list
         return [work]
 
-    return batch
+    return like(original, batch)

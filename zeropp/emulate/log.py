@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
 from zeropp.types.operators import Attention, Product
@@ -11,7 +14,32 @@ from zeropp.types.operators import Attention, Product
 COMPUTE = "compute"  # the stream on which a program begins
 STEP = "a step"  # the place in a log where one begins, and where the last one ends
 
+_DEPTH = 4  # frames of the caller that are shown
+_NOT_SHOWN = ("/torch/", "zeropp/emulate/", "<frozen", "/site-packages/", f"{sys.base_prefix}/lib/")
+
 Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
+
+
+@cache
+def shown(name: str) -> str:
+    """A file of code, as people see it; empty for those of libraries and of this package."""
+    return "" if any(part in name for part in _NOT_SHOWN) else "/".join(name.split("/")[-2:])
+
+
+def here() -> tuple[tuple[CodeType, int], ...]:
+    """Where the caller is, outside of torch and of this package; innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    places: list[tuple[CodeType, int]] = []
+    while frame is not None and len(places) < _DEPTH:
+        if shown(frame.f_code.co_filename):
+            places.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def line_here() -> str:
+    """The innermost of these lines, for people."""
+    return next((f" ({shown(code.co_filename)}:{line})" for code, line in here()), "")
 
 
 class RankPart(NamedTuple):
@@ -65,6 +93,7 @@ class Issued(NamedTuple):
     parts: tuple[RankPart, ...] = ()
     what: str = ""
     kernel: Kernel | None = None  # where somebody wants to know
+    where: str = ""  # the same, of communication: the line of the program
 
 
 Logs = Mapping[int, Sequence[Issued]]  # by rank
@@ -81,9 +110,11 @@ class Message(NamedTuple):
 
 
 class Log:
-    """What the host of one rank issues, in order."""
+    """What the host of one rank issues, in order. ``where`` gives the line of a program that is
+    running, for messages to people."""
 
     def __init__(self) -> None:
+        self.where: Callable[[], str] = str
         self.issued: list[Issued] = []
         self._events = 0
         self._counts: Counter[Hashable] = Counter()
@@ -115,7 +146,7 @@ class Log:
         """A collective of a group of so many ranks, with so many bytes on each; those of one group
         are matched by order. ``size``: what must be equal on all ranks beside ``what``."""
         part = RankPart(self._next(group), ranks, f"{what}{size}", moved)
-        self.issued.append(Issued("communication", stream, parts=(part,), what=what))
+        self._communicate(stream, (part,), what)
 
     def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
         """Messages in one kernel, in no order among each other, as those of a batch are. Those of
@@ -124,7 +155,11 @@ class Log:
         for group, source, target, content, moved in messages:
             key = self._next((group, source, target))
             parts.append(RankPart(key, 2, content, moved, (source, target)))
-        self.issued.append(Issued("communication", stream, parts=tuple(parts), what=what))
+        self._communicate(stream, tuple(parts), what)
+
+    def _communicate(self, stream: str, parts: tuple[RankPart, ...], what: str) -> None:
+        where = self.where()
+        self.issued.append(Issued("communication", stream, parts=parts, what=what, where=where))
 
     def sync(self, stream: str | None, what: str, event: int = 0) -> None:
         """The host waits for a stream, for one event on it, or with None for the whole device."""

@@ -17,11 +17,14 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.library import _scoped_library as operators_inside
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
 __all__ = ["FakeTensorMode", "operators_inside", "without_modes"]
@@ -52,6 +55,25 @@ FSDP_GRADIENTS = (
     (FSDPParam, "to_accumulated_grad_if_needed"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
 )
+
+
+# Whether a stage of a pipeline has yet to find its shapes, and what it does before its first
+# microbatch: since torch 2.13, before which stages find them without the answers of later stages.
+_mode: Any = getattr(pipelining_utils, "InferenceMode", None)
+SHAPES_ARE_UNKNOWN = (_mode, "needs_dynamic")
+BEFORE_STAGES = (PipelineStage, "_prepare_forward_infra")
+
+
+def shapes_of(stage: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Find the shapes of a stage, as if its script had given them: what arrives is known, from its
+    caller or as a peer's object, and a forward finds what leaves. Returns what the next stage is
+    given, if that is on the same rank."""
+    if _mode is None or stage._user_meta.is_complete_for_forward():
+        return None
+    passed = stage._forward_metadata_inference(*arguments, **keywords)
+    stage._user_meta.inputs = stage._stage_meta.inputs
+    stage._user_meta.outputs = stage._stage_meta.outputs
+    return passed
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -87,7 +109,17 @@ def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and no values."""
-    return isinstance(tensor, fake_tensor.FakeTensor)
+    return fake_tensor.is_fake(tensor)
+
+
+def with_values(objects: Any) -> Any:
+    """Nested lists, tuples and dictionaries in which fake tensors are zeros."""
+
+    def zeros(fake: Tensor) -> Tensor:
+        return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+
+    with without_modes():
+        return tree_map_only(fake_tensor.FakeTensor, zeros, objects)
 
 
 def set_numbers(fake: Tensor, numbers: Tensor) -> None:

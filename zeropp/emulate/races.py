@@ -12,44 +12,24 @@ A tensor is taken to be read or written from its first byte to its last. Numbers
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 
+from zeropp.emulate.log import here, shown
+
 Clock = dict[str, int]  # by stream, the number of its last operation that has happened before
 Extent = tuple[torch.UntypedStorage, int, int]  # storage, first byte, byte after the last
-_DEPTH = 4  # frames of the caller that a fault shows
-_NOT_SHOWN = ("/torch/", "zeropp/emulate/", "/contextlib.py", "<frozen", "/threading.py")
 
 
 def _join(into: Clock, other: Clock) -> None:
     for stream, time in other.items():
         if into.get(stream, 0) < time:
             into[stream] = time
-
-
-@cache
-def _shown(code: CodeType) -> str:
-    """The file of some code, as faults show it; empty for that of torch and of this package."""
-    name = code.co_filename
-    return "" if any(part in name for part in _NOT_SHOWN) else "/".join(name.split("/")[-2:])
-
-
-def _here() -> tuple[tuple[CodeType, int], ...]:
-    """Where the caller is, outside of torch and of this package; innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    places: list[tuple[CodeType, int]] = []
-    while frame is not None and len(places) < _DEPTH:
-        if _shown(frame.f_code):
-            places.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(places)
 
 
 @dataclass(frozen=True)
@@ -65,7 +45,7 @@ class Access:
     where: tuple[tuple[CodeType, int], ...]
 
     def __str__(self) -> str:
-        places = " < ".join(f"{_shown(c)}:{line} {c.co_name}" for c, line in self.where)
+        places = " < ".join(f"{shown(c.co_filename)}:{line} {c.co_name}" for c, line in self.where)
         return f"{'write' if self.write else 'read'} by {self.what} on {self.stream!r} at {places}"
 
 
@@ -137,7 +117,7 @@ class Races:
     ) -> None:
         """An operation on a stream, which reads and writes these bytes."""
         clock = self._tick(stream)
-        where = _here()
+        where = here()
         for write, extents in ((False, reads), (True, writes)):
             for storage, begin, end in extents:
                 if begin < end:
@@ -152,7 +132,7 @@ class Races:
         if not block.size:
             return
         clock = self._tick(stream)
-        new = Access(stream, clock[stream], True, 0, block.size, what, _here())
+        new = Access(stream, clock[stream], True, 0, block.size, what, here())
         for old in self._freed.pop(stream, ()):
             if clock.get(old.stream, 0) < old.time:
                 self._report("reuse", old, new)

@@ -42,11 +42,12 @@ def unmatched(logs: Logs) -> list[str]:
         for rank, log in logs.items()
     }
     has: dict[Hashable, dict[int, RankPart]] = defaultdict(dict)
+    where: dict[tuple[Hashable, int], str] = {}
     early: set[Hashable] = set()
     for rank, log in logs.items():
         for number, issued in enumerate(log):
             for part in issued.parts:
-                has[part.key][rank] = part
+                has[part.key][rank], where[part.key, rank] = part, issued.where
                 if number < last[rank]:
                     early.add(part.key)
     found = []
@@ -56,7 +57,9 @@ def unmatched(logs: Logs) -> list[str]:
         # A message is so many bytes, of whatever shape.
         kinds = {part.moved if part.ends else part.content for part in parts.values()}
         if len(kinds) > 1 or (missing and key in early):
-            ranks = [f"rank {rank} has {part.content}" for rank, part in parts.items()]
+            ranks = [
+                f"rank {rank} has {part.content}{where[key, rank]}" for rank, part in parts.items()
+            ]
             ranks += [f"rank {rank} has none" for rank in missing]
             found.append(f"{name_of(key)}: {', '.join(ranks)}")
     return found

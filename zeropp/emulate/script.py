@@ -5,10 +5,11 @@ refuses what has none."""
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from importlib import import_module
@@ -28,18 +29,24 @@ from torch.utils import data
 
 from zeropp.emulate.data_parallel import DataParallel
 from zeropp.emulate.device import VirtualDevice
+from zeropp.emulate.log import line_here, shown
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.private_names import (
     AUTOCAST,
     BATCHES,
+    BEFORE_STAGES,
     NUMBER_OF_STEPS,
+    SHAPES_ARE_UNKNOWN,
     is_known,
     set_numbers,
+    shapes_of,
+    with_values,
     without_modes,
 )
 from zeropp.emulate.world import (
     MOST_KNOWN,
     is_taken_for_true,
+    like,
     replaced,
     same_everywhere,
     take_for_true,
@@ -69,7 +76,6 @@ _FINITE, _ALL = (torch.isfinite, Tensor.isfinite), (torch.all, Tensor.all)
 _MADE_ON_HOST = (torch.randint, torch.randperm, torch.arange)
 # What helps against an error whose own words do not say it, by the name of its type.
 _HELP = {
-    "PipeliningMetadataError": "give PipelineStage its input_args and output_args",
     "DynamicOutputShapeException": "a shape depends on values, which are not there",
 }
 
@@ -80,20 +86,20 @@ class ScriptError(ValueError):
 
 def why_not(path: str, rank: int, error: BaseException) -> str:
     """The line that says where and why a script cannot be emulated."""
-    folder = os.path.dirname(os.path.abspath(path))
     place, source = path, ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        name = os.path.abspath(frame.filename)
-        is_own = name.startswith(f"{folder}{os.sep}") and "site-packages" not in name
-        if is_own and os.path.isfile(name):
+    frames = traceback.extract_tb(error.__traceback__)
+    begin = next((n for n, frame in enumerate(frames) if frame.filename == path), len(frames))
+    for frame in frames[begin:]:
+        if shown(frame.filename) and os.path.isfile(frame.filename):
             place, source = f"{frame.filename}:{frame.lineno}", frame.line or ""
+    here = f" (on rank {rank})" if rank else ""
     if isinstance(error, SystemExit):
-        return f"{place}: on rank {rank} the script ends itself, by sys.exit({error.code!r})"
+        return f"{place}: the script ends itself, by sys.exit({error.code!r}){here}"
     kind = type(error).__name__
-    text = " ".join(str(error).split())[:300] or f"at {source}"
+    text = ": ".join(filter(None, (kind, " ".join(str(error).split())[:300].rstrip("."))))
     if kind in _HELP:
-        text = f"{text.rstrip('.')} ({_HELP[kind]})"
-    return f"{place}: rank {rank} cannot be emulated: {kind}: {text}"
+        text = f"{text} ({_HELP[kind]})"
+    return f"{place}: cannot be emulated: {text}, at `{source}`{here}"
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -116,6 +122,7 @@ def as_launched(
     rank: int,
     world: int,
     cluster: Cluster,
+    objects: Objects,
 ) -> Iterator[None]:
     """Inside this context the process looks as if torchrun had started it with a script on the
     nodes of a cluster, whose GPUs are the emulated device."""
@@ -125,8 +132,8 @@ def as_launched(
     os.environ |= {"GROUP_RANK": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     folder = os.path.dirname(os.path.abspath(path))
     command = (sys, "argv", [path, *arguments]), (sys, "path", [folder, *sys.path])
-    cuda = _cuda(memory, cluster.device, per_node)
-    stand_ins = (*_distributed(device, rank, world), *_objects(rank), *cuda, *_training(device))
+    peers = (*_distributed(device, rank, world), *_objects(rank, objects))
+    stand_ins = (*peers, *_cuda(memory, cluster.device, per_node), *_training(device))
     with replaced(*command, *stand_ins), _CudaIsHere(device):
         yield
 
@@ -141,120 +148,189 @@ def _distributed(device: VirtualDevice, rank: int, world: int) -> Iterator[tuple
         with without_modes():  # it reads the values of tensors
             return mesh("cpu", *sizes, **keywords)
 
-    def join(*_: object, world_size: int = -1, device_id: object = None, **__: object) -> None:
+    def join(world_size: int, device_id: object) -> None:
         if world_size not in (-1, world):
             line = f"init_process_group(world_size={world_size}): give --ranks {world_size}"
             raise ScriptError(line)
         device.is_connected = device_id is not None
 
-    def run_here(fn: Any, args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def run_here(fn: Any, args: Sequence[Any], nprocs: int) -> None:
         if nprocs != world:
             raise ScriptError(f"spawn(nprocs={nprocs}): give --ranks {nprocs}")
         fn(rank, *args)
 
+    def prepare_stage(prepare: Any, stage: Any, microbatches: int, *args: Any, **kw: Any) -> Any:
+        passed = shapes_of(stage, *args, **kw)
+        prepare(stage, microbatches, *args, **kw)
+        return passed
+
     yield from wherever_imported(
         {
-            dist.init_process_group: join,
-            dist.destroy_process_group: _nothing,
-            dist.monitored_barrier: _nothing,
+            dist.init_process_group: like(dist.init_process_group, join),
+            dist.destroy_process_group: like(dist.destroy_process_group, None),
+            dist.monitored_barrier: like(dist.monitored_barrier, None),
             mesh: mesh_on_cpu,
-            spawn: run_here,
+            spawn: like(spawn, run_here),
             nn.parallel.DistributedDataParallel: DataParallel,
         }
     )
+    if SHAPES_ARE_UNKNOWN[0]:
+        yield *SHAPES_ARE_UNKNOWN, lambda *_: False
+        yield *BEFORE_STAGES, _around(getattr(*BEFORE_STAGES), prepare_stage)
     for owner, name, line in _NOT_EMULATED:
         yield owner, name, _refuse(line)
 
 
-def _objects(rank: int) -> Iterator[tuple[Any, str, Any]]:
-    """What sends objects. Parameters have torch's names, as scripts give them by name."""
+class UnknownObjectError(BaseException):
+    """A peer's object is wanted that nobody has sent so far; no ``except Exception`` stops this."""
 
-    def check_source(name: str, src: int | None, group: Any, group_src: int | None) -> None:
-        if src is None:
-            src = dist.get_process_group_ranks(group)[group_src or 0]
-        if src != rank:
-            raise ScriptError(f"{name}: what rank {src} sends is not known on rank {rank}")
+    def __init__(self, key: Hashable, source: int) -> None:
+        super().__init__()
+        self.wants = key, source, line_here()
 
-    def broadcast(
-        object_list: list[Any],
-        src: int | None = None,
-        group: Any = None,
-        device: object = None,
-        group_src: int | None = None,
-    ) -> None:
-        del object_list, device
-        check_source("broadcast_object_list", src, group, group_src)
+
+class Objects:
+    """The objects that ranks send each other: those that other ranks sent when they were traced
+    are ``known``, and what this one sends is in ``sent``, both pickled."""
+
+    def __init__(self, known: Mapping[Hashable, bytes]) -> None:
+        self.known, self.sent = known, dict[Hashable, bytes]()
+        self._counts: Counter[Hashable] = Counter()
+
+    def pass_on(self, name: Hashable, source: int, objects: list[Any] | None) -> Any:
+        """Send these objects under a name or, with None, give what ``source`` sends under it."""
+        self._counts[name] += 1
+        key = name, self._counts[name]
+        if objects is not None:
+            self.sent[key] = pickle.dumps(with_values(objects))
+        elif key not in self.known:
+            raise UnknownObjectError(key, source)
+        return objects or pickle.loads(self.known[key])
+
+
+def _objects(rank: int, objects: Objects) -> Iterator[tuple[Any, str, Any]]:
+    """What sends objects."""
+
+    def among(group: Any, end: int | None, group_end: int | None) -> tuple[tuple[int, ...], int]:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return ranks, ranks[group_end or 0] if end is None else end
+
+    def send(object_list: list[Any], dst: Any, group: Any, group_dst: Any) -> None:
+        ranks, target = among(group, dst, group_dst)
+        objects.pass_on((ranks, rank, target), rank, object_list)
+
+    def receive(object_list: list[Any], src: Any, group: Any, group_src: Any) -> int:
+        ranks, source = among(group, src, group_src)
+        object_list[:] = objects.pass_on((ranks, source, rank), source, None)
+        return source
+
+    def broadcast(object_list: list[Any], src: Any, group: Any, group_src: Any) -> None:
+        ranks, source = among(group, src, group_src)
+        given = object_list if source == rank else None
+        object_list[:] = objects.pass_on((ranks, source), source, given)
 
     def scatter(
         scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
-        group: Any = None,
-        group_src: int | None = None,
+        scatter_object_input_list: list[Any] | None,
+        src: Any,
+        group: Any,
+        group_src: Any,
     ) -> None:
-        check_source("scatter_object_list", src, group, group_src)
-        assert scatter_object_input_list is not None
-        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+        ranks, source = among(group, src, group_src)
+        given = scatter_object_input_list if source == rank else None
+        given = objects.pass_on((ranks, source), source, given)
+        scatter_object_output_list[0] = given[ranks.index(rank)]
 
-    def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    def gather(obj: Any, object_gather_list: list[Any] | None) -> None:
         same_everywhere(object_gather_list or [], obj)
 
-    objects = "a peer's objects are not known (give PipelineStage its input_args and output_args)"
-    yield from wherever_imported(
-        {
-            dist.recv_object_list: _refuse(objects),
-            dist.broadcast_object_list: broadcast,
-            dist.scatter_object_list: scatter,
-            dist.gather_object: gather,
-        }
-    )
+    calls: dict[Any, Any] = {
+        dist.send_object_list: send,
+        dist.recv_object_list: receive,
+        dist.broadcast_object_list: broadcast,
+        dist.scatter_object_list: scatter,
+        dist.gather_object: gather,
+    }
+    yield from wherever_imported({f: like(f, call) for f, call in calls.items()})
+
+
+def _each(names: str, answer: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), answer)
+
+
+# What ``torch.cuda`` and ``torch.accelerator`` answer that does not depend on the device, None
+# where it has no effect that is seen here; and what scripts are told to leave out.
+_ANSWERS: dict[str, Any] = {
+    **_each("caching_allocator_enable check_error empty_cache empty_host_cache init", None),
+    **_each("ipc_collect reset_accumulated_host_memory_stats set_device set_device_idx", None),
+    **_each("reset_accumulated_memory_stats reset_max_memory_allocated set_device_index", None),
+    **_each("reset_max_memory_cached reset_peak_host_memory_stats set_sync_debug_mode", None),
+    **_each("reset_peak_memory_stats set_per_process_memory_fraction set_rng_state", None),
+    **_each("manual_seed manual_seed_all seed seed_all set_rng_state_all", None),
+    **_each("is_available is_initialized is_bf16_supported is_tf32_supported", True),
+    **_each("can_device_access_peer", True),
+    **_each("is_current_stream_capturing", False),
+    **_each("clock_rate device_memory_used power_draw temperature utilization", 0),
+    **_each("memory_usage get_sync_debug_mode current_device_index current_device", 0),
+    **_each("current_device_idx", 0),
+    **_each("get_gencode_flags list_gpu_processes memory_summary", ""),
+    "current_accelerator": torch.device("cpu"),
+    "get_allocator_backend": "native",
+    "get_arch_list": ["sm_90"],
+    "get_per_process_memory_fraction": 1.0,
+    "memory_snapshot": [],
+}
+_LEFT_OUT = """CUDAGraph CUDAPluggableAllocator ExternalStream GreenContext Graph MemPool
+    caching_allocator_alloc caching_allocator_delete caching_allocator_disabled
+    change_current_allocator current_blas_handle current_solver_handle get_stream_from_external
+    graph graph_pool_handle make_graphed_callables use_mem_pool"""
+
+
+class _Generator(torch.Generator):
+    """One of a GPU is one of the CPU."""
+
+    def __new__(cls, device: object = None) -> Any:
+        del device
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any, str, Any]]:
-    """What ``torch.cuda`` tells of the emulated device."""
+    """What ``torch.cuda`` and ``torch.accelerator`` tell of the emulated device."""
     capacity = int(gpu.memory_gib * _GIB)
     properties = SimpleNamespace(
         name=gpu.name, total_memory=capacity, major=9, minor=0, multi_processor_count=gpu.units
     )
-
-    def allocated(*_: object, **__: object) -> int:
-        return memory.allocated
-
-    stand_ins: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_bf16_supported": lambda *_, **__: True,
+    free = lambda: (capacity - memory.allocated, capacity)  # noqa: E731
+    calls = _ANSWERS | {
+        "cudart": lambda: SimpleNamespace(cudaProfilerStart=_nothing, cudaProfilerStop=_nothing),
         "device_count": lambda: per_node,
-        "current_device": lambda: 0,
-        "device": lambda *_: nullcontext(),
-        "get_device_properties": lambda *_: properties,
-        "get_device_name": lambda *_: properties.name,
-        "get_device_capability": lambda *_: (9, 0),
-        "mem_get_info": lambda *_: (capacity - allocated(), capacity),
-        "memory_summary": lambda *_, **__: "",
-        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_device_properties": lambda: properties,
+        "get_device_name": lambda: properties.name,
+        "get_memory_info": free,
+        "mem_get_info": free,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": torch.get_rng_state,
         "get_rng_state_all": lambda: [torch.get_rng_state()] * per_node,
     }
-    on_both: dict[str, Any] = {"memory_stats": lambda *_: defaultdict(int)}
-    for kind in ("allocated", "reserved"):
-        on_both |= {f"memory_{kind}": allocated, f"max_memory_{kind}": allocated}
-    quiet = ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
-    on_both |= dict.fromkeys(quiet, _nothing)
-    # Seeds have no stand-in: without a GPU torch keeps them for later.
-    calls = "init ipc_collect reset_max_memory_allocated set_device set_per_process_memory_fraction"
-    calls += " set_rng_state set_rng_state_all set_sync_debug_mode"
-    stand_ins |= on_both | dict.fromkeys(calls.split(), _nothing)
-    yield from ((torch.cuda, name, stand_in) for name, stand_in in stand_ins.items())
+    calls |= _each("device device_index device_of", lambda: nullcontext())
+    for kind in ("allocated", "cached", "reserved"):
+        calls |= _each(f"memory_{kind} max_memory_{kind}", lambda: memory.allocated)
+    for kind in ("memory_stats", "host_memory_stats"):
+        calls |= _each(f"{kind} {kind}_as_nested_dict", lambda: defaultdict(int))
+    for owner in (torch.cuda, torch.accelerator):
+        for name in dir(owner):
+            if name in calls:
+                yield owner, name, like(getattr(owner, name), calls[name])
+            elif name in _LEFT_OUT.split():
+                yield owner, name, _refuse(f"torch.cuda.{name} is not emulated: leave it out")
+    for owner, answer in ((torch.cuda, (9, 0)), (torch.accelerator, {})):
+        name = "get_device_capability"
+        yield owner, name, like(getattr(owner, name), answer)
     yield from ((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark"))
-    on_accelerator = {
-        "is_available": lambda: True,
-        "device_count": lambda: per_node,
-        "current_accelerator": lambda *_, **__: torch.device("cpu"),
-        "current_device_index": lambda: 0,
-        "set_device_index": _nothing,
-        "device_index": lambda *_: nullcontext(),
-    }
-    for name, stand_in in (on_both | on_accelerator).items():
-        yield torch.accelerator, name, stand_in
+    for name in ("_record_memory_history", "_dump_snapshot", "_snapshot"):
+        yield torch.cuda.memory, name, _nothing
+    yield torch, "Generator", _Generator
+    yield torch, "get_device_module", lambda device=None: torch.cuda
 
 
 def _training(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:

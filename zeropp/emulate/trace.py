@@ -13,11 +13,11 @@ import multiprocessing
 import os
 import runpy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,11 +28,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeropp.emulate.device import Describe, VirtualDevice
 from zeropp.emulate.emulation import as_on_cuda, emulated
 from zeropp.emulate.kernels import describe
-from zeropp.emulate.log import STEP, Issued
+from zeropp.emulate.log import STEP, Issued, line_here
 from zeropp.emulate.memory import Allocations, observed
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import unmatched
-from zeropp.emulate.script import ScriptError, as_launched, why_not
+from zeropp.emulate.script import Objects, ScriptError, UnknownObjectError, as_launched, why_not
 from zeropp.emulate.world import Fill, fake_world, replaced, without_values
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import MemoryBytes, Plan
@@ -63,18 +63,27 @@ class _EnoughError(BaseException):
 @dataclass(frozen=True)
 class Trace:
     """The trace of one rank: bytes by kind at the peak of a step, the seconds that it took to trace
-    and, if its time is wanted, what its host has issued."""
+    and, if its time is wanted, what its host has issued. Of a script, ``sent``: the objects that it
+    has sent; ``wants``: the object, its source and the script's line, for which it was cut off."""
 
     rank: int
     memory: MemoryBytes
     seconds: float
     log: Sequence[Issued] = ()
+    sent: Mapping[Hashable, bytes] = field(default_factory=dict)
+    wants: tuple[Hashable, int, str] | None = None
 
     @property
     def peers(self) -> set[int]:
         """The ranks with which it exchanges messages."""
         parts = [part for issued in self.log for part in issued.parts]
         return {end for part in parts if part.ends for end in part.ends} - {self.rank}
+
+    @property
+    def replicas(self) -> set[int]:
+        """The second and the last rank of every group in whose collectives it takes part."""
+        groups = {part.among for issued in self.log for part in issued.parts if not part.ends}
+        return {rank for group in groups for rank in (*group[1:2], *group[-1:])}
 
 
 def trace_ranks(
@@ -101,25 +110,45 @@ def trace_script(
     tell: Callable[[int], None] = lambda _: None,
 ) -> list[Trace]:
     """Trace rank 0 of ``world`` and all ranks that messages connect it with, which are those of its
-    pipeline; the others are taken to do the same. Memory is that of the second step. ``tell`` is
-    called with how many are traced. Raises ScriptError if the script does not get so far, and if
-    what these ranks exchange does not match."""
+    pipeline. Of every group in whose collectives rank 0 takes part, the second and the last rank,
+    with their pipelines, are traced to compare; all others are taken to do the same. Memory is that
+    of the second step. ``tell`` is called with how many are traced. Raises ScriptError if the
+    script does not get so far, and if what these ranks exchange does not match."""
     traces: dict[int, Trace] = {}
+    objects: dict[Hashable, bytes] = {}
+    wants: dict[int, tuple[Hashable, int, str]] = {}
+    trace_rank = partial(_trace_script, path, tuple(arguments), world, cluster, objects)
+
+    def trace_all(wanted: set[int]) -> None:
+        while missing := wanted - traces.keys():
+            ready = [r for r in sorted(missing) if r not in wants or wants[r][0] in objects]
+            if not ready:
+                (rank, (_, source, where)), *_ = wants.items()
+                line = f"rank {rank} waits for an object that rank {source} does not send{where}"
+                raise ScriptError(f"{path}: {line}")
+            for trace in _in_processes(trace_rank, ready):
+                objects.update(trace.sent)
+                if trace.wants:
+                    wants[trace.rank] = trace.wants
+                    wanted.add(trace.wants[1])
+                else:
+                    traces[trace.rank] = trace
+                    wants.pop(trace.rank, None)
+                    wanted |= trace.peers
+                    tell(len(traces))
+
     wanted = {0}
-    trace_rank = partial(_trace_script, path, tuple(arguments), world, cluster)
-    while missing := sorted(wanted - set(traces)):
-        try:
-            for trace in _in_processes(trace_rank, missing):
-                traces[trace.rank] = trace
-                wanted |= trace.peers
-                tell(len(traces))
-        except BrokenProcessPool:
-            ranks = ", ".join(map(str, missing))
-            line = f"the process of rank {ranks} was killed (by os._exit, or for its memory)"
-            raise ScriptError(f"{path}: {line}") from None
+    try:
+        trace_all(wanted)
+        pipeline = sorted(traces)
+        trace_all(traces[0].replicas)
+    except BrokenProcessPool:
+        ranks = ", ".join(map(str, sorted(wanted - traces.keys())))
+        line = f"the process of rank {ranks} was killed (by os._exit, or for its memory)"
+        raise ScriptError(f"{path}: {line}") from None
     if found := unmatched({rank: trace.log for rank, trace in traces.items()}):
         raise ScriptError(f"{path}: its ranks would wait for ever on GPUs: {found[0]}")
-    return [traces[rank] for rank in sorted(traces)]
+    return [traces[rank] for rank in pipeline]
 
 
 def _in_processes(trace: Callable[[int], Trace], ranks: Sequence[int]) -> Iterator[Trace]:
@@ -146,6 +175,7 @@ def _alone(
     torch.set_num_threads(1)  # other ranks have the other cores
     memory = Allocations()
     device = VirtualDevice(memory=memory, describe=kernel)
+    device.is_faked = True
     with (
         fake_world(rank, world, fill),
         FakeTensorMode(allow_non_fake_inputs=is_script),
@@ -192,9 +222,14 @@ def _trace_rank(
 
 
 def _trace_script(
-    path: str, arguments: Sequence[str], world: int, cluster: Cluster, rank: int
+    path: str,
+    arguments: Sequence[str],
+    world: int,
+    cluster: Cluster,
+    known: Mapping[Hashable, bytes],
+    rank: int,
 ) -> Trace:
-    begin = time.perf_counter()
+    begin, objects = time.perf_counter(), Objects(known)
     peaks: list[MemoryBytes] = []
     stepped: list[object] = []
 
@@ -210,14 +245,18 @@ def _trace_script(
 
     with (
         _alone(rank, world, describe, is_script=True) as (device, allocations),
-        as_launched(device, allocations, path, arguments, rank, world, cluster),
+        as_launched(device, allocations, path, arguments, rank, world, cluster, objects),
     ):
         log = device.log
+        log.where = line_here
         handle = register_optimizer_step_post_hook(count)
         try:
             runpy.run_path(path, run_name="__main__")
         except _EnoughError:
-            return Trace(rank, peaks[-1], time.perf_counter() - begin, log.issued)
+            seconds = time.perf_counter() - begin
+            return Trace(rank, peaks[-1], seconds, log.issued, objects.sent)
+        except UnknownObjectError as error:
+            return Trace(rank, MemoryBytes(), 0.0, (), objects.sent, error.wants)
         except (Exception, SystemExit) as error:
             raise ScriptError(why_not(path, rank, error)) from None
         finally:

@@ -3,6 +3,7 @@ without values."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +56,24 @@ def wherever_imported(functions: Mapping[Any, Any]) -> Iterator[tuple[Any, str, 
                 yield module, name, by_id[id(value)]
 
 
+def like(original: Any, call: Any) -> Any:
+    """A stand-in for a function or a class of torch, which takes what torch's takes, by place and
+    by keyword, and refuses what torch's refuses. Of that it gives ``call`` what this has parameters
+    for, by torch's names; where ``call`` is no function, it is the answer."""
+    taken = inspect.signature(original)
+    wanted = inspect.signature(call).parameters if callable(call) else None
+
+    @wraps(original, updated=())
+    def stand_in(*arguments: Any, **keywords: Any) -> Any:
+        bound = taken.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        if wanted is None:
+            return call
+        return call(**{name: bound.arguments[name] for name in wanted})
+
+    return stand_in
+
+
 @contextmanager
 def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
     """Inside this context the process is rank ``rank`` of ``size``, for torch and in the usual
@@ -70,7 +89,8 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     dist.init_process_group("fake", rank=rank, world_size=size)
     # A send ends at once; otherwise its tensor would be kept until the end of the step.
     work = type(dist.all_reduce(torch.zeros(1), async_op=True))
-    functions: dict[Any, Any] = {dist.all_gather_object: same_everywhere}
+    gather = dist.all_gather_object
+    functions: dict[Any, Any] = {gather: like(gather, same_everywhere)}
     leaves_outputs = not hasattr(dist, "reduce_scatter_single")  # before torch 2.13
     if leaves_outputs:
         functions[dist.reduce_scatter_tensor] = _scattered(dist.reduce_scatter_tensor)
@@ -157,9 +177,8 @@ def _exchanged(original: Any) -> Any:
     return exchange
 
 
-def same_everywhere(object_list: list[Any], obj: Any, group: object = None) -> None:
+def same_everywhere(object_list: list[Any], obj: Any) -> None:
     """Stands for what gathers objects: peers have the same."""
-    del group
     object_list[:] = [obj] * len(object_list)
 
 
