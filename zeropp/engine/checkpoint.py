@@ -13,12 +13,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,16 @@ from zeropp.engine.errors import together
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import ElementRange, Slot
 from zeropp.engine.optimizer import Updater
-from zeropp.engine.optimizer_state import OptimizerState, states, take_over
+from zeropp.engine.optimizer_state import (
+    Kept,
+    OptimizerState,
+    kept_by,
+    own_numbers,
+    set_own_numbers,
+    states,
+    take_over,
+)
+from zeropp.engine.update_rules import parts_of
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 
@@ -50,9 +59,31 @@ class HeldPart(Tensor):
     of a row, whole rows, and part of a row. No DTensor describes that. The three methods by which
     DTensor does so (``torch/distributed/checkpoint/planner_helpers.py``) tell torch where the boxes
     lie, and it writes and reads each as it lies in memory: nothing is gathered, nothing is copied.
+    It can be copied and moved; whatever else reads or writes its values raises RuntimeError.
     """
 
     boxes: tuple[Box, ...]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> HeldPart:
+        """A copy of the part; or, for a stager of torch, one that it gives boxes of its own."""
+        name, part = function.overloadpacket.__name__, args[0]
+        if name in ("detach", "clone", "_to_copy"):
+            more = kwargs or {}
+            copied = [(at, function(box, *args[1:], **more)) for at, box in part.boxes]
+            return make_part(part.shape, copied)
+        if name == "new_empty" and part.shape == tuple(args[1]):
+            return make_part(part.shape, [((), function(part.boxes[0][1], (0,), **kwargs))])
+        raise RuntimeError(_ONLY_A_PART)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(_ONLY_A_PART)
+
+    # What reads values without an operator: pickle and torch.save, safetensors, numpy.
+    __reduce_ex__ = storage = untyped_storage = _refuse
+    numpy = tolist = item = __array__ = __dlpack__ = _refuse
 
     def is_cut_as(self, other: HeldPart) -> bool:
         """Whether another part of the same tensor has the same boxes."""
@@ -96,12 +127,18 @@ class HeldPart(Tensor):
 
 def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> HeldPart:
     """A part of a tensor of this shape; the boxes share memory with what they describe."""
-    element = torch.empty((), dtype=boxes[0][1].dtype)
-    part = element.expand(tuple(shape)).as_subclass(HeldPart)
+    like = boxes[0][1]
+    make: Any = HeldPart._make_wrapper_subclass  # a tensor without memory
+    part: HeldPart = make(HeldPart, tuple(shape), dtype=like.dtype, device=like.device)
     part.boxes = tuple(boxes)
     return part
 
 
+_ONLY_A_PART = (
+    "state_dict: this tensor has only this rank's part of its values, for "
+    "torch.distributed.checkpoint (for whole tensors call model.full_state_dict(), for files "
+    "model.save)"
+)
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
 _SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
@@ -202,14 +239,16 @@ class Checkpointer:
         engine.steps_done = int(state.steps_done)
         engine.skipped_steps.copy_(state.skipped_steps)
         if optimizer:
-            take_over(updater, state.states, engine.steps_done - int(state.skipped_steps))
-        for group in updater.optimizer.param_groups:
-            for tensor in group["params"]:
-                for key, value in state.settings.get(updater.groups.get(id(tensor), ""), ()):
-                    if isinstance(group.get(key), Tensor):
-                        group[key].fill_(value)
-                    else:
-                        group[key] = value
+            updates = engine.steps_done - int(state.skipped_steps)
+            take_over(updater, state.kept, state.states, updates)
+        for name, part, group in _groups_of(updater):
+            values = dict(state.settings.get(name, ()))
+            set_own_numbers(part, values.pop(_OWN, {}))
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
         for flat in engine.flats:
             flat.gather_updated()
 
@@ -357,6 +396,7 @@ _BESIDE = (OPTIMIZER, STEPS, SKIPPED)  # what a state dict has beside the model'
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
 # Settings that say how an optimizer computes depend on the machine, so they are not saved.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+_OWN = "numbers of the optimizer itself"  # a setting, beside those of a group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +406,8 @@ class State:
     ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
     of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
     numbers. ``settings``: learning rate and other numbers of each optimizer group, by its name.
-    ``states``: the same as ``optimizer``, per flat tensor that the optimizer updates.
+    ``kept`` and ``states``: the same as ``optimizer``, per optimizer, and per flat tensor that it
+    updates.
     """
 
     model: dict[str, Tensor]
@@ -374,6 +415,7 @@ class State:
     settings: dict[str, Settings]
     steps_done: Tensor
     skipped_steps: Tensor
+    kept: Sequence[Kept]
     states: list[OptimizerState]
 
     def named(self) -> dict[str, Any]:
@@ -393,7 +435,8 @@ def _state_of(engine: Engine) -> State:
     model = engine.buffers()
     for flat in engine.flats:
         model.update(_described("{}", flat, flat.rows, flat.layout.owned))
-    held = list(states(engine.updater, engine.flats))
+    kept = kept_by(engine.updater)
+    held = list(states(kept, engine.flats))
     optimizer: dict[str, Tensor] = {}
     for state in held:
         flat, shard = state.flat, state.shard
@@ -406,42 +449,60 @@ def _state_of(engine: Engine) -> State:
     return State(
         model=model,
         optimizer=optimizer,
-        settings=_settings_of(engine.updater),
+        settings=_settings_of(engine.updater, kept),
         steps_done=torch.tensor(engine.steps_done),
         skipped_steps=torch.tensor(int(engine.skipped_steps)),
+        kept=kept,
         states=held,
     )
 
 
-def _check_known(state: State, saved: Iterable[str], place: Path) -> None:
-    """Refuse a checkpoint with parameters or buffers that no rank has; collective."""
-    held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, [*state.model])
-    known = {f"model.{name}" for names in held for name in names}
-    beside = tuple(f"model.{name}" for name in _BESIDE)
-    for name in sorted(saved):
-        if name.startswith("model.") and not name.startswith(beside) and name not in known:
-            raise CheckpointError(
-                f"{place}: has {name}, but the model has nothing of that name (it is that of other "
-                "layers; weights_only=True reads what both have)"
-            )
+def _check_known(state: State, saved: Collection[str], place: Path) -> None:
+    """Refuse a checkpoint that has parameters, buffers or optimizer state which no rank has, or
+    has not what a rank needs; collective. Settings of optimizer groups may differ."""
+    optimizer = f"{OPTIMIZER}."
+    own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
+    held: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(held, own)
+    known, beside = set().union(*held), (f"{optimizer}{SETTINGS}.", STEPS, SKIPPED)
+    names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    names = {name for name in names if not name.startswith(beside)}
+    for name in sorted(names ^ known):
+        has, has_not = ("it", "the model") if name in names else ("the model", "it")
+        kind = "optimizer" if name.startswith(optimizer) else "layers"
+        raise CheckpointError(
+            f"{place}: {has} has {name}, but {has_not} has nothing of that name, so that it is of "
+            f"another {kind} (weights_only=True reads the parameters and buffers that both have)"
+        )
 
 
-def _settings_of(updater: Updater) -> dict[str, Settings]:
+def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
     """The settings of each optimizer group that are numbers (also as tensors, which torch allows
     for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
-    may have changed or added some."""
-    return {
-        updater.groups[id(tensor)]: tuple(
-            (key, plain)
-            for key, value in group.items()
-            for plain in [_plain(value)]
-            if key not in _OF_MACHINE and _is_plain(plain)
-        )
-        for group in updater.optimizer.param_groups
-        for tensor in group["params"]
-        if id(tensor) in updater.groups
-    }
+    may have changed or added some. With them come the numbers of its optimizer itself."""
+    own = dict(zip(map(id, parts_of(updater.optimizer)), kept, strict=True))
+    settings: dict[str, Settings] = {}
+    for name, part, group in _groups_of(updater):
+        numbers = _plain_ones(own_numbers(part, own[id(part)]))
+        plain = _plain_ones({key: one for key, one in group.items() if key not in _OF_MACHINE})
+        settings[name] = (*plain.items(), *([(_OWN, numbers)] if numbers else []))
+    return settings
+
+
+def _groups_of(
+    updater: Updater,
+) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
+    """The optimizer's groups, each under the name and place that it has on every rank, with the
+    optimizer that has it."""
+    pairs = [(part, g) for part in parts_of(updater.optimizer) for g in part.param_groups]
+    for place, (part, group) in enumerate(pairs):
+        for name in {updater.groups[id(x)]: 0 for x in group["params"] if id(x) in updater.groups}:
+            yield f"{name}.{place}", part, group
+
+
+def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: _plain(value) for key, value in values.items()}
+    return {key: value for key, value in plain.items() if _is_plain(value)}
 
 
 def _plain(value: object) -> object:
@@ -490,7 +551,7 @@ def boxes(
 
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
-) -> Iterator[tuple[str, HeldPart]]:
+) -> Iterator[tuple[str, Tensor]]:
     """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
@@ -504,7 +565,9 @@ def _described(
         if 0 in slot.shape:
             held_boxes = [((0,) * len(slot.shape), tensor.new_empty(slot.shape))]
         if held_boxes:
-            part = make_part(slot.shape, held_boxes)
+            part: Tensor = make_part(slot.shape, held_boxes)
+            if dist.get_world_size() == 1:
+                part = held_boxes[0][1]  # the tensor itself
             yield from ((name.format(key), part) for key in _keys(slot))
 
 

@@ -6,6 +6,8 @@ works without each.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,14 +15,20 @@ import torch
 
 
 @contextmanager
-def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside this context a step of the optimizer, or of those it consists of, calls no hooks."""
-    parts = [optimizer, *getattr(optimizer, "parts", ())]
-    hooks = [(x, x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in parts]
-    for part in parts:
-        part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = {}, {}
+def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside this context a step of the optimizer calls no hooks, since no update is under way, in
+    which they could clip; after it the optimizer, its groups and its state are as before it."""
+    own, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
+    devices = {one.device for group in groups for one in group["params"] if one.is_cuda}
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
+    kept = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, kept)
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        for part, before, after in hooks:
-            part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = before, after
+        vars(optimizer).clear()
+        vars(optimizer).update(own)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)

@@ -34,8 +34,10 @@ class Updater:
 
     def __post_init__(self) -> None:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.begins_with_state = bool(self.optimizer.state)  # Adagrad's does
-        self.is_updating = False
+        # Adagrad's does; a look-up may leave nothing but an empty dict.
+        kept = self.optimizer.state.values()
+        self.begins_with_state = any(isinstance(one, dict) and one for one in kept)
+        self.is_updating = self.has_updated = False
         self.optimizer.register_step_pre_hook(self._check_moment)
 
     def _check_moment(self, *_: object) -> None:
@@ -111,6 +113,9 @@ class Updater:
                 del optimizer.found_inf
             elif bool(finite):
                 optimizer.step()
+            else:
+                return
+            self.has_updated = True
         finally:
             self.is_updating = False
 

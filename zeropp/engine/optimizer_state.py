@@ -1,4 +1,4 @@
-"""What an optimizer keeps of its tensors, for checkpoints.
+"""What an optimizer keeps of its tensors and beside them, for checkpoints.
 
 An optimizer makes its state in its first step. A checkpoint from before that has such state, too,
 because a reader must name the tensors before it reads them; it counts only once a step was not
@@ -7,64 +7,96 @@ skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp.engine.checkpoint_private_names import without_hooks
+from zeropp.engine.checkpoint_private_names import as_before
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import OptimizerShard
 from zeropp.engine.optimizer import Updater
-from zeropp.engine.update_rules import is_of_elements
+from zeropp.engine.update_rules import is_of_elements, parts_of
+
+Kept = Mapping[Any, Any]  # of one optimizer, by tensor, or by a key of its own
 
 
-def states(updater: Updater, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
-    """What an optimizer keeps of each tensor of the flat buffers.
+def kept_by(updater: Updater) -> Sequence[Kept]:
+    """All that each optimizer keeps, of its tensors and beside them.
 
-    Before its first update that is what it keeps after a step with zeros for values and gradients,
-    at step 0; the optimizer itself, and what it updates, stay as they were.
+    Before its first update that is, beside what it has, what it keeps after a step with zeros for
+    values and gradients; the optimizer itself, and what it updates, stay as they were.
     """
-    kept = updater.optimizer.state or _state_to_be(updater.optimizer)
+    parts = parts_of(updater.optimizer)
+    return [part.state for part in parts] if updater.has_updated else _kept_to_be(parts)
+
+
+def states(kept: Iterable[Kept], flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
+    """What an optimizer keeps of each tensor of the flat buffers."""
+    every = {key: value for part in kept for key, value in part.items() if isinstance(key, Tensor)}
     for flat in flats:
         for shard in flat.owned:
-            if values := kept.get(shard.tensor):
+            if values := every.get(shard.tensor):
                 yield OptimizerState.of(flat, shard, values)
 
 
-def take_over(updater: Updater, read: Iterable[OptimizerState], updates: int) -> None:
+def take_over(
+    updater: Updater, kept: Sequence[Kept], read: Iterable[OptimizerState], updates: int
+) -> None:
     """Let an optimizer go on from what has been read into these states after so many steps that
     were not skipped, or, after none, from the start."""
     if not updates and not updater.begins_with_state:
-        updater.optimizer.state.clear()
+        for part in parts_of(updater.optimizer) if updater.has_updated else ():
+            part.state.clear()
+        updater.has_updated = False
         return
-    for state in read:
-        updater.optimizer.state[state.shard.tensor] = state.read()
+    values = {state.shard.tensor: state.read() for state in read}
+    for part, own in zip(parts_of(updater.optimizer), kept, strict=True):
+        part.state.update({key: values.get(key, value) for key, value in own.items()})
+    updater.has_updated = True
 
 
-def _state_to_be(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]]:
-    settings = [dict(group) for group in optimizer.param_groups]
-    tensors = list(chain.from_iterable(group["params"] for group in settings))
+def own_numbers(part: torch.optim.Optimizer, kept: Kept) -> dict[str, Any]:
+    """What an optimizer keeps beside its tensors: under other keys of its state, and in a state
+    dict of its own."""
+    has_own = type(part).state_dict is not torch.optim.Optimizer.state_dict
+    saved = part.state_dict() if has_own else {}
+    own = {f"own {key}": saved[key] for key in saved if key not in ("state", "param_groups")}
+    return own | {f"state {k}": v for k, v in kept.items() if not isinstance(k, Tensor)}
+
+
+def set_own_numbers(part: torch.optim.Optimizer, numbers: Mapping[str, Any]) -> None:
+    """Set what ``own_numbers`` gives."""
+    saved = {key: numbers[f"own {key}"] for key in part.state_dict() if f"own {key}" in numbers}
+    if saved:
+        part.load_state_dict({**part.state_dict(), **saved})
+    kept: dict[Any, Any] = part.state
+    for key in [key for key in kept if f"state {key}" in numbers]:
+        like, number = kept[key], numbers[f"state {key}"]
+        kept[key] = torch.full_like(like, number) if isinstance(like, Tensor) else number
+
+
+def _kept_to_be(parts: Sequence[torch.optim.Optimizer]) -> Sequence[Kept]:
+    tensors = [one for part in parts for group in part.param_groups for one in group["params"]]
     values = [(tensor.data, tensor.grad) for tensor in tensors]
     for tensor in tensors:  # in memory of its own: what is updated whole has none now
         tensor.data = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         tensor.grad = torch.zeros_like(tensor)
+    made: list[dict[Any, Any]] = []
     try:
-        with without_hooks(optimizer):  # no update is under way, in which they could clip
-            optimizer.step()
+        for part in parts:
+            before = part.state
+            with as_before(part):
+                part.step()
+                made.append(part.state)
+            for key, value in before.items():
+                is_of_tensor = isinstance(value, dict)
+                made[-1][key] = {**made[-1].get(key, {}), **value} if is_of_tensor else value
     finally:
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group.update(before)
         for tensor, (data, gradient) in zip(tensors, values, strict=True):
             tensor.data, tensor.grad = data, gradient
-    made = dict(optimizer.state)
-    optimizer.state.clear()
-    for kept in made.values():
-        if "step" in kept:
-            kept["step"] *= 0
     return made
 
 

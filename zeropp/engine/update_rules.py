@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,18 +48,52 @@ def build_optimizer(
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers as one, for different parameters: groups and state are theirs."""
+    """Several optimizers as one, for different parameters. Groups and state are theirs, whatever
+    becomes of these, and are shown here."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts: Sequence[torch.optim.Optimizer] = ()
+        self._made: list[dict[str, Any]] = []  # while torch compares the groups
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
-        for part in parts:
-            self.state.update(part.state)
-            part.state = self.state
         # As torch's GradScaler asks: whether each leaves its update out if ``found_inf`` is 1.
         self._step_supports_amp_scaling = all(
             getattr(part, "_step_supports_amp_scaling", False) for part in parts
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what no part would see."""
+        if name not in ("param_groups", "state"):
+            super().__setattr__(name, value)
+        elif self.parts:
+            raise AttributeError(f"optimizer.{name}: each of several optimizers has its own")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, while this is made."""
+        if self.parts:
+            raise AttributeError("optimizer.add_param_group: no rank has other parameters")
+        super().add_param_group(param_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all, in their order."""
+        groups = [group for part in self.parts for group in part.param_groups]
+        return groups if self.parts else self._made
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """What each keeps of its parameters; to be read."""
+        kept = chain.from_iterable(part.state.items() for part in self.parts)
+        return MappingProxyType({k: v for k, v in kept if isinstance(k, Tensor)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of each, in their order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` has given into each."""
+        for part, own in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(own)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of each."""
@@ -69,6 +104,11 @@ class Optimizers(torch.optim.Optimizer):
             part.step()
             for name in overflow:
                 delattr(part, name)
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that were given: several, or the one itself."""
+    return optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> torch.optim.Optimizer:

@@ -226,7 +226,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._owners, self._reader = owners, reader
         self.draws = False
-        self._module = module or nn.Module()
+        self._module = nn.Module() if module is None else module
         self._held = {name: p.untyped_storage() for name, p in self._module.named_parameters()}
 
     def __torch_dispatch__(
