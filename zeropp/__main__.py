@@ -14,6 +14,7 @@ from zeropp.types.data import IN_WHEEL
 COMMANDS = {
     "run": ("run, submit or price one point, or a sweep of them", False),
     "status": ("every point of every sweep, and where it stands", False),
+    "cancel": ("the Slurm jobs of points that wait or run", False),
     "report": ("tables and figures of what was run", False),
     "tune": ("the best plan of every contender on a cluster, by the simulator", True),
     "explain": ("will another program's configuration fit, and what would be faster", True),

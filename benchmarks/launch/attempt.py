@@ -57,7 +57,7 @@ _PASSING = re.compile(
 )
 _NO_CAUSE = re.compile(  # lines of logs that only say that something ended
     r"^\s*$|lacks support for cpu binding|force terminated|terminated$|job step aborted|"
-    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
+    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited|^Try \"",
     re.I,
 )
 _LOG_BYTES = 20_000  # bytes at the end of a log that are read

@@ -22,7 +22,7 @@ GpuFlag = Literal["gpus-per-node", "gres", "gpus-per-task", "none"]
 # a flag map nor a variable may.
 OWNED = {
     *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
-    *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
+    *("nodes", "ntasks", "test-only", "clusters"),
     *("chdir", "error", "job-name", "open-mode", "output"),
 }
 _GPU_FLAGS = {"gpus-per-node", "gpus-per-task", "gpus", "gres"}
@@ -111,6 +111,8 @@ class SlurmOptions(LauncherOptions):
     snapshot: bool = False
     chain: bool = False
     max_running: int | None = None
+    name: str | None = None
+    wait: bool = False
     sbatch: Flags = field(default_factory=dict)
     queues: dict[int, Flags] = field(default_factory=dict)
     srun: Flags = field(default_factory=dict)
@@ -162,8 +164,9 @@ def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
 
 def _check_slurm(options: SlurmOptions) -> None:
     for group, flags in options.flag_maps.items():
-        for name in flags:
-            if dashed(name) in OWNED:
+        for name, value in flags.items():
+            is_tasks = dashed(name) == "ntasks-per-node" and (group, value) != ("sbatch", False)
+            if is_tasks or dashed(name) in OWNED:
                 raise SpecError(f"launcher.{group}.{name}: the suite sets this flag from the point")
             if dashed(name) in _GPU_FLAGS:
                 raise SpecError(

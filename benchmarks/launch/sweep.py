@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from benchmarks.launch.attempt import PROVENANCE
 from benchmarks.launch.launchers import LAUNCHERS
-from benchmarks.launch.options import LauncherOptions, read_launcher_options
+from benchmarks.launch.options import LauncherOptions, SlurmOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
 from benchmarks.launch.running import (
     LaunchError,
@@ -29,6 +29,7 @@ from benchmarks.launch.running import (
     say,
     say_outcome,
 )
+from benchmarks.launch.slurm import submit
 from benchmarks.records.record import RunRecord
 from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
@@ -37,7 +38,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
-_RUN_KEYS |= {"sequences_per_gpu", "repeats", "points"}
+_RUN_KEYS |= {"sequences_per_gpu", "repeats", "retries", "points"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
@@ -84,6 +85,8 @@ def announce(
     if len(todo) > len(distinct):
         line += f", {len(todo)} runs in all"
     line += f", {len(left)} under way" if left else ""
+    if others := under_way.keys() - {point.spec.spec_id for point in points}:
+        line += f" (and {len(others)} that are not of this sweep: zeropp status, zeropp cancel)"
     if recorded := len(points) - len(distinct) - len(left):
         line += f", {recorded} already recorded (rerun=all runs them again)"
     if failed:
@@ -156,8 +159,10 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     repeats = configs[0]["repeats"]
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
-    if type(repeats) is not int or repeats < 1:
-        raise SpecError(f"repeats={repeats!r}: must be a whole number, at least 1")
+    for key, least in (("repeats", 1), ("retries", 0)):
+        if type(number := configs[0].get(key, least)) is not int or number < least:
+            raise SpecError(f"{key}={number!r}: must be a whole number, at least {least}")
+    retries = configs[0].get("retries", 0)
     groups = _by_launcher(points, configs)
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
@@ -174,8 +179,10 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
                     "(use launcher=simulate, or model.document=0)"
                 )
         LAUNCHERS[options.kind].check(group, options)
-        if repeats > 1 and options.kind != "local":
-            raise SpecError(f"repeats={repeats}: only launcher=local runs a point more than once")
+        if repeats > 1 and options.kind not in ("local", "slurm"):
+            raise SpecError(f"repeats={repeats}: launcher={options.kind} gives the same each time")
+        if retries and isinstance(options, SlurmOptions) and not options.wait:
+            raise SpecError(f"retries={retries}: needs launcher.wait=true, or nobody tries again")
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
         _launch_missing(group, options, runs_dir, rerun, repeats)
@@ -185,13 +192,24 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
-        lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
-        try:
-            with lock if options.kind in _LOCKED else nullcontext():
-                records += _launch_missing(group, options, runs_dir, rerun, repeats)
-        except OSError as error:  # full or read-only: every point counts as missing
-            with SweepProgress(len(group)) as progress:
-                records += one_by_one(group, options.kind, progress, partial(_fail, error))
+        for again in range(1 + retries):
+            lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
+            how: Rerun = "missing" if again else rerun
+            try:
+                with lock if options.kind in _LOCKED else nullcontext():
+                    ended = _launch_missing(group, options, runs_dir, how, repeats)
+            except OSError as error:  # full or read-only: every point counts as missing
+                with SweepProgress(len(group)) as progress:
+                    ended = one_by_one(group, options.kind, progress, partial(_fail, error))
+            if isinstance(options, SlurmOptions) and options.wait:
+                ended = submit.wait(group, runs_dir)
+            # Who has cancelled a job does not want it again.
+            lost = {r.spec_id for r in ended if r.interrupted and "CANCELLED" not in r.reason}
+            group = [point for point in group if point.spec.spec_id in lost]
+            is_last = again == retries
+            records += [r for r in ended if is_last or r.spec_id not in lost]
+            if not lost:
+                break
     return records
 
 

@@ -161,7 +161,7 @@ def _recorded(record: RunRecord, point: Path) -> PointStatus:
         detail=record.reason,
         job=str(slurm.get("job", "")),
         nodes=str(slurm.get("nodes", "")),
-        log=str(log if log.exists() else slurm.get("log", "")),
+        log=next((str(p) for p in (log, Path(slurm.get("log", "/-"))) if p.exists()), ""),
     )
 
 

@@ -25,6 +25,9 @@ from yaml import MarkedYAMLError, YAMLError
 from benchmarks.specification import CONF, SpecError
 from benchmarks.specification.command import CommandParser
 
+# What a study gives to its points itself.
+_STUDIED = ("model", "cluster", "contender", "num_gpus", "global_batch", "sequences_per_gpu")
+
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The configuration of every point of the command line, or of ``words`` instead of it.
@@ -149,6 +152,9 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
         own = whole.hydra
         is_sweep = is_sweep or str(own.mode).endswith("MULTIRUN")
         swept = own.sweeper.params or {}
+        if "study" in whole and (ignored := [k for k in given if k.partition(".")[0] in _STUDIED]):
+            study = f"{given['experiment']} chooses it by itself (see {whole.study}.* in --cfg job)"
+            raise SpecError(f"{given[ignored[0]]}: {study}")
         words = [f"{key}={value}" for key, value in swept.items() if key not in given] + words
         if "points" in whole:
             listed = _listed(whole.points, given)
@@ -163,6 +169,10 @@ def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
     """The words of the points that an experiment lists, one line each. The command line chooses
     among them by their contender, and replaces what else it sets."""
     chosen = given.get("contender", "").partition("=")[2].split(",")
+    listed = dict.fromkeys(word for line in lines for word in line.split() if "contender=" in word)
+    for name in chosen if "contender" in given else ():
+        if f"contender={name}" not in listed:
+            raise SpecError(f"contender={name}: no point of this experiment ({', '.join(listed)})")
     fitting = []
     for line in lines:
         own = {_parsed(word).key_or_group: _any_knob(word) for word in line.split()}

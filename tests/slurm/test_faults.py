@@ -98,7 +98,7 @@ def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite)
     records = suite.wait_for_records(2)
     assert {(r.status, r.interrupted) for r in records} == {("failed", False)}
     for record in records:
-        assert re.match("in setup: .*module", record.reason), record.reason
+        assert re.match(r"in setup \(.*\): .*module", record.reason), record.reason
     assert "0 of 2 points to run" in suite.stand_in(*broken)
 
 

@@ -30,15 +30,15 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
     "baselines": 4_570,
-    "benchmarks": 830,
+    "benchmarks": 880,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_560,
-    "benchmarks/launch": 3_870,
+    "benchmarks/launch": 3_980,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_310,
     "benchmarks/report": 4_870,
-    "benchmarks/specification": 960,
+    "benchmarks/specification": 970,
     "benchmarks/tune": 230,
     "benchmarks/validation": 2_220,
     "benchmarks/verdict": 2_430,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 49_810
-MOST_LINES_OF_TESTS = 29_750
+MOST_LINES = 49_980
+MOST_LINES_OF_TESTS = 29_870
 
 
 @cache

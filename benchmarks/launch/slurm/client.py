@@ -83,6 +83,7 @@ class EndedJob:
     exit_code: str  # "code:signal"
     nodes: str
     preempted: bool = False  # slurmctld has begun to take its nodes
+    reason: str = ""  # why it could not begin, which only slurmctld says
 
     @property
     def word(self) -> str:
@@ -261,7 +262,8 @@ def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
 def last_state(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
     """The state of a job that slurmctld remembers (for MinJobAge seconds), or None.
 
-    Tasks of an array that was cancelled before any task began are listed under the array's id only.
+    Tasks of an array that was cancelled before any task began are listed under the array's id only,
+    which says nothing of a task as long as others wait.
     """
     for known_as in dict.fromkeys((job, job.partition("_")[0])):
         try:
@@ -271,13 +273,25 @@ def last_state(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
         if len(text.splitlines()) == 1:
             fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
             when = fields.get("PreemptTime", "None")
-            return EndedJob(
+            known = EndedJob(
                 fields.get("JobState", ""),
                 fields.get("ExitCode", ""),
                 fields.get("NodeList", ""),
                 preempted=when not in ("None", "Unknown", "N/A"),
+                reason=fields.get("Reason", ""),
             )
+            if known_as == job or known.is_over:
+                return known
     return None
+
+
+def known_to_controller(job: str) -> QueuedJob | None:
+    """A job that waits or runs by the controller's own word, since a site may answer ``squeue``
+    from a cache; None if it does neither."""
+    now = last_state(job)
+    if now is None or now.is_over or not now.state:
+        return None
+    return QueuedJob(job=job, state=now.word, reason=now.reason, nodes=now.nodes)
 
 
 def accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:

@@ -67,7 +67,7 @@ class ScriptEnd:
 
     exit_code: int  # srun's, or that of the line that failed before it
     caught: str = ""  # USR1, TERM, or nothing
-    stage: str = "ranks"  # start, setup or ranks: what it did when it ended
+    stage: str = "ranks"  # start, setup (with the line) or ranks: what it did when it ended
     elapsed_s: float = 0.0  # since the script began
 
 
@@ -135,6 +135,11 @@ def killed_script(ended: EndedJob) -> Ending | None:
     """The ending of a job whose batch script was killed, or could not be started."""
     if ended.exit_code == "0:53":
         return Ending("failed", "Slurm: the job's output folder cannot be opened (0:53)", True)
+    if ended.reason == "BadConstraints":
+        words = (
+            "no node has what the job asks for: launcher.gpu_type, cluster.gpus_per_node, sbatch"
+        )
+        return Ending("failed", f"Slurm: BadConstraints: {words}", interrupted=True)
     words = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
     return Ending("failed", words, interrupted=True) if ended.signal else None
 
@@ -189,8 +194,8 @@ def _before_the_ranks(
     if ended and not end and ended.word in ("COMPLETED", "FAILED"):  # it ended by itself
         number = ended.exit_code.partition(":")[0]
         code = int(number) if number.isdigit() else None
-    in_setup = end is not None and end.stage == "setup"
-    where = "in setup" if in_setup else "before the ranks started"
+    in_setup = end is not None and end.stage.startswith("setup")
+    where = f"in {end.stage}" if end and in_setup else "before the ranks started"
     for path in (attempt / "srun.log", log) if code != 0 else ():
         line = last_words(path, lambda x: not x.startswith("slurmstepd") or failed(x).interrupted)
         if line := line or last_words(path):
@@ -201,7 +206,7 @@ def _before_the_ranks(
             was_killed = end is not None and end.exit_code > 128 and end.stage != "ranks"
             return replace(ending, interrupted=ending.interrupted or was_killed)
     if end and in_setup:
-        return failed(f"in setup: a line of launcher.setup failed (exit {end.exit_code})")
+        return failed(f"{where}: exit {end.exit_code}")
     if end and code == 0:
         return failed("the ranks wrote nothing, and ended with exit code 0")
     # The script itself ends with 1 where it cannot write the record, as on a full disk.
@@ -259,7 +264,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="the attempt's folder in results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
-    parser.add_argument("--stage", default="ranks", help="start, setup or ranks (%(default)s)")
+    parser.add_argument("--stage", default="ranks", help="where it ended (%(default)s)")
     elapsed = "seconds since the script began"
     parser.add_argument("--elapsed-s", type=float, default=0.0, help=elapsed)
     parser.add_argument(

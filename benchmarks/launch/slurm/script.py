@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -50,6 +51,7 @@ class Array:
     resources: Resources
     points: tuple[Point, ...]
     submission: Path
+    attempts: tuple[str, ...]  # the names of its points' attempts, without the restart
 
     @property
     def script(self) -> Path:
@@ -118,16 +120,24 @@ def group(
         for resources in ordered
         for first in range(0, len(by_resources[resources]), size)
     ]
-    return [
-        Array(f"{sweep}-{number}", resources, tuple(part), submission)
-        for number, (resources, part) in enumerate(parts)
-    ]
+    seen: Counter[str] = Counter()
+    arrays = []
+    for number, (resources, part) in enumerate(parts):
+        names = []
+        for spec_id in (point.spec.spec_id for point in part):
+            names.append(attempt_name(submission) + f".{seen[spec_id]}" * bool(seen[spec_id]))
+            seen[spec_id] += 1
+        name = f"{sweep}-{number}"
+        arrays.append(Array(name, resources, tuple(part), submission, tuple(names)))
+    return arrays
 
 
 def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
     """The text of an array's script."""
     sbatch = array_flags(array, options)
     srun: Flags = {"cpu-bind": "cores"}
+    if sbatch["ntasks-per-node"] is False:
+        srun["ntasks-per-node"] = array.resources.ranks_per_node
     # A rank must see its neighbours' GPUs to reach them directly; so if the job asked for GPUs per
     # task, its step asks for GPUs per node.
     if array.resources.has_gpus and options.gpu_flag == "gpus-per-task":
@@ -141,7 +151,7 @@ def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
         nodes=array.resources.nodes,
         ranks_per_node=array.resources.ranks_per_node,
         submission=str(array.submission),
-        attempt=attempt_name(array.submission),
+        attempts=array.attempts,
         timeout_s=math.ceil(array.resources.timeout_s),
         array=array.name,
         sbatch=sbatch_words(sbatch),
@@ -169,7 +179,10 @@ def array_flags(array: Array, options: SlurmOptions) -> Flags:
         "signal": f"B:USR1@{options.grace_s}",
     }
     defaults: Flags = {"time": resources.minutes, **_gpu_flags(resources, options)}
-    return owned | defaults | dict(resources.sbatch)
+    flags = owned | defaults | dict(resources.sbatch)
+    if flags["ntasks-per-node"] is False:  # the site forbids it; the step says it instead
+        flags["ntasks"] = resources.nodes * resources.ranks_per_node
+    return flags
 
 
 def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:

@@ -39,6 +39,8 @@ from benchmarks.launch.slurm.client import (
     cluster_facts,
     endings,
     find_job,
+    known_to_controller,
+    last_state,
     queued_jobs,
 )
 from benchmarks.launch.slurm.endings import ending_by_state, killed_script, reason, slurm_of
@@ -46,6 +48,7 @@ from benchmarks.records.record import RecordError, RunRecord, read_record, write
 from benchmarks.specification.reading import adapter
 
 _LOST = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
+_UNSEEN = Ending("lost", "left the queue before it began: CANCELLED, or forgotten", True)
 _ORPHANED = Ending("lost", "its script is gone, and no submission tells of it", interrupted=True)
 
 
@@ -57,6 +60,7 @@ class SubmittedArray:
     spec_ids: list[str]
     job: str = ""
     error: str = ""  # why sbatch refused it
+    attempts: list[str] = field(default_factory=list)  # see script.Array; empty: attempt_name's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Submission:
 
     arrays: list[SubmittedArray]
     report_job: str = ""
+    has_report: bool = True  # false: whoever waits for the points writes it
     cluster: str = ""  # ClusterFacts.identity; empty if it was not known
     user: int = 0
     host: str = ""
@@ -80,12 +85,13 @@ class SubmittedPoint:
     submission: Submission | None  # None if submission.json cannot be read
     log: Path
     point: Path  # the folder of its attempts
+    attempt: str  # the name of its attempts, without the number of the restart
     refused: bool = False  # sbatch refused it
 
     def attempts(self) -> list[Path]:
         """Its attempts on disk, oldest first, without emptied ones."""
-        name = attempt_name(self.directory)
-        folders = [p for p in self.point.glob(f"{name}-*") if is_open(p) and any(p.iterdir())]
+        named = self.point.glob(f"{self.attempt}-*")
+        folders = [path for path in named if is_open(path) and any(path.iterdir())]
         numbered = {p: p.name.rpartition("-")[2] for p in folders}
         restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
         return sorted(restarts, key=restarts.__getitem__)
@@ -150,6 +156,7 @@ def points_of(
                 submission=submission,
                 log=directory / f"{array.name}-{index}.log",
                 point=runs_dir / spec_id,
+                attempt=array.attempts[index] if array.attempts else attempt_name(directory),
                 refused=bool(array.error),
             )
 
@@ -178,8 +185,13 @@ class View:
 
     @cached_property
     def latest(self) -> dict[str, SubmittedPoint]:
-        """The newest submission of each point."""
-        return {point.spec_id: point for point in self.points}
+        """The newest submission of each point, but rather one whose job has begun, or waits."""
+
+        def stage(point: SubmittedPoint) -> int:
+            job = self.queued.get(point.job)
+            return 1 + job.has_started if job else 0
+
+        return {point.spec_id: point for point in sorted(self.points, key=stage)}
 
     def sees(self, point: SubmittedPoint) -> bool:
         """Whether this cluster shows this user all jobs of the point's submission. On another
@@ -238,7 +250,8 @@ class View:
         for directory, point in waiting.items():
             job = point.submission.report_job if point.submission else ""
             under_way = self._under_way(point)
-            if under_way and job not in self.queued:
+            has_report = point.submission is None or point.submission.has_report
+            if under_way and has_report and job not in self.queued:
                 directories.append(directory)
         return directories
 
@@ -259,7 +272,12 @@ def query_slurm(runs_dir: Path) -> View:
     facts = cluster_facts()
     submissions = {d: _with_lost_jobs(d, s) for d, s in view.submissions.items()}
     users = [s.user for d, s in submissions.items() if s is not None and d in unsettled]
-    return replace(view, submissions=submissions, facts=facts, queued=queued_jobs(users))
+    view = replace(view, submissions=submissions, facts=facts, queued=queued_jobs(users))
+    for point in view.points:  # a site may answer squeue from a cache
+        is_silent = point.job and point.job not in view.queued and view.sees(point)
+        if is_silent and not point.attempts() and (job := known_to_controller(point.job)):
+            view.queued[point.job] = job
+    return view
 
 
 def _with_lost_jobs(directory: Path, submission: Submission | None) -> Submission | None:
@@ -307,7 +325,7 @@ def _orphans(view: View) -> list[Path]:
     return [
         attempt
         for attempt in sorted(view.runs_dir.glob("*/slurm-*"))
-        if attempt.name.rpartition("-")[0] not in sweeps
+        if attempt.name.rpartition("-")[0].partition(".")[0] not in sweeps
         and is_open(attempt)
         and any(attempt.iterdir())
         and not _is_recorded(attempt)
@@ -347,11 +365,12 @@ def _close(point: SubmittedPoint, view: View, known: list[EndedJob]) -> Iterator
 
 def _write_unstarted(point: SubmittedPoint, ended: EndedJob | None) -> RunRecord | None:
     """Record a job that left the queue before its script began; None if somebody else has."""
-    name = f"{attempt_name(point.directory)}-0"
+    name = f"{point.attempt}-0"
     spec, header = frozen(point.directory / "specs" / point.spec_id)
     attempt = point.point / name
-    ending, state = _LOST, ""
+    ending, state = _UNSEEN, ""
     if ended is not None:
+        ended = (last_state(point.job) if ended.word == "FAILED" else None) or ended
         state = ended.state
         words = f"ended before its script began (Slurm: {state}, exit code {ended.exit_code})"
         unexplained = Ending("failed", words, interrupted=True)

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from rich.console import Console
 from benchmarks import CHECKOUT
 from benchmarks.launch.attempt import Ending, freeze, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import Flags, SlurmOptions, words
-from benchmarks.launch.points import Point
+from benchmarks.launch.points import Point, records_of
 from benchmarks.launch.running import LaunchError, SweepProgress, refuse
 from benchmarks.launch.slurm.client import (
     ClusterFacts,
@@ -54,6 +55,7 @@ from benchmarks.specification import SpecError
 from zeropp.price.simulator import simulate
 
 _GIB = 2**30
+_WAIT_S = 10.0
 _FLAG = re.compile(r"^#SBATCH --([\w-]+)", re.M)
 _OUT = Console(soft_wrap=True, markup=False, highlight=False)
 
@@ -92,8 +94,8 @@ def check(points: Sequence[Point], options: SlurmOptions) -> None:
             f"launcher=slurm: {why} (use a login node of the cluster, "
             "launcher.dry_run=true to see the scripts, or launcher=local)"
         )
-    for point in points:
-        nodes_of(point.spec)
+    if len(points) == 1:  # in a sweep, such a point is infeasible
+        nodes_of(points[0].spec)
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
@@ -120,11 +122,13 @@ def launch(
     """Submit the points. The records that it returns are of points that end here, because they
     cannot fit or were refused. Raises LaunchError if Slurm does not answer."""
     runs_dir = runs_dir.resolve()
-    name = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+    models = list(dict.fromkeys(point.spec.model.name for point in points))
+    label = options.name or "+".join(["zeropp", *models[:2], *["more"] * (len(models) > 2)])
+    name = f"{label}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
     sweep = SlurmSweep(runs_dir / "slurm" / name, runs_dir, options)
-    reasons = {point.spec.spec_id: too_large(point) for point in points}
+    reasons = {point.spec.spec_id: infeasible(point) for point in points}
     todo = [point for point in points if not reasons[point.spec.spec_id]]
-    refused = [point for point in points if reasons[point.spec.spec_id]]
+    refused = {p.spec.spec_id: p for p in points if reasons[p.spec.spec_id]}.values()
     if options.dry_run:
         for point in refused:
             say(f"  infeasible  {point.spec.spec_id}: {reasons[point.spec.spec_id]}")
@@ -137,6 +141,28 @@ def launch(
         raise LaunchError(f"{error}; nothing was submitted") from None
     for record in records:
         progress.finished(record)
+    return records
+
+
+def wait(points: Sequence[Point], runs_dir: Path) -> list[RunRecord]:
+    """Wait until none of the points is under way, also while Slurm does not answer; returns the
+    record of each, a success if there is one. Raises LaunchError if one has left none."""
+    left, records = {point.spec.spec_id: point for point in points}, []
+    with SweepProgress(len(left)) as progress:
+        while left:
+            try:
+                under_way = settle(runs_dir)
+            except LaunchError as error:
+                under_way = dict.fromkeys(left, str(error))
+            for spec_id in left.keys() - under_way.keys():
+                found = list(records_of(left.pop(spec_id).spec, runs_dir))
+                if not found:
+                    raise LaunchError(f"{runs_dir / spec_id}: has ended without a record")
+                records.append(max(found, key=lambda r: (r.status == "ok", r.ended_at)))
+                progress.finished(records[-1])
+            for spec_id, point in [*left.items()][:1]:
+                progress.update(point, under_way[spec_id])
+                time.sleep(_WAIT_S)
     return records
 
 
@@ -177,7 +203,11 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
     facts = cluster_facts()
     arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
     submission = Submission(
-        arrays=[SubmittedArray(name=array.name, spec_ids=array.spec_ids) for array in arrays],
+        arrays=[
+            SubmittedArray(name=a.name, spec_ids=a.spec_ids, attempts=list(a.attempts))
+            for a in arrays
+        ],
+        has_report=not sweep.options.wait,
         cluster=facts.identity,
         user=os.getuid(),
         host=socket.gethostname(),
@@ -187,7 +217,8 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
         before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
-        submission.arrays[number] = _submit_array(array, sweep.options, before)
+        noted = submission.arrays[number]
+        submission.arrays[number] = _submit_array(array, noted, sweep.options, before)
         write_submission(sweep.directory, submission)
         if why := submission.arrays[number].error:
             ending = Ending("failed", f"not submitted: {why}", interrupted=True)
@@ -196,7 +227,8 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
                 write = partial(write_unstarted, point.spec, sweep.runs_dir, header, ending)
                 records.append(or_unwritten(point.spec, "slurm", write))
     if any(array.job for array in submission.arrays):
-        _submit_report(sweep.directory, submission)
+        if submission.has_report:
+            _submit_report(sweep.directory, submission)
         say(f"  scripts     {sweep.directory}")
         say(f"  watch with  zeropp status {sweep.runs_dir}")
     return records
@@ -209,7 +241,7 @@ def _prepare(arrays: list[Array], sweep: SlurmSweep) -> list[Array]:
         scripts = sweep.scripts(arrays)
         for point in (point for array in arrays for point in array.points):
             frozen = sweep.directory / "specs" / point.spec.spec_id
-            frozen.mkdir(parents=True)
+            frozen.mkdir(parents=True, exist_ok=True)  # repeats share it
             freeze(point.spec, new_header("slurm", point.plan), frozen)
         for path, script in scripts.items():
             path.write_text(script, encoding="utf-8")
@@ -250,15 +282,15 @@ def _git(*arguments: str) -> str:
     return done.stdout
 
 
-def _submit_array(array: Array, options: SlurmOptions, before: str) -> SubmittedArray:
+def _submit_array(
+    array: Array, submitted: SubmittedArray, options: SlurmOptions, before: str
+) -> SubmittedArray:
     """Submit one array, which begins after the job ``before`` has ended, if that is given, and say
     what became of it."""
     flags = [f"--dependency=afterany:{before}"] if before else []
-    submitted = SubmittedArray(name=array.name, spec_ids=array.spec_ids)
     try:
-        submitted = replace(
-            submitted, job=submit(array.script, array_flags(array, options), *flags)
-        )
+        job = submit(array.script, array_flags(array, options), *flags)
+        submitted = replace(submitted, job=job)
     except NoAnswerError as error:
         say(f"  unanswered  {array.name}: {error}; the same command looks for it again")
     except SlurmError as error:
@@ -289,10 +321,15 @@ def _submit_report(directory: Path, submission: Submission) -> None:
     say(f"  report      job {job}, after all of them")
 
 
-def too_large(point: Point) -> str:
-    """Why a plan cannot fit the memory, so that it is not submitted; empty if it may fit."""
+def infeasible(point: Point) -> str:
+    """Why a plan is not submitted: its ranks do not divide among nodes, or it cannot fit the
+    memory. Empty if it may run."""
     if point.plan is None:
         return ""
+    try:
+        nodes_of(point.spec)
+    except SpecError as error:
+        return str(error)
     device = point.spec.cluster.device
     peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(point.plan.memory))
     if peak_bytes <= device.usable_bytes:
