@@ -21,10 +21,10 @@ import pandas as pd
 import yaml
 from rich.console import Console
 
-from benchmarks.explain.answer import answer
+from benchmarks.explain.answer import answer, better
 from benchmarks.explain.measured import compare, show_measured
 from benchmarks.explain.question import Question, ask
-from benchmarks.explain.screen import show
+from benchmarks.explain.screen import show, show_better
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
@@ -435,7 +435,8 @@ def _explained(words: list[str]) -> None:
     asked = [str(file)], words, list[str]()
     question, title = ask(*asked), f"zeropp explain {file.name} {' '.join(words)}"
     with _terminal("explain", title) as console:
-        show(answer(question), console, verbose=False)
+        show(answered := answer(question), console, verbose=False)
+        show_better(answered, better(answered), console)
     with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
         show_measured(compare(question, _TIMES, *asked), console)
 

@@ -63,9 +63,9 @@ def _explain() -> int:
         raise SpecError(f"--tokens {given.tokens:g}: must be finite and above 0")
     from rich.console import Console
 
-    from benchmarks.explain.answer import answer
+    from benchmarks.explain.answer import answer, better
     from benchmarks.explain.question import ask
-    from benchmarks.explain.screen import show, written_as
+    from benchmarks.explain.screen import show, show_better, written_as
 
     files = [word for word in given.words if "=" not in word]
     asked = files, [word for word in given.words if "=" in word], words[split + 1 :]
@@ -86,8 +86,10 @@ def _explain() -> int:
         from benchmarks.explain.measured import show_training
 
         show_training(given.tokens, answered, comparison, console)
-    if given.dialect:
+    if given.dialect:  # that of the plan itself, so there is nothing to search
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
+    else:
+        show_better(answered, better(answered), console)
     return 0 if answered.fits else 1
 
 

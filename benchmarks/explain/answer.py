@@ -30,18 +30,16 @@ SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth o
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
 _DEGREES = ("tp", "pp", "context", "shard", "replicate")
-_FIXED = ("name", "placement", "compile", "split_backward")
+_FIXED = ("name", "split_backward")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that the screen shows. Nothing of it is kept, so there is no record."""
+    """The plan of a question, with its price. Nothing of it is kept, so there is no record."""
 
     question: Question
-    asked: Evaluated[Any]  # the plan of the question
-    # The best change of each knob (of a degree with the data parallelism that follows from it).
-    changes: dict[str, Evaluated[Any]]
-    best: list[Outcome[Any]]  # of this program, and of ZeroPP
+    asked: Evaluated[Any]
+    own: Outcome[Any] | None  # of the search that settled what the question leaves open
 
     @property
     def fits(self) -> bool:
@@ -49,49 +47,65 @@ class Answer:
         return self.asked.peak_bytes <= self.question.task.cluster.device.usable_bytes
 
 
+@dataclass(frozen=True)
+class Better:
+    """What would be better on the same GPUs."""
+
+    # The best change of each knob (of a degree with the data parallelism that follows from it).
+    changes: dict[str, Evaluated[Any]]
+    best: list[Outcome[Any]]  # of this program, and of ZeroPP
+
+
 def answer(question: Question, search_s: float | None = None) -> Answer:
-    """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
-    CPU time after which a search over all knobs takes the best plan so far."""
-    task, contender = question.task, question.contender
-    search_s = search_s or SEARCH_S
-    others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
-    with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
-        waiting = [pool.submit(_search, question.task, o, budget_s=search_s) for o in others]
-        searching = f"best plans (at most {search_s:.0f} s of CPU time)"
-        tell = partial(bar.update, bar.add_task(searching, total=None))
-        own = _search(task, contender, budget_s=search_s, progress=lambda *_: tell())
-        tell(description="the plan itself")
-        candidate = settled(question, search_s, own)
+    """Price a question's plan; raises SpecError in one line where none exists. ``search_s``:
+    seconds of CPU time after which a search of what is left open takes the best plan so far."""
+    with progress_line() as bar:
+        bar.add_task(
+            f"the plan itself (at most {search_s or SEARCH_S:.0f} s of CPU time)", total=None
+        )
+        candidate, own = settled(question, search_s or SEARCH_S)
         try:
-            plan = Evaluated(candidate, contender.simulated(task, candidate))
+            plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
-        changes = _changes(question, plan, search_s, tell)
+    return Answer(question, plan, own)
+
+
+def better(answered: Answer, search_s: float | None = None) -> Better:
+    """Search what would be better; ``search_s`` as in ``answer``."""
+    question, search_s = answered.question, search_s or SEARCH_S
+    task, contender = question.task, question.contender
+    others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
+    with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
+        waiting = [pool.submit(_search, task, other, budget_s=search_s) for other in others]
+        searching = f"best plans (at most {search_s:.0f} s of CPU time)"
+        tell = partial(bar.update, bar.add_task(searching, total=None))
+        is_whole = (question.knobs, question.microbatch_size) == (contender.knobs(), "auto")
+        own = answered.own if is_whole else None
+        own = own or _search(task, contender, budget_s=search_s)
+        changes = _changes(question, answered.asked, search_s, tell)
         tell(description="ZeroPP's best plan")
-        return Answer(question, plan, changes, [own, *(other.result() for other in waiting)])
+        return Better(changes, [own, *(other.result() for other in waiting)])
 
 
 def settled(
-    question: Question, search_s: float = SEARCH_S, own: Outcome[Any] | None = None
-) -> Candidate[Any]:
-    """The candidate that the file describes; what it leaves open is chosen by the tuner. ``own`` is
-    what it found where all is open, if it has searched that."""
+    question: Question, search_s: float = SEARCH_S
+) -> tuple[Candidate[Any], Outcome[Any] | None]:
+    """The candidate that the file describes; what it leaves open is chosen by the tuner, whose
+    outcome is the second value."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
-        return Candidate(question.knobs, size)
-    asked = question.knobs, size
-    if own is None or asked != (question.contender.knobs(), "auto"):
-        own = _search(question.task, question.contender, *asked, budget_s=search_s)
-    winner = own.winner
-    if winner is None and size != "auto" and not set(opened) & set(_DEGREES):
-        return Candidate(question.knobs, size)  # by simple rules: the screen says what is missing
-    if winner is None:
-        raise SpecError(
-            f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
-            "more GPUs, or set every degree to see what each rank would need)"
-        )
-    return winner.candidate
+        return Candidate(question.knobs, size), None
+    own = _search(question.task, question.contender, question.knobs, size, budget_s=search_s)
+    if own.winner is not None:
+        return own.winner.candidate, own
+    if size != "auto" and not set(opened) & set(_DEGREES):
+        return Candidate(question.knobs, size), own  # by simple rules: the screen says what misses
+    raise SpecError(
+        f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
+        "more GPUs, or set every degree to see what each rank would need)"
+    )
 
 
 def _changes(
@@ -110,10 +124,16 @@ def _changes(
         ).winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue
+        if _setting(winner.candidate, knob) == _setting(now.candidate, knob):
+            continue  # another knob that follows from this one has changed, which is tried alone
         if (words := describe(winner.plan)) not in plans:
             plans.add(words)
             changes[knob] = winner
     return dict(sorted(changes.items(), key=lambda change: change[1].step_s))
+
+
+def _setting(candidate: Candidate[Any], knob: str) -> Any:
+    return getattr(candidate.knobs, knob, candidate.microbatch_size)
 
 
 def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:

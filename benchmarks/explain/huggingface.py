@@ -197,12 +197,12 @@ def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         "pp": degree["pp"],
         "replicate": replicate,
         "replicate_zero": keys.number("optimizer.zero_stage", 0),
-        "chunks": 1,
-        "schedule": "1f1b",
         "sequence_parallel": scattered and degree["tp"] > 1,
         "recompute": "full" if recompute else "none",
-        "placement": "dp_inner",
     }
+    # Its engines are ``AllForwardAllBackward`` and ``OneForwardOneBackward`` (pipeline_parallel).
+    reading.only = {"chunks": 1, "schedule": "1f1b", "placement": "dp_inner"}
+    reading.knobs |= reading.only
     reading.slice_sequences("parallelism.context_parallel_size", slices)
     keys.sort_rest(reading, _NANOTRON_NEUTRAL, _NANOTRON_HARMLESS)
     return reading

@@ -125,7 +125,7 @@ def _measured(
     task = question.task
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
     try:
-        plan = question.contender.simulated(question.task, settled(question)).plan
+        plan = question.contender.simulated(question.task, settled(question)[0]).plan
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     run = Run(priced(plan, task), measured.step_s)

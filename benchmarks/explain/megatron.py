@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 import yaml
@@ -453,7 +455,7 @@ def written(plan: SizedPlan) -> str:
         raise SpecError(f"--as megatron: shard={layout.shard}: Megatron's pipeline has no ZeRO-3")
     if plan.schedule.name not in ("1f1b", "interleaved_1f1b"):
         raise SpecError(f"--as megatron: schedule={plan.schedule.name}: not in Megatron-LM")
-    program = program_named(plan.program)
+    program, multiple = program_named(plan.program), gcd(shape.vocab, 128 * layout.tp)
     ways = {exchange: way for way, exchange in EXCHANGES.items()}
     flags: dict[str, object] = {
         "--num-layers": shape.layers,
@@ -462,6 +464,9 @@ def written(plan: SizedPlan) -> str:
         "--num-attention-heads": shape.heads,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads != shape.heads and shape.kv_heads,
+        "--vocab-size": shape.vocab - 1,  # to which this tokenizer adds one
+        "--tokenizer-type": "NullTokenizer",
+        "--make-vocab-size-divisible-by": multiple != 128 * layout.tp and multiple // layout.tp,
         "--seq-length": shape.seq,
         "--max-position-embeddings": shape.seq,
         "--position-embedding-type": "rope" if shape.family == "llama" else "learned_absolute",
@@ -501,5 +506,5 @@ def written(plan: SizedPlan) -> str:
         flags["--recompute-num-layers"] = some or 1
     if plan.recompute == "selective":
         flags["--recompute-modules"] = "mlp"
-    words = [flag if v is True else f"{flag} {v}" for flag, v in flags.items() if v is not False]
-    return " ".join(words)
+    given = {flag: v for flag, v in flags.items() if v is not False}
+    return " ".join(flag if v is True else f"{flag} {quote(str(v))}" for flag, v in given.items())

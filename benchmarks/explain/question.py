@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -19,6 +19,7 @@ from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset, validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
 from zeropp.choose.contender import Contender
+from zeropp.choose.space import SearchPoint
 from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
@@ -287,7 +288,14 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
         plan = contender.size(task, knobs, microbatch_size)
         return replace(plan, program=_program(reading.program or plan.program, traits))
 
-    return replace(contender, size=size, label=reading.program or contender.label)
+    def families(point: SearchPoint[Any]) -> Iterator[Any]:
+        return (
+            k for k in contender.space.families(point) if reading.only.items() <= vars(k).items()
+        )
+
+    space = replace(contender.space, families=families)
+    label = reading.program or contender.label
+    return replace(contender, size=size, space=space, label=label)
 
 
 @lru_cache

@@ -33,6 +33,7 @@ class Reading:
     pads: int | None = None  # the vocabulary, to a multiple of so many x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
+    only: dict[str, Any] = field(default_factory=dict)  # knobs of which its program has one value
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)

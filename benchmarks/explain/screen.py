@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
-from benchmarks.explain.answer import Answer, measured_errors, mfu
+from benchmarks.explain.answer import Answer, Better, measured_errors, mfu
 from benchmarks.report import ratio_errors
 from benchmarks.specification import SpecError
 from zeropp.choose.contender import describe, overrides
@@ -26,30 +26,37 @@ from zeropp.choose.task import Candidate, Task
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import SizedPlan
 
+# Who writes a dialect, and the contenders whose plans its program runs.
+_WRITERS = {
+    "megatron": (megatron.written, ("megatron_core", "megatron_core_local")),
+    "torchtitan": (torchtitan.written, ("torchtitan", "torch_pp", "fsdp")),
+}
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 
 _LOST_TO = {"tensor": "tensor parallelism"}
 _WORDS = (
     "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
     "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
-    "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism); of ZeroPP, "
-    "too, U microbatches per gather, cap (activations kept), reduce (gradients every so often)."
+    "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism), sums and "
+    "sent (types of gradients), bucket (of DeepSpeed, in millions of elements); of ZeroPP, too, U "
+    "microbatches per gather, cap (activations kept), reduce (gradients every so often)."
 )
 
 
 def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
-    """The plan in a program's own words. Raises SpecError if that program has no word for it, as
-    none but this suite has for ZeroPP's."""
+    """The plan in a program's own words. Raises SpecError if it is another program's plan, which
+    has none there."""
     if dialect == "overrides":
         return " ".join(overrides(candidate))
-    if plan.contender == "zeropp":
-        raise SpecError(f"--as {dialect}: ZeroPP's plans have no counterpart there (use overrides)")
-    return megatron.written(plan) if dialect == "megatron" else torchtitan.written(plan)
+    written, programs = _WRITERS[dialect]
+    name = "nanotron" if plan.program.startswith("nanotron") else plan.contender
+    if name not in programs:
+        raise SpecError(f"--as {dialect}: {name}'s plans are not {dialect}'s (use overrides)")
+    return written(plan)
 
 
 def show(answer: Answer, console: Console, *, verbose: bool) -> None:
-    """Print what was understood, and the answers to: will it fit, why is it slow, what is
-    better."""
+    """Print what was understood, and the answers to: will it fit, and why is it slow."""
     question, result = answer.question, answer.asked.result
     task, reading = question.task, question.reading
     console.print(
@@ -71,8 +78,6 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
         f"Time: the model's kernels alone {100 * result.limit_share:.1f} %; "
         f"lost to {lost(result, 0.005)}."
     )
-    _print_better(answer, console)
-    console.print(_WORDS, style="dim")
 
 
 def indented(words: str, console: Console, style: str = "") -> None:
@@ -151,6 +156,21 @@ class PlanLine(NamedTuple):
     style: str = ""
 
 
+def told_apart(plans: Sequence[PlanLine]) -> str:
+    """Whether the simulator can tell the best plans of two programs apart, as a sentence."""
+    (first, fast), (second, other) = ((line, line.plan) for line in (plans[0], plans[-1]))
+    if fast is None or other is None or first is second:
+        return ""
+    if fast.step_s > other.step_s:
+        (first, fast), (second, other) = (second, other), (first, fast)
+    ratio, reach = other.step_s / fast.step_s, ratio_errors.factor(one_program=False)
+    if ratio < reach:
+        told = "no difference that the simulator can tell"
+    else:
+        told = f"{first.name} is {ratio_errors.ratio_text(ratio, one_program=False)} times as fast"
+    return f"{plans[0].name} {plans[0].gain}, {plans[-1].name} {plans[-1].gain}: {told}."
+
+
 _QUANTITIES: dict[str, Callable[[Evaluated[Any]], str]] = {
     "plan": lambda plan: describe(plan.plan),
     "step s": lambda plan: f"{plan.step_s:.3f}",
@@ -175,8 +195,8 @@ def table_of_plans(title: str, heads: Sequence[str], lines: Iterable[PlanLine]) 
     return table
 
 
-def _print_better(answer: Answer, console: Console) -> None:
-    """The best changes of one knob, and the best plans on the same GPUs."""
+def show_better(answer: Answer, better: Better, console: Console) -> None:
+    """Print the best changes of one knob, and the best plans on the same GPUs."""
 
     def gain(plan: Evaluated[Any], *, one_program: bool) -> str:
         if not answer.fits:
@@ -185,19 +205,21 @@ def _print_better(answer: Answer, console: Console) -> None:
         return ratio_errors.ratio_text(ratio, one_program=one_program)
 
     heads = ("plan", "step s", "times as fast", "peak GiB")
-    if answer.changes:
-        best = islice(answer.changes.items(), 3)
+    if better.changes:
+        best = islice(better.changes.items(), 3)
         changes = [PlanLine(knob, plan, gain(plan, one_program=True)) for knob, plan in best]
         title = "Changes of one knob that gain most"
         console.print(table_of_plans(title, ("knob", *heads), changes))
     else:
         console.print("No change of a single knob is faster and fits.")
     plans = []
-    for outcome in answer.best:
+    for outcome in better.best:
         label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
         own = outcome.contender.name == answer.question.contender.name
         winner = outcome.winner
         plans.append(PlanLine(label, winner, gain(winner, one_program=own) if winner else "-"))
     console.print(table_of_plans("Best plans on the same GPUs", ("program", *heads), plans))
+    console.print(told_apart(plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
+    console.print(_WORDS, style="dim")

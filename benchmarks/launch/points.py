@@ -34,7 +34,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, is_priced, knobs_from
 from benchmarks.worker.data import check_data
 from zeropp.choose.contender import any_auto, describe
-from zeropp.choose.search import search
+from zeropp.choose.search import SLOWER, search
 from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory
 from zeropp.schedule.plan import Plan
@@ -177,7 +177,8 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
     speed = winner.result.tokens_per_s_per_gpu
     words = f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated"
     choice = _Choice(asdict(winner.candidate.knobs), winner.candidate.microbatch_size, words)
-    ended = f"best of {outcome.simulated} simulated plans"
+    pruned = outcome.rejected[SLOWER]
+    ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"
     return choice, ended if outcome.is_complete else f"{ended} in {_BUDGET_S:.0f} s"
 
 

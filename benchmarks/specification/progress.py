@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 CONSOLE = Console(stderr=True)
 _FIRST_LINE_S = 2.0  # work that takes less time prints no line in a log
-_LOG_EVERY_S = 10.0
+_LOG_EVERY_S = 5.0
 
 
 def progress_line() -> Progress:
     """A progress bar with counts, time and the current work, in one line of the terminal; in a log
-    it prints a line after 2 s and then every 10 s, until the last item is done."""
+    it prints a line after 2 s and then every 5 s, until the last item is done."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return _Logged(
         BarColumn(bar_width=8),
@@ -42,34 +42,33 @@ def progress_line() -> Progress:
 
 
 class _Logged(Progress):
-    """A progress bar that prints lines instead if there is no terminal."""
+    """A progress bar that prints lines instead if there is no terminal, whatever its owner waits
+    for: a thread of its own looks at the clock."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         super().__init__(*columns, **options)
-        self._started = time.monotonic()
-        self._next = self._started + _FIRST_LINE_S
+        self._ended = threading.Event()
 
-    def update(self, task_id: TaskID, **fields: Any) -> None:
-        """Update a task as rich does, and print a line from time to time if there is no
-        terminal."""
-        super().update(task_id, **fields)
-        self._tell(task_id)
+    def start(self) -> None:
+        """Start as rich does, and the lines, too, if there is no terminal."""
+        super().start()
+        if self.disable:
+            threading.Thread(target=self._tell, args=(time.monotonic(),), daemon=True).start()
 
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Advance a task as rich does, and print a line from time to time if there is no
-        terminal."""
-        super().advance(task_id, advance)
-        self._tell(task_id)
+    def stop(self) -> None:
+        """Stop as rich does, and the lines, too."""
+        self._ended.set()
+        super().stop()
 
-    def _tell(self, task_id: TaskID) -> None:
-        now = time.monotonic()
-        task = next(task for task in self.tasks if task.id == task_id)
-        if not self.disable or now < self._next or task.completed == task.total:
-            return
-        self._next = now + _LOG_EVERY_S
-        done = "" if task.total is None else f"{task.completed:.0f} of {task.total:.0f}, "
-        line = f"  {now - self._started:.0f} s: {done}{task.description}"
-        self.console.print(line, markup=False, soft_wrap=True)
+    def _tell(self, started: float) -> None:
+        wait_s = _FIRST_LINE_S
+        while not self._ended.wait(wait_s):
+            wait_s = _LOG_EVERY_S
+            for task in self.tasks:
+                if task.completed != task.total:
+                    done = f"{task.completed:.0f} of {task.total:.0f}, " if task.total else ""
+                    line = f"  {time.monotonic() - started:.0f} s: {done}{task.description}"
+                    self.console.print(line, markup=False, soft_wrap=True)
 
 
 def track(items: Iterable[T], total: int | None, title: str) -> Iterator[T]:

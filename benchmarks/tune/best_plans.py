@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from benchmarks.explain.screen import PlanLine, lost, spare, table_of_plans, written_as
+from benchmarks.explain.screen import PlanLine, lost, spare, table_of_plans, told_apart, written_as
 from benchmarks.records.record import write_atomically
 from benchmarks.report.ratio_errors import NOTE, ratio_text
 from benchmarks.specification import SpecError
@@ -118,6 +118,10 @@ def show(outcomes: list[Outcome[Any]]) -> None:
     console.print(table)
     limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
     tell = partial(console.print, highlight=False)
+    first, *others = [line for line in lines if "runner-up" not in line.name]
+    for line in others:
+        if words := told_apart((first, line)):
+            tell(words.replace("* ", ""))
     tell(
         f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
         f"at {limit.microbatch_size} sequences per microbatch."

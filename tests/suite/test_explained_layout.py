@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from benchmarks.explain import megatron
@@ -16,7 +18,7 @@ def test_megatron_core_takes_the_layout() -> None:
     words += " --micro-batch-size 1 --global-batch-size 64 --tensor-model-parallel-size 8 --bf16"
     words += " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 12"
     asked = ask([], ["cluster=a100", "num_gpus=64", "model.vocab=51200"], words.split())
-    written = megatron.written(asked.contender.size(asked.task, asked.knobs, 1)).split()
+    written = shlex.split(megatron.written(asked.contender.size(asked.task, asked.knobs, 1)))
     layout = written[written.index("--pipeline-model-parallel-layout") + 1]
     config = TransformerConfig(
         num_layers=40,

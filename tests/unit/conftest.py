@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.specification import progress
 from tests.unit.slurm_attempts import make_attempt, silence_slurm
 
 # The same examples in every run, and no limit of time: a test fails because of the code alone, and
@@ -22,6 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("unit")
+progress._FIRST_LINE_S = 1e6  # no line of progress beside a refusal, however slow the machine is
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -4,12 +4,21 @@ smallest form."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.explain.answer import Answer, answer, better
 from benchmarks.explain.question import Question, ask
+from benchmarks.explain.screen import PlanLine, told_apart, written_as
 from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import PRICED
+from tests.unit.simulated_task import task
+from zeropp.choose.contender import describe
 
 MODEL = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
 FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 128 --vocab-size 50257"
@@ -45,6 +54,14 @@ flavor = "13B_company"
 local_batch_size = 2
 [parallelism]
 tensor_parallel_degree = 2
+"""
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+NANOTRON = """
+model: {dtype: bfloat16, model_config: {hidden_size: 2048, intermediate_size: 8192,
+  num_attention_heads: 32, num_hidden_layers: 16, num_key_value_heads: 8, vocab_size: 32000}}
+optimizer: {zero_stage: 1}
+parallelism: {dp: 4, tp: 1, pp: 4, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
+tokens: {micro_batch_size: 1, batch_accumulation_per_replica: 4, sequence_length: 4096}
 """
 SIZES = "layers=40 hidden=5120 heads=40 kv_heads=40 ffn=13824 vocab=32000"
 
@@ -178,3 +195,81 @@ def test_words_change_a_key_of_the_cluster(tmp_path: Path) -> None:
 def test_half_precision_is_said(tmp_path: Path) -> None:
     derived = asked(tmp_path, {"job.sh": SLURM.replace("--bf16", "--fp16")}).reading.derived
     assert any(line.startswith("--fp16: priced as bf16") for line in derived)
+
+
+CONFIG = {"config.json": json.dumps(LLAMA_13B | {"vocab_size": 32000})}
+EAGER = ["num_gpus=64", "model.seq=4096", "global_batch=512", "microbatch_size=2"]
+EAGER += ["contender=fsdp", "contender.compile=false", "contender.shard=64"]
+
+
+def priced(place: Path, files: dict[str, str], *words: str) -> Answer:
+    """The answer to the question of files."""
+    return answer(asked(place, files, *words), 0.2)
+
+
+def test_compile_stands_in_every_plan_and_is_tried_as_a_change(tmp_path: Path) -> None:
+    """ "No change of a single knob is faster" was false: the best plan had the same letters."""
+    found = priced(tmp_path, CONFIG, *EAGER)
+    changes = better(found, 0.2).changes
+    assert "compiled" not in describe(found.asked.plan)
+    assert "compiled" in describe(changes["compile"].plan)
+    assert changes["compile"].step_s < found.asked.step_s
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_two_plans_have_two_texts(name: str) -> None:
+    """Within one contender, types of gradients and compilers included."""
+    contender = PRICED[name]
+    seen: dict[str, object] = {}
+    open_knobs = contender.any_gradient_types
+    found = islice(contender.candidates(task(16, 32), open_knobs), 3000)
+    for number, (_, plan) in enumerate(found):
+        plan = replace(plan, memory=())
+        assert seen.setdefault(describe(plan), plan) == plan, (number, describe(plan))
+    assert len(seen) > 50
+
+
+def test_a_change_is_named_by_the_knob_that_changes(tmp_path: Path) -> None:
+    """More stages per rank at the same pp were called a change of pp."""
+    found = priced(tmp_path, {"job.sh": SLURM}, "num_gpus=16")
+    for knob, changed in better(found, 0.2).changes.items():
+        old, new = found.asked.candidate, changed.candidate
+        assert knob == "microbatch_size" or getattr(old.knobs, knob) != getattr(new.knobs, knob)
+
+
+def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:
+    files = {"ds.json": json.dumps(PIPELINE), **CONFIG}
+    plans = {
+        "deepspeed_3d": priced(tmp_path, files, "num_gpus=64", "model.seq=4096"),
+        "nanotron": priced(tmp_path, {"n.yaml": NANOTRON}),
+    }
+    for name, found in plans.items():
+        with pytest.raises(SpecError, match=f"--as megatron: {name}'s plans are not megatron's"):
+            written_as("megatron", found.asked.plan, found.asked.candidate)
+    uneven = SLURM.replace("--num-layers 32", f"--num-layers 30 {VIRTUAL} 4")
+    found = priced(tmp_path, {"job.sh": uneven}, "num_gpus=16")
+    written = written_as("megatron", found.asked.plan, found.asked.candidate)
+    assert "--pipeline-model-parallel-layout 'Et" in written
+    assert "--vocab-size 50687 --tokenizer-type NullTokenizer" in written
+    (tmp_path / "again.sh").write_text(f"torchrun --nproc-per-node 16 pretrain_gpt.py {written}")
+    again = ask([str(tmp_path / "again.sh")], ["cluster=h100"], [])
+    assert (again.task, again.knobs) == (found.question.task, found.asked.candidate.knobs)
+
+
+def test_nanotrons_plans_are_those_of_its_engines(tmp_path: Path) -> None:
+    found = priced(tmp_path, {"n.yaml": NANOTRON})
+    own = better(found, 0.5).best[0].winner
+    assert own is not None
+    assert (own.plan.schedule.name, own.plan.layout.chunks) == ("1f1b", 1)
+    assert own.plan.layout.placement == "dp_inner"
+
+
+def test_what_the_simulator_cannot_tell_apart_is_a_sentence() -> None:
+    slow, same, fast = (cast("Any", SimpleNamespace(step_s=step_s)) for step_s in (1.0, 0.99, 0.5))
+    lines = [PlanLine("FSDP2", slow, "1.00"), PlanLine("ZeroPP", same, "1.01 [0.83, 1.22]")]
+    told = told_apart(lines)
+    assert (
+        told == "FSDP2 1.00, ZeroPP 1.01 [0.83, 1.22]: no difference that the simulator can tell."
+    )
+    assert ": ZeroPP is 2.00 [" in told_apart([lines[0], PlanLine("ZeroPP", fast, "2.00")])
+    assert told_apart([lines[0], PlanLine("ZeroPP", None, "-")]) == ""

@@ -18,6 +18,7 @@ from zeropp.choose.task import Candidate, K, Knobs, Task
 from zeropp.engine.cuda_settings import CUDA_SETTINGS
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.price.cluster import Cluster
+from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import StageCost
@@ -179,8 +180,9 @@ def _load(path: str) -> Callable[..., Any]:
 
 def describe(plan: SizedPlan) -> str:
     """The degrees and knobs of a plan as short text, such as
-    ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
-    layout, order = plan.layout, plan.schedule
+    ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``. Two plans of one contender have
+    the same text only where they are the same plan."""
+    layout, order, program = plan.layout, plan.schedule, program_named(plan.program)
     degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "context", "shard", "replicate")]
     words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["one GPU"]
     words += [f"b={plan.microbatch_size}", f"m={plan.num_microbatches}", order.name]
@@ -188,6 +190,8 @@ def describe(plan: SizedPlan) -> str:
         words.append(f"V={layout.chunks}")
     if plan.activation_cap:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
+    elif order.name == "accumulation" and plan.reduce_every == "unit":
+        words.append("reduce=microbatch")
     words += [f"zero{layout.replicate_zero}"] * (layout.replicate_zero > 0)
     words += ["sp"] * layout.sequence_parallel
     words += [f"{layout.exchange} exchanged"] * (layout.context > 1)
@@ -195,6 +199,16 @@ def describe(plan: SizedPlan) -> str:
         words.append("full backwards")
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
+    words += ["compiled"] * plan.compile
+    state = program.state(plan.precision)
+    sent = 2 if plan.reduce_dtype == "bf16" else state.reduced
+    words += ["sums=bf16"] * (plan.sum_dtype == "bf16") + ["sent=bf16"] * (sent == 2)
+    sizes = {"bucket": state.bucket}  # elements
+    if program.live_parameters:
+        ahead = {"live": program.live_parameters, "together": program.gathered_together}
+        sizes |= {**ahead, "persistent": program.persistent}
+    words += [f"{name}={size / 1e6:g}M" for name, size in sizes.items() if size]
+    words += ["to owners"] * (layout.pp > 1 and state.bucket > 0 and not state.zero1_all_reduces)
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage
