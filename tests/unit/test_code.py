@@ -33,7 +33,7 @@ BUDGET = {
     "benchmarks": 880,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_560,
+    "benchmarks/explain": 2_620,
     "benchmarks/launch": 3_980,
     "benchmarks/measured": 530,
     "benchmarks/records": 1_310,
@@ -44,7 +44,7 @@ BUDGET = {
     "benchmarks/verdict": 2_430,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 2_010,
+    "zeropp/choose": 2_020,
     "zeropp/emulate": 3_940,
     "zeropp/engine": 6_470,
     "zeropp/huggingface": 840,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 49_980
-MOST_LINES_OF_TESTS = 29_870
+MOST_LINES = 50_050
+MOST_LINES_OF_TESTS = 29_970
 
 
 @cache
