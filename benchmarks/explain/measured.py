@@ -100,12 +100,23 @@ def compare(
         bar.update(line, description="constants that explain them")
         fitted = fit(runs)
         bar.update(line, description="causes that explain them")
-        causes = explain(runs)
+        stated = _stated(measured[0][0])
+        causes = explain(runs, stated)
     beside = [
         MeasuredRun(asked.task, own, of, run.priced.step_s(), fitted.step_s(run.priced)[0])
         for asked, own, of, run in measured
     ]
     return Comparison(beside, causes, fitted, nearest(measured[0][0]))
+
+
+def _stated(question: Question) -> set[str]:
+    """The causes of which the configuration itself says that they are not so."""
+    reading = question.reading
+    left_open = any(line.startswith("recomputation: ") for line in reading.derived)
+    settled_so = getattr(question.knobs, "recompute", "auto") != "auto" and not left_open
+    stated = {"recomputation"} if settled_so else set()
+    stated |= {"overlap"} if any("overlap" in trait for trait in reading.traits) else set()
+    return stated if any("8-bit" in line for line in reading.named) else stated | {"precision"}
 
 
 def _measured(
@@ -145,7 +156,10 @@ def priced(plan: Plan, task: Task) -> Priced:
 
 
 def on_fitted(question: Question, fitted: Fitted) -> Question:
-    """The question on its cluster with the fitted constants."""
+    """The question on its cluster with the fitted constants, if a machine of its kind may have
+    them."""
+    if fitted.beyond:
+        return question
     cluster = scaled_cluster(question.task.cluster, fitted.factors)
     return replace(question, task=replace(question.task, cluster=cluster))
 
@@ -206,7 +220,15 @@ class Training:
 
 
 def show_measured(comparison: Comparison, console: Console) -> None:
-    """Print the runs, the causes, the constants, and the nearest published runs."""
+    """Print what grows, the runs, the causes, the constants, and the nearest published runs."""
+    for run in comparison.runs:
+        if grown := run.measured.grown:
+            console.print(
+                f"{run.measured.source}: its steps grow from {grown[0]:.3g} to {grown[1]:.3g} s. "
+                "What grows while it runs (memory in fragments, a queue of data, heat) has no "
+                "price: look for that first; below, the last half of the steps counts.",
+                style="yellow",
+            )
     table = table_of("Measured beside the price")
     table.add_column("measured", overflow="fold")
     for heading in ("step s", "tokens/s/GPU", "priced s", "times priced", "fitted s"):
@@ -229,6 +251,15 @@ def show_measured(comparison: Comparison, console: Console) -> None:
 
 
 def _print_causes(comparison: Comparison, console: Console) -> None:
+    task = comparison.runs[0].task
+    cluster, device = task.cluster, task.cluster.device
+    power = "" if device.power_w is None else f" of {device.power_w:g} W"
+    console.print(
+        f"First see that the machine is the preset's, {cluster.gpus_per_node} boards {device.name}"
+        f"{power} a node, {cluster.intra.bandwidth_gb_s:g} GB/s per GPU within it and "
+        f"{cluster.nics_per_node} x {cluster.inter.bandwidth_gb_s:g} GB/s out of it (cluster.KEY="
+        "VALUE says otherwise), and whether rows are packed of documents (model.document=N)."
+    )
     console.print("What explains the gap, and how probable it is among these causes:")
     for cause in comparison.causes:
         if cause.probability < _LEAST_PROBABILITY:
@@ -256,19 +287,19 @@ def _print_constants(comparison: Comparison, console: Console) -> None:
     if changed:
         console.print(
             "Constants of this cluster that explain the runs, as factors on those of the preset "
-            f"{comparison.runs[0].task.cluster.name} (and where they are with 90 %); all prices "
-            "below are with these:"
+            f"{comparison.runs[0].task.cluster.name} (and where they are with 90 %); "
+            + ("not used for prices" if comparison.fitted.beyond else "all prices are with these")
+            + ":"
         )
     for line in changed:
         indented(line, console)
-    for constant, factor in zip(CONSTANTS, comparison.fitted.factors, strict=True):
-        if not constant.low <= factor <= constant.high:
-            indented(
-                f"{constant.name}: {factor:.2f} is beyond {constant.low} to {constant.high}, by "
-                "which machines of one kind differ; did another configuration run?",
-                console,
-                style="yellow",
-            )
+    for constant, factor in comparison.fitted.beyond.items():
+        indented(
+            f"{constant.name}: {factor:.2f} is beyond {constant.low} to {constant.high}, by which "
+            "machines of one kind differ; did another configuration run?",
+            console,
+            style="yellow",
+        )
 
 
 def _print_nearest(comparison: Comparison, console: Console) -> None:

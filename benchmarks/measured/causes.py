@@ -7,12 +7,13 @@ the simulator's own error, so each variant has a likelihood, a cause has the mea
 and Bayes's rule with equal priors says how probable each cause is, beside the simulator's error
 alone and a cause that is not among these. Within a cause every constant and every switch counts the
 same, and the places of a constant share its weight as the normal prior of the fit has it. With
-several runs a variant must explain all of them.
+several runs a variant must explain all of them. A cause of which the file says that it is not so is
+less probable before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any, cast
@@ -20,6 +21,9 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.measured.fit import CONSTANTS, RUN_ERROR, Constant, Priced, Run
+from benchmarks.specification import CONF
+from benchmarks.specification.reading import preset
+from zeropp.price.cluster import Cluster
 from zeropp.types.literals import Recompute
 
 NO_CAUSE = "the simulator's own error"
@@ -27,6 +31,8 @@ OTHER = "none of these"
 _ANY = 0.5  # the standard deviation of a gap's logarithm whose cause is not among these
 _PLACES = 7  # in the range of a constant
 _LOST = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # of a step's time, between steps
+_AGAINST_THE_FILE = 0.1  # the prior of a setting that the file states otherwise; others have 1
+_PACKED = (2, 4, 8, 16, 32)  # documents per sequence
 _UNCHANGED = 0.005  # a variant whose logarithm of time is closer to the price's explains nothing
 
 
@@ -51,8 +57,9 @@ class Explanation:
     steps_s: tuple[float, ...]
 
 
-def explain(runs: Sequence[Run]) -> list[Explanation]:
-    """The causes and their probabilities, the likeliest first."""
+def explain(runs: Sequence[Run], stated: Collection[str] = ()) -> list[Explanation]:
+    """The causes and their probabilities, the likeliest first; ``stated`` are those that a file
+    says are otherwise."""
     steps = tuple(run.priced.step_s() for run in runs)
     nothing = _likelihood(runs, steps)
     found: dict[str, list[tuple[float, Variant, tuple[float, ...]]]] = {}
@@ -66,7 +73,8 @@ def explain(runs: Sequence[Run]) -> list[Explanation]:
     weights = {NO_CAUSE: nothing, OTHER: unknown}
     for cause, of in found.items():
         likely = sum(variant.weight * likelihood for likelihood, variant, _ in of)
-        weights[cause] = likely / sum(variant.weight for _, variant, _ in of)
+        prior = _AGAINST_THE_FILE if cause in stated else 1.0
+        weights[cause] = prior * likely / sum(variant.weight for _, variant, _ in of)
     whole = sum(weights.values()) or 1.0
     explanations = [Explanation(c, weights[c] / whole, "", steps) for c in (NO_CAUSE, OTHER)]
     for cause, of in found.items():
@@ -97,12 +105,33 @@ def _with_traits(**traits: Any) -> Callable[[Priced], float]:
     return lambda run: replace(run, program=replace(run.program, **cast("Any", traits))).step_s()
 
 
-def _recomputing(recompute: Recompute) -> Callable[[Priced], float]:
+def _where_it_fits(changed: Callable[[Priced], Priced]) -> Callable[[Priced], float]:
     def step_s(run: Priced) -> float:
-        changed = replace(run, plan=replace(run.plan, recompute=recompute, recomputed=()))
-        return changed.step_s() if changed.fits() or not run.fits() else run.step_s()
+        other = changed(run)
+        return other.step_s() if other.fits() or not run.fits() else run.step_s()
 
     return step_s
+
+
+def _recomputing(recompute: Recompute) -> Callable[[Priced], float]:
+    return _where_it_fits(
+        lambda run: replace(run, plan=replace(run.plan, recompute=recompute, recomputed=()))
+    )
+
+
+def _packed(documents: int) -> Callable[[Priced], float]:
+    def step_s(run: Priced) -> float:
+        shape = run.plan.shape
+        if shape.document:  # the file says how long they are
+            return run.step_s()
+        shape = replace(shape, document=max(1, shape.seq // documents))
+        return replace(run, plan=replace(run.plan, shape=shape)).step_s()
+
+    return step_s
+
+
+def _on(name: str) -> Callable[[Priced], float]:
+    return _where_it_fits(lambda run: replace(run, cluster=preset("cluster", name, Cluster)))
 
 
 def _with_bits(bits: int) -> Callable[[Priced], float]:
@@ -131,7 +160,11 @@ VARIANTS = (
         Variant("recomputation", f"recomputation is {kind}", _recomputing(kind))
         for kind in ("none", "selective", "full")
     ),
-    Variant("age of the software", "attention is not fused", _with_traits(flash=False)),
+    Variant(
+        "age of the software",
+        "attention is not fused",
+        _where_it_fits(lambda run: replace(run, program=replace(run.program, flash=False))),
+    ),
     Variant("age of the software", "kernels of before 2025", _with_traits(kernels=0)),
     Variant("age of the software", "kernels of 2025", _with_traits(kernels=2025)),
     Variant("precision", "products of 16 bits", _with_bits(16)),
@@ -139,5 +172,14 @@ VARIANTS = (
     *(
         Variant("data", f"a wait between steps of {100 * lost:.0f} % of their time", _slowed(lost))
         for lost in _LOST
+    ),
+    *(
+        Variant("packed rows", f"{n} documents in a row (model.document=N says it)", _packed(n))
+        for n in _PACKED
+    ),
+    *(
+        Variant("another machine", f"the machine is as the preset {name}", _on(name))
+        for name in sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
+        if not name.startswith("cpu_")
     ),
 )

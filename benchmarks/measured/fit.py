@@ -177,6 +177,12 @@ class Fitted:
         """The most probable factor of each constant."""
         return tuple(np.exp(self.logarithms).tolist())
 
+    @property
+    def beyond(self) -> dict[Constant, float]:
+        """The factors that no machine of the kind plausibly has."""
+        of = zip(CONSTANTS, self.factors, strict=True)
+        return {constant: f for constant, f in of if not constant.low <= f <= constant.high}
+
     def intervals(self) -> Mapping[str, tuple[float, float, float]]:
         """By the constant's name: its factor, and the ends between which it is with 90 %."""
         spreads = NINETY * np.sqrt(np.diag(self.covariance))

@@ -25,6 +25,7 @@ _BATCH = re.compile(
     rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
 )
 _GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
+GROWTH = 0.05  # of a step within a log, from which on it is a symptom of its own
 _SAME = 0.01  # two batches: nanotron rounds them to three digits
 
 
@@ -44,6 +45,7 @@ _UNITS: dict[str, Callable[[float, Step], float]] = {
     "tokens/s": lambda number, step: step.global_batch * step.seq / number,
     "tokens/s/gpu": lambda number, step: step.global_batch * step.seq / step.num_gpus / number,
     "samples/s": lambda number, step: step.global_batch / number,
+    "steps/s": lambda number, step: 1 / number,
 }
 
 
@@ -58,7 +60,8 @@ class _Form:
 
 # The forms, read in logs and sources of torchtitan of 2024 (wps) to 0.3, Megatron-LM, GPT-NeoX and
 # Megatron-Bridge of 2021 to 2026, NeMo 1 and 2, NeMo AutoModel, nanotron 0.4 and 0.5, DeepSpeed 0.1
-# to 0.19, fms-fsdp, InternEvo, Composer, OLMo and OLMo-core. Where a log fits several, the first
+# to 0.19, fms-fsdp, InternEvo, Composer, OLMo and OLMo-core, nanoGPT, nanochat, MaxText, torchtune
+# and ms-swift, whose number is a mean since the start. Where a log fits several, the first
 # counts. Titan's lines of validation are no steps.
 _FORMS = tuple(
     _Form(program, re.compile(pattern), unit)
@@ -84,6 +87,12 @@ _FORMS = tuple(
             rf"throughput/device/(?:tokens_per_sec(?:ond)?|TPS)[=:] *{_NUMBER}",
             "tokens/s/gpu",
         ),
+        ("nanoGPT", rf"iter \d+: loss [\d.naif]+, time {_NUMBER}ms", "ms"),
+        ("nanochat", rf"\bdt: {_NUMBER}ms", "ms"),
+        ("MaxText", rf"completed step: \d+, seconds: {_NUMBER}", "s"),
+        ("torchtune", rf"tokens_per_second_per_gpu:{_NUMBER}", "tokens/s/gpu"),
+        ("swift, a mean with warm-up", rf"train_speed\(iter/s\)['\"]: {_NUMBER}", "steps/s"),
+        ("swift, a mean with warm-up", rf"train_speed\(s/it\)['\"]: {_NUMBER}", "s"),
         (
             "Hugging Face's Trainer, the mean with warm-up",
             rf"'train_samples_per_second': '?{_NUMBER}",
@@ -96,12 +105,14 @@ _FORMS = tuple(
 @dataclass(frozen=True)
 class Measurement:
     """The seconds of a measured step; of the ``lines`` of a log the median, and the share of it
-    that lies between their quartiles."""
+    that lies between their quartiles. ``grown``: the medians of the second and of the last quarter
+    of all steps, where the last is longer by more than ``GROWTH``."""
 
     step_s: float
     source: str
     lines: int = 0
     spread: float = 0.0
+    grown: tuple[float, float] | None = None
 
 
 def measurement(text: str, step: Step) -> Measurement:
@@ -140,8 +151,12 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
                 seconds = [_UNITS[form.unit](number, step) for number in later]
                 middle = median(seconds)
                 low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
-                source = f"{path.name} of {form.program}"
-                return Measurement(middle, source, len(seconds), (high - low) / middle)
+                spread, source = (high - low) / middle, f"{path.name} of {form.program}"
+                whole = [_UNITS[form.unit](number, step) for number in numbers if number > 0]
+                quarter = max(1, len(whole) // 4)  # the first has compilation and warm-up
+                ends = median(whole[quarter : 2 * quarter] or whole), median(whole[-quarter:])
+                grown = ends if ends[1] > (1 + GROWTH) * ends[0] else None
+                return Measurement(middle, source, len(seconds), spread, grown)
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
         f"--measured {path}: no line says how long a step took (known: logs of {programs}; or give "

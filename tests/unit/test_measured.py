@@ -75,6 +75,12 @@ DEEPSPEED = (
         ("step={} loss=0.005 tgs (tokens/gpu/second)={} lr=1e-05", ("1", "8000", "8192"), 2.0237),
         ("  throughput/device/TPS={}\n  throughput/device/MFU=4", ("1", "8,000", "8,192"), 2.0237),
         ("Train throughput/device/tokens_per_sec: {}", ("1", "8000.5", "8191.5"), 2.0237),
+        ("iter {}: loss 4.0064, time {}ms, mfu 31.20%", ("9999", "562.1", "561.9"), 0.562),
+        ("step {}/9 | loss: 2.5 | dt: {}ms | tok/sec: 1,234", ("9999", "562.1", "561.9"), 0.562),
+        ("completed step: {}, seconds: {}, TFLOP/s/device: 9", ("99", "3.2", "3.4"), 3.3),
+        ("Step {} | loss:3.1 tokens_per_second_per_gpu:{} x", ("1", "8000", "8192"), 2.0237),
+        ("{{'iteration': '{}/9', 'train_speed(iter/s)': {}}}", ("0.1", "0.5", "0.5"), 2.0),
+        ("{{'iteration': '{}/9', 'train_speed(s/it)': {}}}", ("9", "2.1", "1.9"), 2.0),
     ],
 )
 def test_step_times_of_logs(
@@ -206,6 +212,46 @@ def test_causes_are_named() -> None:
         assert sum(e.probability for e in explain([Run(run, changed.step_s())])) == pytest.approx(1)
 
 
+def test_a_switch_against_the_file_is_less_probable() -> None:
+    """A file that has full recomputation did not run without it as likely as not."""
+    run = priced_run(tp=1)
+    full = replace(run, plan=replace(run.plan, recompute="full", recomputed=()))
+    runs = [Run(run, full.step_s())]
+    before, after = explain(runs)[0], explain(runs, {"recomputation"})
+    assert before.cause == "recomputation"
+    found = {e.cause: e.probability for e in after}
+    assert found["recomputation"] < 0.1 < 0.3 < before.probability
+    assert sum(found.values()) == pytest.approx(1)
+
+
+def test_packed_rows_and_another_machine_are_causes() -> None:
+    """Attention that ends at documents takes less time, and so does a faster board."""
+    run = priced_run(tp=1, num_gpus=8)
+    long = replace(run, plan=replace(run.plan, shape=replace(run.plan.shape, seq=32768)))
+    packed = replace(long.plan.shape, document=2048)
+    short = replace(long, plan=replace(long.plan, shape=packed))
+    assert explain([Run(long, short.step_s())])[0].cause == "packed rows"
+    assert not any(e.cause == "packed rows" for e in explain([Run(short, long.step_s())]))
+    words = {v.words.split()[-1]: v for v in VARIANTS if v.cause == "another machine"}
+    assert words["b200"].step_s(run) < run.step_s() < words["a100"].step_s(run)
+
+
+def test_a_step_that_grows_is_said_first(tmp_path: Path) -> None:
+    log = tmp_path / "drift.log"
+    log.write_text("\n".join(MEGATRON.format(i, 1000 + 10 * i) for i in range(48)))
+    measured = measurement(str(log), STEP)
+    assert measured.grown == pytest.approx((1.175, 1.415), abs=0.01)
+    console = Console(width=200, file=StringIO())
+    show_measured(compared(f"{log} global_batch=64 num_gpus=8"), console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.startswith("drift.log of Megatron-LM: its steps grow from 1.17 to 1.42 s.")
+    assert said.index("the machine is the preset's, 8 boards h100 of 700 W") < said.index(
+        "What exp"
+    )
+    log.write_text("\n".join(MEGATRON.format(i, 9000 if i < 9 else 1000) for i in range(48)))
+    assert measurement(str(log), STEP).grown is None  # warm-up
+
+
 def test_a_constant_weighs_as_much_as_a_switch() -> None:
     """However many places it is tried at: they share its weight, those near the preset's most."""
     for constant in CONSTANTS:
@@ -288,12 +334,13 @@ def test_the_screen_says_what_was_measured() -> None:
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for words_in_it in ("8s", "8.000", "3 s num_gpus=16", "3.000"):
         assert words_in_it in said
-    assert "all prices below are with these" in said
+    assert "not used for prices" in said  # as no machine of the kind has these
     assert "did another configuration run?" in said
-    fitted = on_fitted(asked, comparison.fitted)
-    rate = asked.task.cluster.device.matmul_bf16_tflops
-    for task in (fitted.task, fitted.task):  # both programs' plans are priced with them
-        assert task.cluster.device.matmul_bf16_tflops < rate
+    assert on_fitted(asked, comparison.fitted) == asked
+    plausible = compared(f"{1.05 * priced_run(tp=8, num_gpus=8).step_s()}s").fitted
+    assert plausible.beyond == {}
+    fitted, rate = on_fitted(asked, plausible), asked.task.cluster.device.matmul_bf16_tflops
+    assert fitted.task.cluster.device.matmul_bf16_tflops < rate
     with pytest.raises(SpecError, match="at most 3 runs"):
         compared(*texts * 2)
     with pytest.raises(SpecError, match='--measured a"b: No closing quotation'):
