@@ -33,9 +33,9 @@ BUDGET = {
     "benchmarks": 880,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_620,
+    "benchmarks/explain": 2_650,
     "benchmarks/launch": 3_980,
-    "benchmarks/measured": 530,
+    "benchmarks/measured": 590,
     "benchmarks/records": 1_310,
     "benchmarks/report": 4_870,
     "benchmarks/specification": 970,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_050
-MOST_LINES_OF_TESTS = 29_970
+MOST_LINES = 50_150
+MOST_LINES_OF_TESTS = 30_020
 
 
 @cache
