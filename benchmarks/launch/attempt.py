@@ -60,6 +60,8 @@ _NO_CAUSE = re.compile(  # lines of logs that only say that something ended
     r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited|^Try \"",
     re.I,
 )
+HINTS = {9: "; often the system's, for lack of memory"}  # by signal, for those who read its name
+_UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f\ud800-\udfff]")
 _LOG_BYTES = 20_000  # bytes at the end of a log that are read
 
 
@@ -184,7 +186,7 @@ def failed(reason: str) -> Ending:
 
 def killed(rank: int, number: int) -> Ending:
     """The ending of an attempt in which a signal killed one rank."""
-    name = signal.Signals(number).name
+    name = signal.Signals(number).name + HINTS.get(number, "")
     return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
 
 
@@ -230,6 +232,19 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending | No
     return OK if is_complete(num_ranks, ranks) else None
 
 
+def _standing(ranks: Mapping[int, Events]) -> str:
+    """Which ranks stand still where time is up: those that are behind the others, or else did not
+    answer the signal to end; and how many steps all have done."""
+    steps = {rank: len(of_kind(events, "warmup", "step")) for rank, events in ranks.items()}
+    least = min(steps.values(), default=0)
+    behind = [rank for rank, number in steps.items() if number == least]
+    deaf = [rank for rank, events in ranks.items() if not of_kind(events, "signal")]
+    few = next((some for some in (behind, deaf) if 0 < len(some) < len(ranks)), [])
+    if few:
+        return f"; rank {', '.join(map(str, few))} stood still, steps done: {least}"
+    return f"; steps done: {least}" if least else ""
+
+
 def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
     """Whether every rank measured everything; then it does not matter what happened later."""
     return sum(bool(of_kind(events, "done")) for events in ranks.values()) == num_ranks
@@ -268,7 +283,7 @@ def make_record(
         spec_id=spec_id,
         spec=dict(spec),
         ended_at=now(),
-        **asdict(ending),
+        **asdict(replace(ending, reason=_UNPRINTABLE.sub("", ending.reason))),
         **fields,
     )
 
@@ -364,5 +379,7 @@ def _assembled(
         done = sum(bool(of_kind(events, "done")) for events in ranks.values())
         silent = f"{expected - done} of {expected} ranks ended without saying why"
         ending = Ending("failed", silent, interrupted=True)
+    if ending.status == "timeout":
+        ending = replace(ending, reason=ending.reason + _standing(ranks))
     point, name = directory.resolve().parts[-2:]
     return make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))

@@ -280,6 +280,9 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
             _wait_all(processes, _GRACE_S)
             break
         if time.monotonic() > deadline:
+            for process in processes.values():  # who does not answer stands still
+                process.terminate()
+            _wait_all(processes, _GRACE_S)
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
         watched.show(read_events(first))
         time.sleep(_POLL_S)

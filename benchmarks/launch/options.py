@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.reading import validated
@@ -34,7 +34,7 @@ class LauncherOptions:
     """What the options of every launcher have."""
 
     kind: str
-    dry_run: ClassVar[bool] = False  # show only what would be done, without writing anything
+    dry_run: bool = False  # show only what would be done, without writing anything
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -99,7 +99,6 @@ class SlurmOptions(LauncherOptions):
 
     kind: Literal["slurm"] = "slurm"
     report_dir: str
-    dry_run: bool = False  # type: ignore[misc]  # an option of this launcher
     python: str | None = None
     worker_python: str | None = None
     setup: list[str] = field(default_factory=list)

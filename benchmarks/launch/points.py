@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -43,6 +44,7 @@ from zeropp.types.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
+_KILLED = re.compile(r"signal 9\b|: Killed|without saying why")
 _BUDGET_S = 10.0  # CPU time of a search; after that the best plan so far is taken
 _CODE = ("zeropp", "baselines")
 
@@ -54,6 +56,7 @@ class Point:
     spec: RunSpec
     plan: Plan | None
     reason: str = ""  # one line; empty if there is a plan
+    why: str = field(default="", compare=False)  # it is to run
     note: str = ""  # what the tuner chose, in one line; empty if nothing was open
 
 
@@ -83,11 +86,12 @@ def still_to_run(
     are those that no record of this provenance and variant has settled.
 
     A point is settled by a success, and by a failure of its own (out of memory, an error), but not
-    by an attempt that was interrupted from outside. ``rerun=failed`` also returns points without a
-    success, ``rerun=all`` returns every point. A point that is to have several successes is
-    returned once for each that is missing, unless it has no plan; as in tables, those with the
-    files of the latest one count (``benchmarks.report.repeats``). All of these are shuffled, so
-    that a drift of the machine meets every point alike.
+    by an attempt that was interrupted from outside, unless three in a row were killed alike.
+    ``rerun=failed`` also returns points without a success, ``rerun=all`` returns every point. A
+    point that is to have several successes is returned once for each that is missing, unless it has
+    no plan; as in tables, those with the files of the latest one count
+    (``benchmarks.report.repeats``). All of these are shuffled, so that a drift of the machine meets
+    every point alike.
     """
     missing: list[Point] = []
     failed: list[RunRecord] = []
@@ -101,13 +105,30 @@ def still_to_run(
         latest = max(fine, key=attrgetter("started_at"), default=None)
         successes = sum(record.code_digest == latest.code_digest for record in fine if latest)
         failures = [r for r in alike if r.status != "ok" and not r.interrupted]
+        if not successes and _ends_alike(alike):
+            failures.append(alike[-1])
         if failures and not successes and rerun == "missing":
             failed.append(failures[-1])
         else:
-            missing += [point] * ((repeats if point.plan else 1) - successes)
+            why = "no record counts"
+            if alike:
+                why = f"last {alike[-1].status}: {alike[-1].reason}"
+            if successes:
+                why = f"{successes} of {repeats} runs are recorded"
+            again = replace(point, why=why)
+            missing += [again] * ((repeats if point.plan else 1) - successes)
     if repeats > 1:
         missing = random.Random(0).sample(missing, len(missing))  # the same order every time
     return missing, failed
+
+
+def _ends_alike(records: Sequence[RunRecord]) -> bool:
+    """Whether the last three attempts were killed or ended silently in the same way: the system or
+    the program does so each time, and it is no accident."""
+    last = records[-3:]
+    ways = {re.sub(r"\d+", "", record.reason) for record in last if record.interrupted}
+    is_alike = len(last) == 3 and len(ways) == 1
+    return is_alike and bool(_KILLED.search(last[-1].reason))
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:

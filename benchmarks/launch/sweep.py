@@ -10,12 +10,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from errno import ENOLCK, EOPNOTSUPP
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from benchmarks.launch.attempt import PROVENANCE
 from benchmarks.launch.launchers import LAUNCHERS
@@ -30,12 +31,16 @@ from benchmarks.launch.running import (
     say_outcome,
 )
 from benchmarks.launch.slurm import submit
+from benchmarks.launch.slurm.script import EXTRA_STEPS
+from benchmarks.records.metrics import memory_text
 from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import differences, flat_spec
 from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, is_priced, spec_from_mapping
+from zeropp.price.simulator import simulate
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
 _RUN_KEYS |= {"sequences_per_gpu", "repeats", "retries", "points"}
@@ -54,12 +59,17 @@ def only_one(lock: Path, purpose: str, say: Callable[[str], None]) -> Iterator[N
     when the holder ends. If another process holds it, this says so once and waits. Raises OSError
     if the file cannot be written."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    file = FileLock(lock, mode=0o666)
-    try:
-        file.acquire(timeout=0)
-    except Timeout:
-        say(f"waiting for another process, which {purpose} ({lock})")
-        file.acquire()
+    file: BaseFileLock = FileLock(lock, mode=0o666)
+    while not file.is_locked:
+        try:
+            file.acquire(timeout=0)
+        except Timeout:
+            say(f"waiting for another process, which {purpose} ({file.lock_file})")
+            file.acquire()
+        except OSError as error:
+            if error.errno not in (ENOLCK, EOPNOTSUPP) or isinstance(file, SoftFileLock):
+                raise
+            file = SoftFileLock(lock.with_name(f"{lock.name}-held"), mode=0o666)  # while it exists
     try:
         yield
     finally:
@@ -239,8 +249,27 @@ def _launch_missing(
             if point.plan is None:
                 refuse(point, options, runs_dir, point.reason)
     feasible = [point for point in todo if point.plan is not None]
+    named = differences([flat_spec(point.spec.to_dict()) for point in feasible])
+    for point, words in zip(feasible, named, strict=True) if options.dry_run else ():
+        told = [*(f"{key}={value}" for key, value in words.items()), _expected(point)]
+        say(f"  would run   {point.spec.spec_id}: {', '.join(told)}; {point.why}")
+    if options.dry_run and not isinstance(options, SlurmOptions):
+        return failed
     with SweepProgress(len(feasible)) as progress:
         return [*failed, *launcher.launch(feasible, options, runs_dir, progress)]
+
+
+def _expected(point: Point) -> str:
+    """What a run of a point would take, by the simulator, in a few words."""
+    spec, plan = point.spec, point.plan
+    assert plan is not None
+    if spec.cluster.device.is_cpu or not is_priced(spec.cluster, spec.precision):
+        return "of unknown duration"
+    result = simulate(plan, spec.cluster)
+    steps = spec.measure.warmup_steps + spec.measure.steps + EXTRA_STEPS
+    hours = spec.num_gpus * steps * result.step_s / 3600
+    gib = memory_text(result.peak_bytes / 2**30)
+    return f"step {result.step_s:.3f} s, {gib}, {hours:.2g} GPU-hours of steps (simulated)"
 
 
 def _by_launcher(

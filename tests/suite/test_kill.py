@@ -140,7 +140,10 @@ def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], 
     wait_until(lambda: statuses(runs), "the record of the death")
     first = next(iter(map(read_record, find_records([runs]))))
     assert first.status == "failed"
-    assert first.reason == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert (
+        first.reason
+        == "rank 1 was killed by signal 9 (SIGKILL; often the system's, for lack of memory)"
+    )
     assert len(first.step_s) > 0  # what was measured is kept
     files = partial(runs.rglob, "rank_000.jsonl")
     wait_until(lambda: any(f.parts[-3] != first.spec_id for f in files()), "the next point")

@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_650,
-    "benchmarks/launch": 3_980,
+    "benchmarks/launch": 4_060,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_310,
     "benchmarks/report": 4_870,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_110,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_150
-MOST_LINES_OF_TESTS = 30_020
+MOST_LINES = 50_220
+MOST_LINES_OF_TESTS = 30_180
 
 
 @cache

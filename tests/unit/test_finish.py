@@ -21,9 +21,10 @@ from benchmarks.launch.attempt import (
     freeze,
     killed,
     new_header,
+    started,
     write_unstarted,
 )
-from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
+from benchmarks.launch.points import Point, Rerun, plan_point, records_of, still_to_run
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RecordError, find_records, read_record
@@ -109,7 +110,10 @@ def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:
     record = finish_attempt(attempt, killed(1, 9))
     assert record.status == "failed"
     assert record.interrupted
-    assert record.reason == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert (
+        record.reason
+        == "rank 1 was killed by signal 9 (SIGKILL; often the system's, for lack of memory)"
+    )
     assert record.step_s == [2.0]  # only steps that every rank finished
 
 
@@ -310,3 +314,60 @@ def test_without_a_word_of_rank_0_the_launcher_s_code_stands(attempt: Path) -> N
     code = read_code()
     assert (record.git_sha, record.code_digest) == (code.sha, code.digest)
     assert record.notes == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "deaf", "who"),
+    [
+        ([3, 2], [], "; rank 1 stood still, steps done: 2"),
+        ([3, 3], [0], "; rank 0 stood still, steps done: 3"),
+        ([3, 3], [0, 1], "; steps done: 3"),
+        ([0, 0], [1], "; rank 1 stood still, steps done: 0"),
+        ([0, 0], [], ""),
+    ],
+)
+def test_a_rank_that_stands_still_is_named(
+    tmp_path: Path, spec: RunSpec, steps: list[int], deaf: list[int], who: str
+) -> None:
+    with started(spec, new_header("local"), tmp_path) as attempt:
+        for rank, number in enumerate(steps):
+            writer = EventWriter(attempt, rank)
+            writer.write("environment")
+            for index in range(number):
+                writer.write("step", index=index, seconds=1.0)
+            if rank not in deaf:
+                writer.write("signal", name="SIGTERM")
+        assert finish_attempt(attempt, Ending("timeout", "late")).reason == f"late{who}"
+
+
+def test_colours_and_half_letters_of_a_message_are_not_recorded(attempt: Path) -> None:
+    record = finish_attempt(attempt, Ending("failed", "rank 1: \x1b[31mbad\x1b[0m \udc80\x07name"))
+    assert record.reason == "rank 1: bad name"
+    assert read_record(attempt / "record.json").reason == "rank 1: bad name"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "settled"),
+    [
+        (["rank 1 was killed by signal 9 (SIGKILL)"] * 2, False),
+        ([f"rank {rank} was killed by signal 9 (SIGKILL)" for rank in (1, 0, 1)], True),
+        (["rank 1: Killed (srun)"] * 3, True),
+        (["2 of 2 ranks ended without saying why"] * 3, True),
+        (["Slurm: CANCELLED"] * 3, False),
+        (["rank 1: Killed (srun)", "Slurm: CANCELLED", "rank 1: Killed (srun)"], False),
+    ],
+)
+def test_what_is_killed_each_time_does_not_run_for_ever(
+    tmp_path: Path, spec: RunSpec, reasons: list[str], settled: bool
+) -> None:
+    for reason in reasons:
+        ending = Ending("failed", reason, interrupted=True)
+        write_unstarted(spec, tmp_path, new_header("local"), ending)
+    points = [plan_point(spec)]
+    missing, failed = still_to_run(
+        points, tmp_path, provenance="measured", variant="", rerun="missing"
+    )
+    assert (missing, [record.reason for record in failed]) == (
+        ([], reasons[-1:]) if settled else (points, [])
+    )
+    assert still_to_run(points, tmp_path, provenance="measured", variant="", rerun="failed")[0]

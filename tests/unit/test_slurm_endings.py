@@ -47,7 +47,7 @@ def test_what_slurms_states_mean(state: str, expected: tuple[str, bool] | None) 
         assert "node7" in ending.reason
 
 
-TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
+TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1); steps done: 1")
 BY_HAND = Ending(
     "failed",
     "the script was sent SIGTERM, sent by hand or by a tool of the site "
@@ -72,7 +72,7 @@ BY_HAND = Ending(
         (
             ScriptEnd(124, elapsed_s=603),
             "srun: error: n: tasks 0-1: Exited with exit code 5\n",
-            Ending("timeout", "not finished after measure.timeout_s=600"),
+            Ending("timeout", "not finished after measure.timeout_s=600; steps done: 1"),
         ),
         (
             ScriptEnd(1),
@@ -97,7 +97,11 @@ BY_HAND = Ending(
         (  # by a shell around it
             ScriptEnd(1),
             "srun: error: n: task 1: Exited with exit code 137\n",
-            Ending("failed", "rank 1 was killed by signal 9 (SIGKILL)", interrupted=True),
+            Ending(
+                "failed",
+                "rank 1 was killed by signal 9 (SIGKILL; often the system's, for lack of memory)",
+                interrupted=True,
+            ),
         ),
         (
             ScriptEnd(1),

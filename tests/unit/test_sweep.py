@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import threading
+from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
@@ -15,10 +19,10 @@ from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points, only_one, run_points
 from benchmarks.records.events import Events
-from benchmarks.records.record import find_records
+from benchmarks.records.record import RunRecord, find_records
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.toy_spec import mapping
+from tests.unit.toy_spec import changed, mapping
 from tests.waiting import wait_until
 
 
@@ -120,3 +124,89 @@ def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     assert "0 of 1 points to run with launcher=local, 1 already recorded" in said
     write_unstarted(point.spec, tmp_path / "runs", new_header("local"), Ending("ok"))
     assert run_points([point], [config]) == 0
+
+
+@pytest.mark.parametrize("number", [ENOLCK, EOPNOTSUPP])
+def test_a_file_system_without_locks_has_a_file_that_is_there_while_it_is_held(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: FileLock, *_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    said: list[str] = []
+    order: list[str] = []
+
+    def second() -> None:
+        with only_one(tmp_path / ".lock", "runs tests", said.append):
+            order.append("second")
+
+    with only_one(tmp_path / ".lock", "runs tests", said.append):
+        thread = threading.Thread(target=second)
+        thread.start()
+        wait_until(lambda: said, "the second to wait")
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock-held'})"]
+
+
+def test_a_dry_run_says_why_and_how_long_with_any_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = changed("cluster.device.peak_fp32_tflops", 19.5)
+    values["cluster"]["device"]["name"] = "A100"
+    point = plan_point(spec_from_mapping(values))
+    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
+    asked = {"repeats": 1, "launcher": {"kind": "simulate", "dry_run": True}}
+    config = places | {"rerun": "failed"} | asked
+
+    def told() -> str:
+        assert run_points([point], [config]) == 0
+        (line,) = (x for x in capsys.readouterr().err.splitlines() if "would run" in x)
+        return line
+
+    assert re.search(
+        r"step \d\.\d{3} s, \d+ MiB, \S+ GPU-hours of steps \(simulated\); no record", told()
+    )
+    assert not (tmp_path / "runs").exists()
+    ending = Ending("oom", "rank 1: out of memory")
+    write_unstarted(point.spec, tmp_path / "runs", new_header("simulate"), ending)
+    assert told().endswith("; last oom: rank 1: out of memory")
+    assert len(list(find_records([tmp_path / "runs"]))) == 1
+
+
+def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = plan_point(spec_from_mapping(mapping()))
+    endings = [Ending("lost", "its node is gone", True), Ending("ok"), Ending("failed", "no")]
+    begun: list[Ending] = []
+
+    def launch(points: list[Point], _: object, runs_dir: Path, __: object) -> list[RunRecord]:
+        begun.append(endings[len(begun)])
+        return [write_unstarted(p.spec, runs_dir, new_header("local"), begun[-1]) for p in points]
+
+    monkeypatch.setattr(local, "launch", launch)
+    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
+    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    for retries, rerun, statuses, runs in ((0, "missing", ["lost"], 1), (2, "all", ["failed"], 3)):
+        if retries:
+            begun[:] = [Ending("ok")] * 2  # the next one fails by itself: it is not tried again
+        now = config | {"retries": retries, "rerun": rerun}
+        assert [r.status for r in launch_points([point], [now]) or ()] == statuses
+        assert len(begun) == runs
+    begun.clear()
+    (tmp_path / "other").mkdir()
+    now = config | {"retries": 2, "runs_dir": str(tmp_path / "other")}
+    assert [r.status for r in launch_points([point], [now]) or ()] == ["ok"]
+    assert len(begun) == 2
+
+
+def test_retries_without_waiting_are_refused(tmp_path: Path) -> None:
+    point = Point(spec_from_mapping(mapping()), None, "no plan")
+    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
+    slurm = {"kind": "slurm", "report_dir": str(tmp_path), "dry_run": True}
+    config = places | {"rerun": "missing", "repeats": 1, "retries": 2, "launcher": slurm}
+    with pytest.raises(SpecError, match=r"retries=2: needs launcher\.wait=true"):
+        launch_points([point], [config])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.attempt import (
+    HINTS,
     DamagedError,
     Ending,
     ending_by_events,
@@ -180,7 +181,8 @@ def _first_failure(attempt: Path) -> Ending | None:
         events = read_ranks(attempt).get(rank)
         line = "" if events else last_words(attempt / f"rank_{rank:03d}.log")
         return failed(f"rank {rank}: {line}") if line else exited(rank, int(code[1]), events)
-    return Ending("failed", f"rank {rank}: {how} (srun)", interrupted=True)
+    hint = HINTS[9] if how.startswith("Killed") else ""
+    return Ending("failed", f"rank {rank}: {how} (srun){hint}", interrupted=True)
 
 
 def _before_the_ranks(

@@ -27,7 +27,7 @@ _START_S = 300.0  # for imports, process groups, the gate and the model, on a sl
 _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
 # Steps besides the timed ones: six of the gate, six of its reference (on one rank, but of a smaller
 # model), and one with spans.
-_EXTRA_STEPS = 13
+EXTRA_STEPS = 13
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
@@ -89,7 +89,7 @@ def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> 
     nodes = nodes_of(spec)
     limit_s = spec.measure.timeout_s
     if step_s is not None:
-        steps = spec.measure.warmup_steps + spec.measure.steps + _EXTRA_STEPS
+        steps = spec.measure.warmup_steps + spec.measure.steps + EXTRA_STEPS
         limit_s = min(limit_s, _START_S + options.walltime_safety * steps * step_s)
     steps_of_time = math.ceil((limit_s + options.grace_s) / 60 / _TIME_STEP_MIN)
     return Resources(
