@@ -5,12 +5,12 @@ Attempts whose job ended without writing a record get one first, with the reason
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.records.record import json_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
 
@@ -59,7 +59,7 @@ def _status() -> int:
         if (now := [(point.spec_id, point.state) for point in points]) != last:
             last = now
             if arguments.json:
-                print(json.dumps([asdict(point) for point in points], indent=1), flush=True)
+                print(json_text([asdict(point) for point in points], indent=1), flush=True)
             elif not points:
                 print(f"no points in {runs_dir}" + " that are asked for" * bool(status.points))
             else:

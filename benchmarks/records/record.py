@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from benchmarks.specification.reading import adapter
+from zeropp.types.literals import MORE_THAN_0
 from zeropp.types.timeline import Provenance
 
 # Records of other schemas are refused. A new field has a default and needs no new number; one that
@@ -26,8 +28,33 @@ BLIND = 0.5  # an update whose limit is a larger share of it counts as not compa
 Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]
 
 
+# JSON has no number that is not finite, so records have null in its place.
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Error = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
+Seconds = Annotated[float, MORE_THAN_0]
+Moment = Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)]
+
+
 class RecordError(ValueError):
     """A file that is not a readable record; the message names the file and the reason."""
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """JSON that every program reads: null for numbers that are not finite, and ``\\udc80`` in
+    letters for a byte that is no text, as in names of files."""
+    return json.dumps(_plain(value), allow_nan=False, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return _plain(vars(value)) if is_dataclass(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +65,7 @@ class RankRecord:
     rank: int
     pp_rank: int
     environment: dict[str, Any]  # host, device, versions; captured by the rank itself
-    step_s: list[float]  # every timed step, in order
+    step_s: list[Number]  # every timed step, in order
     counters: dict[str, int]
     peak_allocated_bytes: int | None = None  # CUDA allocator
     peak_reserved_bytes: int | None = None  # CUDA allocator
@@ -56,8 +83,8 @@ class GateCheck:
     kind: str  # "mlp.up.weight (sgd)", "loss (sgd)", "all parameters (adamw)"
     worst: str  # the parameter's name; empty if the quantity is no parameter
     step: int  # counted from 1
-    error: float
-    limit: float
+    error: Error
+    limit: Error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +97,9 @@ class GateResult:
 
     passed: bool
     tolerance: float
-    loss_error: float
-    grad_norm_error: float
-    parameter_error: float
+    loss_error: Error
+    grad_norm_error: Error
+    parameter_error: Error
     shape: str  # which model was compared ("gpt_tiny", or a reduced one)
     checks: list[GateCheck] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)  # kinds of parameter, and why
@@ -105,8 +132,8 @@ class RunRecord:
     provenance: Provenance
     status: Status
     reason: str  # one line; empty when ok
-    started_at: str  # ISO 8601, UTC
-    ended_at: str
+    started_at: Moment  # ISO 8601, UTC
+    ended_at: Moment
     git_sha: str  # of the checkout, as rank 0 read it, or the launcher if no rank started
     git_dirty: bool
     launcher: str
@@ -116,12 +143,12 @@ class RunRecord:
     interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
-    losses: list[float] = field(default_factory=list)  # every step, warm-up included
-    grad_norms: list[float] = field(default_factory=list)  # before clipping
+    losses: list[Number] = field(default_factory=list)  # every step, warm-up included
+    grad_norms: list[Number] = field(default_factory=list)  # before clipping
     loss_error: float | None = None  # largest relative distance from one process's; None: too long
     loss_steps: int = 0  # that were compared so; all, if one process had the time
-    warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
-    step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
+    warmup_s: list[Number] = field(default_factory=list)  # slowest rank, each warm-up step
+    step_s: list[Seconds] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
     span_clock: str = ""  # what spans wait for: "compute stream" or "host"
@@ -133,7 +160,7 @@ class RunRecord:
         """Write the record atomically, so that a reader sees all of it or nothing. Returns False if
         the file exists, since no record is ever overwritten: of two processes that write it at the
         same time, only one succeeds. Every record gets onto disk here. Raises OSError."""
-        with _temporary_beside(path, json.dumps(vars(self), default=vars, indent=1)) as temporary:
+        with _temporary_beside(path, json_text(vars(self), indent=1)) as temporary:
             try:
                 path.hardlink_to(temporary)
             except FileExistsError:

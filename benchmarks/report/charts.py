@@ -6,6 +6,7 @@ bars of what a step's time is spent on and of the fullest rank's memory by kind.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class SavedPicture:
 
     name: str
     caption: str
-    paths: tuple[Path, Path]  # PNG, SVG
+    paths: tuple[Path, Path, Path]  # PNG, SVG, PDF
 
 
 def say_what_it_shows(picture: Picture) -> None:
@@ -58,9 +59,9 @@ def say_what_it_shows(picture: Picture) -> None:
 
 
 def save(picture: Picture, out: Path) -> SavedPicture:
-    """Write PNG (200 dots per inch) and SVG, and release the figure.
+    """Write PNG (200 dots per inch), SVG and PDF, and release the figure.
 
-    The panels are arranged once for both; by default matplotlib would do it twice per file.
+    The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
     say_what_it_shows(picture)
     engine = picture.figure.get_layout_engine()
@@ -68,12 +69,12 @@ def save(picture: Picture, out: Path) -> SavedPicture:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
-    paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
-    png, svg = paths
+    png, svg, pdf = (out / f"{picture.name}.{kind}" for kind in ("png", "svg", "pdf"))
     picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # 10 % larger, but much faster
     picture.figure.savefig(svg, metadata={"Date": None})  # equal pictures give equal files
+    picture.figure.savefig(pdf, metadata={"CreationDate": None})
     plt.close(picture.figure)
-    return SavedPicture(picture.name, picture.caption, paths)
+    return SavedPicture(picture.name, picture.caption, (png, svg, pdf))
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -84,7 +85,7 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     keys = ["evidence", "basis", "cluster"]
     for (evidence, basis, cluster), group in rows.groupby(keys, sort=True):
         kind = [str(word) for word in (evidence, basis) if word]
-        suffix = "_".join([*kind, str(cluster)]).replace(" ", "_")
+        suffix = re.sub(r"[^\w.+-]+", "_", "_".join([*kind, str(cluster)]))
         where = display.cluster_label(str(cluster))
         yield suffix, f"{', '.join(kind)} on {where}", group
 
@@ -122,7 +123,7 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
                 + f": medians; {ranges(group)}" * evidence.startswith("measured")
                 + f".{_left_out(group)}",
                 figure=_panels(group, _THROUGHPUT, f"tokens/s/{worker}"),
-                shown=style.shown(group),
+                shown=style.shown(pd.concat(_drawn(group))),
             )
 
 
@@ -141,13 +142,15 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
                 caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}."
                 + _left_out(known),
                 figure=_panels(peaks, draw, label),
-                shown=style.shown(known),
+                shown=style.shown(pd.concat(_drawn(known))),
             )
 
 
 def _left_out(rows: pd.DataFrame) -> str:
-    panels = rows.groupby(PANEL).ngroups
-    return f" The first {MAX_PANELS} of {panels} panels." if panels > MAX_PANELS else ""
+    """Which panels are not drawn, as a sentence of a caption; empty if all are."""
+    panels, last = rows.groupby(PANEL).ngroups, panel_title(_drawn(rows)[-1]).replace("\n", " ")
+    told = f" Drawn are the first {MAX_PANELS} of {panels} panels, up to {last}; the table has all."
+    return told * (panels > MAX_PANELS)
 
 
 def _drawn(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -484,11 +487,11 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         yield Picture(
             name=f"memory_by_kind_{suffix}",
             caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {evidence}{limit}.{diamond}",
+            f"configurations {evidence}{limit}.{diamond}{_left_out(group)}",
             figure=_panels(
                 group, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
             ),
-            shown=style.shown(group),
+            shown=style.shown(pd.concat(_drawn(group))),
         )
 
 

@@ -42,6 +42,7 @@ from benchmarks.specification.run_spec import DataSpec, MeasureSpec, RunSpec
 from zeropp.price import parameter_count
 from zeropp.price.cluster import Cluster, Device
 from zeropp.types.shape import ModelShape
+from zeropp.types.timeline import timeline_from_rows
 from zeropp.types.training import OptimizerConfig
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
@@ -276,7 +277,7 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         samples_step_s=record.step_s,
         trained=_trained(spec),
         unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
-        has_spans=bool(record.spans),
+        has_spans=timeline_from_rows("", record.provenance, record.spans).step_s > 0,
         is_lone="lone_step_s" in record.predicted,
         memory_by_kind=_fullest(record.predicted.get("memory", planned)),
         predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
@@ -354,6 +355,10 @@ CELL = [
 CONFIGURATION = [*CELL, "contender", "layout", "configuration"]
 
 
+# What a value of another type or size raises where a row is made of it.
+_ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 
@@ -365,21 +370,20 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     for root in roots:
         tables = find_below(root, TABLE) if root.is_dir() else []
         for path in dict.fromkeys([*find_records([root]), *tables]):
+            is_table = path.suffix == ".csv"
             try:
-                if path.suffix == ".csv":
-                    for record in read_table(path):
-                        rows.setdefault((record.record_id, record.git_sha), row_of(record))
-                    continue
-                record = read_record(path)
+                records = read_table(path) if is_table else [read_record(path)]
             except RecordError as error:
                 skipped.append(str(error))
                 continue
-            try:
+            for record in records:
                 # ``record-late.json`` is of the attempt that ``record.json`` had given up.
-                attempt = record.record_id.removesuffix("/late")
-                rows.setdefault((attempt, ""), row_of(record, str(path)))
-            except RecordError as error:
-                skipped.append(f"{path}: {error}")
+                key = (record.record_id.removesuffix("/late"), record.git_sha * is_table)
+                try:
+                    rows.setdefault(key, row_of(record, "" if is_table else str(path)))
+                except _ODD as error:
+                    why = f"an odd value ({type(error).__name__}: {error})"
+                    skipped.append(f"{path}: {error if isinstance(error, RecordError) else why}")
     lines = [*rows.values()]
     _fail_what_leaves_the_band(lines)
     columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])

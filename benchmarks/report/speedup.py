@@ -201,26 +201,37 @@ _HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision")
 
 
 def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
-    """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest.
+    """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest,
+    or what the options choose of the paper's table.
 
     ``rows`` are those of ``latest_ok``, and ``ranges`` says what their ranges are.
     """
     compared = with_speedups(rows, options.base)
     worker, memory = display.worker_word(rows), display.memory_unit(rows["peak_gib"])
+    flops, chosen = display.flops_unit(rows["model_tflops_per_gpu"]), options.columns
+    metrics = [
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens),
+        *[Column("model_tflops_per_gpu", flops.name, form=flops.form)] * bool(chosen),
+        Column("mfu", "MFU", form=display.share),
+        Column("peak_gib", memory.name, form=memory.form),
+        SPEEDUP,
+    ]
+    first, *others = metrics = [c for c in metrics if not chosen or c.name in chosen]
+    if options.contenders:
+        compared = compared[compared["contender"].isin(options.contenders)]
     keys = {column.name: column for column in key_columns(rows)}
     settings = ["seq"] * (rows["seq"].nunique() > 1) + display.varied(rows)
     columns = (
         *(keys[name] for name in (*_HEADLINE, *settings, "evidence", "basis")),
         Column("contender", "contender"),
         Column("layout", "configuration"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=display.tokens, instead="status"),
-        Column("mfu", "MFU", form=display.share),
-        Column("peak_gib", memory.name, form=memory.form),
-        SPEEDUP,
+        replace(first, instead="status"),
+        *others,
     )
     over = f"Speed-up over {display.contender_label(options.base)}. "
-    over *= bool(compared["speedup"].notna().any())
-    caption = f"{over}{memory.name}: peak of the fullest {worker}."
+    over *= bool(compared["speedup"].notna().any()) and SPEEDUP in metrics
+    peak = f"{memory.name}: peak of the fullest {worker}."
+    caption = (over + peak * any(c.name == "peak_gib" for c in metrics)).strip()
     if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:
         caption += f" Medians over {runs.min()} runs or more; {ranges(rows)}."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])

@@ -39,14 +39,16 @@ _STYLES = {
     "torch_pp": Style("#009E73", "..", (0, (1, 1.2)), "^"),
     "torchtitan": Style("#882255", "oo", (0, (6, 1)), "h"),
     "fsdp": Style("#CC79A7", "xx", "-.", "D"),
-    "megatron_fsdp": Style("#117733", "++", (0, (5, 1)), "d"),
+    "megatron_fsdp": Style("#117733", "**", (0, (5, 1)), "d"),
     "megatron_core": Style("#56B4E9", "++", (0, (3, 1)), "P"),
-    "megatron_core_local": Style("#332288", "..", (0, (1, 1)), "p"),
+    "megatron_core_local": Style("#332288", "OO", (0, (1, 1)), "p"),
     "megatron_deepspeed": Style("#999999", "--", (0, (4, 2)), "X"),
-    "zero_bubble": Style("#F0E442", "xx", (0, (2, 1)), "*"),
+    "zero_bubble": Style("#F0E442", "\\\\//", (0, (2, 1)), "*"),
     "best_3d": Style("#E69F00", "\\\\", "-", "v"),
+    "deepspeed_best": Style("#661100", "//..", (0, (8, 1)), ">"),
+    "deepspeed_zero3": Style("#AA4499", "||", (0, (4, 1, 1, 1)), "<"),
 }
-_OTHER = Style("#56B4E9", "\\\\", "-", "v")  # contenders without an entry
+_OTHER = Style("#44AA99", "-.", (0, (2, 2)), "H")  # contenders without an entry
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -65,6 +67,7 @@ _RC: Any = {
     "legend.frameon": False,
     "hatch.linewidth": 0.8,
     "svg.hashsalt": "zeropp",
+    "pdf.fonttype": 42,  # publishers refuse Type 3
     "figure.max_open_warning": 0,
 }
 plt.rcParams.update(_RC)

@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Grid:
     groups: tuple[tuple[str, int], ...] = ()
     keys: int = 1
     notes: tuple[str, ...] = ()
+    # Heads that LaTeX leaves out, the first ones first, where a page has no room for all columns.
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,8 @@ def _setting_column(name: str) -> Column:
     return Column(name, display.setting_label(name), is_key=True)
 
 
-_PREAMBLE = "% needs \\usepackage{booktabs,graphicx}\n"
+_PREAMBLE = "% needs \\usepackage{array,booktabs,graphicx,longtable}\n"
+_PAGE_ROWS, _PAGE_COLUMNS, _PAGE_LETTERS = 40, 10, 120  # that a page of LaTeX has room for
 _SPECIAL: dict[str, str | int | None] = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
     "~": r"\textasciitilde{}",
@@ -241,11 +245,46 @@ def _group_names(grid: Grid) -> list[str]:
 
 
 def latex(grids: Sequence[Grid]) -> str:
-    """One float per grid, with the rules of booktabs, scaled to fit the width of the text."""
-    return _PREAMBLE + "\n".join(_latex_table(grid) for grid in grids)
+    """One float per grid, with the rules of booktabs, scaled to fit the width of the text; a table
+    over several pages where it has more rows than one. Of columns that are optional it has as many
+    as fit, and where the others do not, several tables."""
+    parts = [part for grid in grids for part in _of_a_page_width(grid)]
+    return _PREAMBLE + "\n".join(map(_latex_table, parts))
+
+
+def _of_a_page_width(grid: Grid) -> list[Grid]:
+    if not grid.optional:
+        return [grid]
+    names, left_out = _group_names(grid), list[str]()
+    kept = list(range(len(grid.heads)))
+    for head in grid.optional:
+        if len(kept) > _PAGE_COLUMNS:
+            left_out.append(head)  # but from a group that has nothing else
+            kept = [i for i in kept if grid.heads[i] != head or names.count(names[i]) == 1]
+            names = [name if i in kept else "" for i, name in enumerate(names)]
+    room, columns = max(1, _PAGE_COLUMNS - grid.keys), kept[grid.keys :]
+    parts = [columns[i : i + room] for i in range(0, len(columns), room)]
+    more = f" In the files of numbers: {', '.join(left_out)}." * bool(left_out)
+    return [_part(grid, [*kept[: grid.keys], *part], more) for part in parts]
+
+
+def _part(grid: Grid, columns: Sequence[int], more: str) -> Grid:
+    """The grid with some of its columns, and ``more`` words in its caption."""
+    names = [_group_names(grid)[i] for i in columns]
+    spans = [(name, len(list(of))) for name, of in groupby(names)]
+    return replace(
+        grid,
+        caption=grid.caption + more,
+        heads=tuple(grid.heads[i] for i in columns),
+        numeric=tuple(grid.numeric[i] for i in columns),
+        rows=tuple(tuple(row[i] for i in columns) for row in grid.rows),
+        groups=tuple(spans) if grid.groups else (),
+    )
 
 
 def _latex_table(grid: Grid) -> str:
+    if not grid.rows:
+        return f"% {grid.title}: no rows\n"
     heads = " & ".join(map(_escaped, grid.heads)) + r" \\"
     names, rules, first = [], [], 1  # the line of group headings, and the rules below it
     for name, span in grid.groups:
@@ -261,11 +300,24 @@ def _latex_table(grid: Grid) -> str:
         for row in grid.rows
     ]
     form = "".join("r" if right else "l" for right in grid.numeric)
-    caption = " ".join((f"{grid.title}.", grid.caption, *grid.notes))
+    caption = _escaped(" ".join((f"{grid.title}.", grid.caption, *grid.notes)).strip())
+    if len(grid.rows) > _PAGE_ROWS:
+        head = "\n".join([r"\toprule", *groups, heads, r"\midrule"])
+        return "\n".join(
+            [
+                r"{\tiny\setlength{\tabcolsep}{2pt}\setlength{\LTcapwidth}{\linewidth}",
+                rf"\begin{{longtable}}{{@{{}}{_folded(grid)}@{{}}}}",
+                rf"\caption{{{caption}}}\\",
+                *(head, r"\endfirsthead", head, r"\endhead", r"\bottomrule", r"\endfoot"),
+                *body,
+                r"\end{longtable}}",
+                "",
+            ]
+        )
     return "\n".join(
         [
             r"\begin{table*}[tbp]",
-            rf"\caption{{{_escaped(caption.strip())}}}",
+            rf"\caption{{{caption}}}",
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
             r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{@{{}}{form}@{{}}}}",
@@ -279,6 +331,20 @@ def _latex_table(grid: Grid) -> str:
             r"\end{table*}",
             "",
         ]
+    )
+
+
+def _folded(grid: Grid) -> str:
+    """Columns of LaTeX in shares of the text's width, those of text folded so that all fit."""
+    texts = [[head, *(row[i].text for row in grid.rows)] for i, head in enumerate(grid.heads)]
+    letters = [max(map(len, of)) for of in texts]
+    numbers = sum(n for n, right in zip(letters, grid.numeric, strict=True) if right)
+    most = max(12, (_PAGE_LETTERS - numbers) // max(1, grid.numeric.count(False)))
+    letters = [n if right else min(n, most) for n, right in zip(letters, grid.numeric, strict=True)]
+    share = (1 - 0.014 * len(letters)) / sum(letters)  # the rest is between the columns
+    return "".join(
+        rf">{{\ragged{'left' if right else 'right'}\arraybackslash}}p{{{share * n:.4f}\linewidth}}"
+        for n, right in zip(letters, grid.numeric, strict=True)
     )
 
 

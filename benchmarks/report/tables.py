@@ -20,7 +20,7 @@ import pandas as pd
 from benchmarks.records.record import RunRecord, read_record
 from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.speedup import SPEEDUP, SUBJECT, with_speedups
+from benchmarks.report.speedup import SPEEDUP, SUBJECT, speedup_of, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
 from benchmarks.specification import SpecError
 
@@ -209,8 +209,14 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
         compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
+    chosen = bool(options.columns or options.contenders)
     columns = (*_key_columns(rows).values(), *_COLUMNS)
-    return table("paper", "Comparison", columns, compared.assign(base=options.base, label=labels))
+    return table(
+        "paper",
+        "Comparison",
+        columns,
+        compared.assign(base=options.base, label=labels, chosen=chosen),
+    )
 
 
 def _key_columns(rows: pd.DataFrame) -> dict[str, Column]:
@@ -240,7 +246,8 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     keys, constant = list[Column](), list[Column]()
     for key, column in _key_columns(rows).items():
         values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique(dropna=False)
-        (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
+        if key != "cluster":  # which the title names
+            (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
     metrics = _metrics(rows)
     groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
@@ -252,7 +259,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
-        caption=_caption(rows, evidence, constant=constant, metrics=metrics, base=base),
+        caption=_caption(rows, constant=constant, metrics=metrics, base=base),
         heads=tuple(column.head for column in (*keys, *shown)),
         numeric=tuple(column.form is not None for column in (*keys, *shown)),
         rows=tuple(cells for cells, _ in lines),
@@ -263,6 +270,7 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         ),
         keys=len(keys),
         notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
+        optional=() if rows["chosen"].iloc[0] else tuple(metrics[i].head for i in (1, 0, 3, 2)),
     )
 
 
@@ -300,8 +308,8 @@ def _line(
 
 
 def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
-    """The best value of a line, as text; empty if there is only one value, or if the peaks are of
-    different kinds."""
+    """The best value of a line, as text; empty if there is only one value, if the peaks are of
+    different kinds, or if it is not settled that the next contender is slower."""
     fine = [
         row for row in rows if row["status"] == "ok" and not display.is_missing(row[metric.name])
     ]
@@ -309,19 +317,20 @@ def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
     is_memory = metric.name == "peak_gib"
     if len(fine) < 2 or (is_memory and len(kinds) > 1):
         return ""
-    values = [row[metric.name] for row in fine]
-    return (metric.form or str)(min(values) if is_memory else max(values))
+    best, second, *_ = sorted(fine, key=lambda row: row[metric.name], reverse=not is_memory)
+    if not is_memory and speedup_of(best, second)["speedup_unsettled"]:
+        return ""
+    return (metric.form or str)(best[metric.name])
 
 
 def _caption(
     rows: pd.DataFrame,
-    evidence: str,
     *,
     constant: Sequence[Column],
     metrics: Sequence[Column],
     base: str,
 ) -> str:
-    """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
+    """The caption: units, keys that never vary, and contenders that nobody
     tuned."""
     same = []
     for key in constant:
@@ -331,9 +340,8 @@ def _caption(
             text = ", ".join(f"{seq} ({display.model_label(str(model))})" for model, seq in pairs)
         same.append(f"{key.head} {text}")
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(rows["memory_kind"]) if kind]
-    parts = [f"{evidence.capitalize()}"]
-    if rows["tokens_per_s_per_gpu_low"].notna().any():
-        parts[0] += ", medians of timed steps"
+    has_ranges = rows["tokens_per_s_per_gpu_low"].notna().any()
+    parts = ["medians of timed steps"] * bool(has_ranges)
     if same:
         parts.append("all rows: " + ", ".join(same))
     worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics
@@ -344,12 +352,17 @@ def _caption(
     if kinds:
         parts.append(f"{memory.head}: peak of the fullest {worker} ({' or '.join(kinds)})")
     if rows["speedup"].notna().any():
-        parts.append(f"speed-up over {display.contender_label(base)}; bold: best of the line")
+        parts.append(
+            f"speed-up over {display.contender_label(base)}; bold: best of the line, if settled"
+        )
     if legend := display.unsettled(rows["speedup_unsettled"]):
         parts.append(legend)
     names = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     labels = ", ".join(map(display.contender_label, names))
-    return "; ".join(parts) + "." + (f" Default degrees, not tuned: {labels}." if labels else "")
+    told = "; ".join(parts)
+    return f"{told[:1].upper()}{told[1:]}." + (
+        f" Default degrees, not tuned: {labels}." if labels else ""
+    )
 
 
 def _notes(rows: pd.DataFrame) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ import base64
 import json
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import pandas as pd
 from rich.console import Console
 
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import write_atomically
+from benchmarks.records.record import json_text, write_atomically
 from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
 from benchmarks.report.charts import SavedPicture, save
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
@@ -156,7 +156,12 @@ def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[Save
 
 
 def _drawn(path: str, rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
-    return [save(picture, out) for picture in maker(path)(rows, options)]
+    names, saved = Counter[str](), list[SavedPicture]()
+    for picture in maker(path)(rows, options):
+        names[picture.name] += 1
+        again = f"_{names[picture.name]}" * (names[picture.name] > 1)
+        saved.append(save(replace(picture, name=picture.name + again), out))
+    return saved
 
 
 def _rows(
@@ -260,14 +265,14 @@ def _page(
         skipped=skipped,
         commit=sha[:10] + (" with local changes" if dirty else ""),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        sources=json.dumps(sources, separators=(",", ":")).replace("<", "\\u003c"),
+        sources=json_text(sources, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
 def _image(picture: SavedPicture) -> dict[str, str]:
     """The picture as a data URL: its SVG, which is sharp at every size, or its PNG if the SVG is
     large and the PNG is smaller."""
-    png, svg = picture.paths
+    png, svg, _ = picture.paths
     large = svg.stat().st_size > max(_LARGE, png.stat().st_size)
     path, kind = (png, "png") if large else (svg, "svg+xml")
     address = f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,4 +1,4 @@
-"""The pictures of the verdict, from the judged cells: PNG, SVG and, for a paper, PDF."""
+"""The pictures of the verdict, from the judged cells."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ def draw(
         assumptions_picture(uncertainty),
         _losses(plans, spec),
     ]
-    paths = []
+    paths = list[Path]()
     for picture in pictures:
-        paths.append(out / f"{picture.name}.pdf")
-        picture.figure.savefig(paths[-1], metadata={"CreationDate": None})
         paths += save(picture, out).paths
     return paths
 
@@ -135,7 +133,7 @@ def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) 
         table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
         _panel(axis, table)
         axis.set_title(f"ZeroPP over {BASELINES[over]}")
-        axis.set_xlabel(label)
+    figure.supxlabel(label, fontsize=10)  # one for all panels, beside which it would be cut
     axes[0].set_ylabel("sequences per GPU and step")
     figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
     return Picture(name=name, caption=title, figure=figure)

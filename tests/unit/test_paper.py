@@ -113,7 +113,7 @@ def test_every_form_of_the_committed_tables(
         if column != "peak_gib":
             assert {f"{column}_low", f"{column}_high"} <= set(csv.columns)
     assert csv["tokens_per_s_per_gpu"].notna().all()
-    assert files[".md"].read_text().count("**") > 2 * csv["model"].nunique()
+    assert files[".md"].read_text().count("**") >= 2 * csv["model"].nunique()  # one a line
 
 
 def test_the_verdicts_table_says_what_its_plans_say() -> None:
