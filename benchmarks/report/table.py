@@ -181,7 +181,7 @@ def _setting_column(name: str) -> Column:
 
 
 _PREAMBLE = "% needs \\usepackage{array,booktabs,graphicx,longtable}\n"
-_PAGE_ROWS, _PAGE_COLUMNS, _PAGE_LETTERS = 40, 10, 120  # that a page of LaTeX has room for
+_PAGE_ROWS, _PAGE_COLUMNS, _PAGE_LETTERS = 40, 10, 100  # that a page of LaTeX has room for
 _SPECIAL: dict[str, str | int | None] = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
     "~": r"\textasciitilde{}",

@@ -29,7 +29,11 @@ def refuse(word: str) -> None:
 
 def test_numbers_that_are_not_finite_are_null_and_read_back(tmp_path: Path) -> None:
     check = GateCheck(kind="loss (sgd)", worst="", step=2, error=math.inf, limit=1e-4)
-    errors = {"loss_error": math.inf, "grad_norm_error": math.nan, "parameter_error": 1.0}
+    errors: dict[str, Any] = {
+        "loss_error": math.inf,
+        "grad_norm_error": math.nan,
+        "parameter_error": 1.0,
+    }
     gate = GateResult(passed=False, tolerance=1e-4, shape="gpt_tiny", checks=[check], **errors)
     fields = {"gate": gate, "losses": [5.0, math.nan], **failed("failed", "gate")}
     path = tmp_path / "record.json"

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Options, style
-from benchmarks.report.charts import memory_breakdown, scaling_curves
+from benchmarks.report.charts import memory_breakdown, save, scaling_curves, throughput_bars
 from benchmarks.report.frame import latest_ok
 from benchmarks.report.speedup import speedup_maps
 from benchmarks.report.timelines import step_timelines, write_traces
+from benchmarks.specification.contenders import COMPARED, PRICED
 from tests.unit.report_frames import frame_of
 from tests.unit.synthetic_records import make_record
 
@@ -70,6 +71,30 @@ def test_traces_give_every_lane_of_every_rank_its_own_thread(tmp_path: Path) -> 
     for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
         assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6  # none lies across another
         ends[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_every_contender_has_a_look_of_its_own() -> None:
+    looks = [style._STYLES[name] for name in dict.fromkeys([*PRICED, *COMPARED])] + [style._OTHER]
+    for kind in ("colour", "hatch", "marker"):
+        values = [getattr(look, kind) for look in looks]
+        assert len({*values}) == len(values) > 12, kind
+
+
+def test_figures_are_pdf_whose_fonts_publishers_take(tmp_path: Path) -> None:
+    fields = {"basis": "the paper's setting", "plan": {"words": "pp=2"}}
+    record = make_record(provenance="simulated", step_s=[1.0], fields=fields)
+    (picture,) = throughput_bars(latest_ok(frame_of(record, root=tmp_path)))
+    assert picture.name == "throughput_simulated_the_paper_s_setting_cpu_gloo"
+    *_, pdf = save(picture, tmp_path).paths
+    content = pdf.read_bytes()
+    assert (b"/CIDFontType2" in content, b"/Type3" in content) == (True, False)
+
+
+def test_a_figure_with_many_panels_says_which_it_draws(tmp_path: Path) -> None:
+    records = [make_record(global_batch=8 * n, spans=False) for n in range(1, 9)]
+    (picture,) = throughput_bars(latest_ok(frame_of(*records, root=tmp_path)))
+    assert "the first 6 of 8 panels, up to GPT tiny, batch 48 x 64" in picture.caption
+    assert picture.shown.endswith("batch 6 sizes · default degrees: ZeroPP")
 
 
 def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
