@@ -126,10 +126,11 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
     assert lines == len(table.data.groupby([*CELL])) < len(numbers)
     plans = pd.read_csv(REFERENCE / "claim_33" / "plans.csv")
     own = plans[plans["bandwidth"] == 1.0]
-    assert len(numbers) == len(own) > 200
+    assert len(numbers) == len(plans) > 200
     keys = ["model", "cluster", "num_gpus", "global_batch", "contender"]
     best = own[own["mode"] == "best"].set_index(keys)["tokens_per_s_per_gpu"].sort_index()
-    mine = numbers[numbers["basis"] == "best plans"].set_index(keys)["tokens_per_s_per_gpu"]
+    whole = ~numbers["cluster"].str.contains("×")  # of its network
+    mine = numbers[whole & (numbers["basis"] == "best plans")].set_index(keys)["tokens_per_s_per_gpu"]
     pd.testing.assert_series_equal(mine.sort_index(), best, rtol=1e-4)
     assert numbers["mfu"].between(0.05, 0.8).all()
 
@@ -138,7 +139,7 @@ def test_a_page_has_room_for_every_column(committed: dict[str, dict[str, Path]])
     """The default table of the verdict had 62 columns in one line."""
     text = committed["claim_33"][".tex"].read_text()
     forms = re.findall(r"begin\{tabular\}\{@\{\}(\w+)@", text)
-    assert 8 < len(forms) < 20
+    assert 8 < len(forms) < 25
     assert max(map(len, forms)) <= 10
     numbers = pd.read_csv(committed["claim_33"][".csv"])
     assert all(label.replace("&", r"\&") in text for label in numbers["label"].unique())
