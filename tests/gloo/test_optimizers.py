@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.gloo.layers import WIDTH, One, linear
 from tests.gloo.models import built, error_of, seeded
 from tests.gloo.world import World, on_ranks
-from zeropp.engine.users_optimizer import try_optimizer
+from zeropp.engine.users_optimizer import Trial, try_optimizer
 from zeropp.train.parallel_model import ParallelModel
 
 LAYERS, ROWS, STEPS = 4, 8, 2
@@ -247,6 +247,34 @@ class Anchored(OwnMuon):
                 parameter.lerp_(self.first[id(parameter)], 0.1)
 
 
+class OneNumber(torch.optim.SGD):
+    """Keeps one number made of all parameters, which moves slowly, as Prodigy's does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            seen = sum(float(one.grad.sum()) for one in group["params"])
+            group["d"] = group.get("d", 1.0) + 1e-9 * seen
+        super().step(closure)
+
+
+class Outer(torch.optim.SGD):
+    """Has another one inside, as Lookahead has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.AdamW(self.param_groups)
+
+
+class OwnDict(torch.optim.SGD):
+    """Saves more than numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """With a list."""
+        return {**super().state_dict(), "seen": [1, 2]}
+
+
 class Listing(torch.optim.SGD):
     """Keeps a list of each parameter, as some have of their preconditioners."""
 
@@ -270,6 +298,15 @@ WRONG: dict[str, Any] = {
     ),
     "Anchored needs whole parameters, and reads them when it is made": (
         lambda groups: Anchored(groups["all"], lr=0.5)
+    ),
+    "OneNumber updates a parameter in another way beside others than alone": (
+        lambda groups: OneNumber(groups["all"], lr=0.5)
+    ),
+    "Outer keeps 'inner', which is of type AdamW, beside the state of its parameters": (
+        lambda groups: Outer(groups["all"])
+    ),
+    "OwnDict keeps 'own seen', which is of type list, beside the state of its parameters": (
+        lambda groups: OwnDict(groups["all"], lr=0.5)
     ),
     "Listing keeps 'factors' of a parameter, which is of type list": (
         lambda groups: Listing(groups["all"], lr=0.5)
@@ -296,21 +333,103 @@ def test_an_optimizer_that_no_rank_could_run_is_refused(words: str) -> None:
     assert "\n" not in said
 
 
-def test_a_trial_finds_the_groups_that_must_be_whole() -> None:
-    cpu = torch.device("cpu")
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "matrices": [(200, 300)],
+    "others": [(8, 8), (8,), (2, 3, 5, 7)],
+}
+
+
+def trial_of(make: Any, shapes: Any = None, **more: Any) -> Trial:
+    return try_optimizer(make, SHAPES if shapes is None else shapes, torch.device("cpu"), **more)
+
+
+def test_optimizers_have_whole_parameters_unless_they_are_known_to_be_elementwise() -> None:
     for kind, make in KINDS.items():
-        trial = try_optimizer(make, ["matrices", "others"], cpu)
         both = ("matrices", "others") if kind in WHOLE else ()
-        assert trial.whole == (("matrices",) if kind == "muon and adamw" else both), kind
-    kept = try_optimizer(KINDS["muon and adamw"], ["matrices", "others"], cpu).state_bytes
-    assert kept == {"matrices": 4.0, "others": 8.0}
+        expected = ("matrices",) if kind == "muon and adamw" else both
+        assert trial_of(make).whole == trial_of(make, elementwise=True).whole == expected, kind
+    assert trial_of(KINDS["muon and adamw"]).state_bytes == {"matrices": 4.0, "others": 8.0}
     mixed = lambda groups: [  # noqa: E731
         torch.optim.Adafactor(groups["matrices"]),
         torch.optim.AdamW(groups["others"]),
     ]
-    assert try_optimizer(mixed, ["matrices", "others"], cpu).whole == ("matrices",)
-    begins_with_0 = of_all(lambda p: OwnMuon(p, lr=0.0))
-    assert try_optimizer(begins_with_0, ["matrices", "others"], cpu).whole
+    assert trial_of(mixed).whole == ("matrices",)
+    assert trial_of(of_all(lambda p: OwnMuon(p, lr=0.0)), elementwise=True).whole
+    own = of_all(lambda p: Own(p, lr=0.1))
+    assert trial_of(own).whole == ("matrices", "others")
+    assert trial_of(own, elementwise=True).whole == ()
+
+    def hooked(p: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(p, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    assert trial_of(of_all(hooked)).whole == ("matrices", "others")
+
+
+class Own(torch.optim.SGD):
+    """Anybody's; no trial shows what it does from its thousandth step on."""
+
+
+def decayed(where: Callable[[nn.Parameter], bool]) -> Callable[[Groups], Any]:
+    """AdamW that decays some parameters, as most scripts have it."""
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        every = [*groups["matrices"], *groups["others"]]
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in every if where(p)], "weight_decay": 0.1},
+                {"params": [p for p in every if not where(p)], "weight_decay": 0.0},
+            ],
+            fused=True,
+        )
+
+    return make
+
+
+def test_settings_by_shape_need_whole_parameters_where_they_differ() -> None:
+    for where, whole in (
+        (lambda p: p.dim() >= 2, ("others",)),
+        (lambda p: p.dim() == 4, ("others",)),
+        (lambda p: p.numel() > 10**4, ()),
+        (lambda p: min(p.shape) >= 8, ("others",)),
+    ):
+        assert trial_of(decayed(where)).whole == whole
+    by_place = lambda groups: torch.optim.SGD(  # noqa: E731
+        [{"params": [p], "lr": 0.1 * 0.8**i} for i, p in enumerate(groups["others"])], lr=0.1
+    )
+    said = error_of(lambda: trial_of(by_place, {"others": SHAPES["others"]}))
+    assert said.startswith("InfeasibleError: optimizer: gives parameters settings by their place")
+
+
+class Preconditioned(OwnMuon):
+    """Decomposes a matrix as wide as the tensor is, as Shampoo does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert max(parameter.shape) < 1000, "takes minutes"
+        super().step(closure)
+
+
+def test_a_trial_is_short_and_draws_nothing() -> None:
+    calls = 0
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        nonlocal calls
+        calls += 1
+        torch.rand(1)
+        return Preconditioned([*groups["matrices"], *groups["others"]], lr=0.1)
+
+    torch.manual_seed(1)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert trial_of(make).whole == ("matrices", "others")
+    assert calls == 3
+    assert trial_of(make, elementwise=True).whole == ("matrices", "others")
+    assert torch.equal(drawn, torch.rand(1))
 
 
 @pytest.mark.parametrize("kind", ["muon and adamw", "two fused"])

@@ -42,12 +42,11 @@ from zeropp.engine.optimizer_state import (
     Kept,
     OptimizerState,
     kept_by,
-    own_numbers,
     set_own_numbers,
     states,
     take_over,
 )
-from zeropp.engine.update_rules import parts_of
+from zeropp.engine.update_rules import is_plain, own_numbers, parts_of, plain
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 
@@ -501,18 +500,7 @@ def _groups_of(
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: _plain(value) for key, value in values.items()}
-    return {key: value for key, value in plain.items() if _is_plain(value)}
-
-
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_plain(part) for part in value)
-    return value is None or isinstance(value, (bool, int, float))
+    return {key: plain(value) for key, value in values.items() if is_plain(value)}
 
 
 def boxes(

@@ -78,6 +78,14 @@ def group_names(settings: Settings, sizes: Sequence[LayerSizes]) -> list[str]:
     return list(dict.fromkeys(groups_of(settings, sizes).values()))
 
 
+def shapes_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes of a model's trained parameters, by optimizer group, each parameter once."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for (index, name), group in groups_of(settings, sizes).items():
+        shapes.setdefault(group, []).append(sizes[index].kinds[name].shape)
+    return shapes
+
+
 class Engine:
     """Trains this rank's layers of a plan. All ranks must construct it, and call its methods,
     together.

@@ -58,15 +58,6 @@ def take_over(
     updater.has_updated = True
 
 
-def own_numbers(part: torch.optim.Optimizer, kept: Kept) -> dict[str, Any]:
-    """What an optimizer keeps beside its tensors: under other keys of its state, and in a state
-    dict of its own."""
-    has_own = type(part).state_dict is not torch.optim.Optimizer.state_dict
-    saved = part.state_dict() if has_own else {}
-    own = {f"own {key}": saved[key] for key in saved if key not in ("state", "param_groups")}
-    return own | {f"state {k}": v for k, v in kept.items() if not isinstance(k, Tensor)}
-
-
 def set_own_numbers(part: torch.optim.Optimizer, numbers: Mapping[str, Any]) -> None:
     """Set what ``own_numbers`` gives."""
     saved = {key: numbers[f"own {key}"] for key in part.state_dict() if f"own {key}" in numbers}

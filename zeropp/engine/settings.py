@@ -93,7 +93,11 @@ class Settings(StepKnobs):
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     """A configuration, or a function that makes an optimizer, or a list of several, from fp32
     tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
-    flat shards, but whole parameters in the groups where a trial shows that it needs them."""
+    flat shards for those of torch that update element by element, and whole parameters for others,
+    unless ``elementwise`` is set."""
+    elementwise: bool = False
+    """Optimizers of your own update every element by itself, whatever the shape it is in: their
+    tensors are flat shards, too, where a trial does not show otherwise."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
     down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""

@@ -134,6 +134,27 @@ def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> to
         return parts[0] if len(parts) == 1 else Optimizers(parts)
 
 
+def own_numbers(part: torch.optim.Optimizer, kept: Mapping[Any, Any]) -> dict[str, Any]:
+    """What an optimizer keeps beside its tensors: under other keys of its state, and in a state
+    dict of its own."""
+    has_own = type(part).state_dict is not torch.optim.Optimizer.state_dict
+    saved = part.state_dict() if has_own else {}
+    own = {f"own {key}": saved[key] for key in saved if key not in ("state", "param_groups")}
+    return own | {f"state {k}": v for k, v in kept.items() if not isinstance(k, Tensor)}
+
+
+def plain(value: object) -> object:
+    """A number instead of a tensor with one."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number (also as a tensor), a switch or a tuple of them."""
+    if isinstance(value, tuple):
+        return all(is_plain(part) for part in value)
+    return value is None or isinstance(plain(value), (bool, int, float))
+
+
 def is_of_elements(value: Any, tensor: Tensor) -> bool:
     """Whether what an optimizer keeps of a tensor is one number per element of it."""
     return isinstance(value, Tensor) and value.shape == tensor.shape

@@ -1,8 +1,9 @@
 """A caller's optimizer is tried on a few numbers before it is given the model's.
 
-The trial finds which groups can be given flat shards of parameters, because the optimizer works
-element by element there, and which need whole parameters, because it looks at their shapes or at
-other elements of them (Muon, Shampoo, Adafactor).
+Groups are given flat shards of parameters where optimizers of torch update them that work element
+by element, and where a caller says that his do. All others are given whole parameters, as an
+optimizer may look at their shapes or at other elements of them (Muon, Shampoo, Adafactor), and no
+trial shows that it never will.
 """
 
 from __future__ import annotations
@@ -12,19 +13,33 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from zeropp.engine.errors import refusal
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update_rules import Groups, Optimizers, is_of_elements, made_optimizer
+from zeropp.engine.update_rules import (
+    Groups,
+    is_of_elements,
+    is_plain,
+    made_optimizer,
+    own_numbers,
+    parts_of,
+)
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
-# Two matrices, with which an optimizer is tried: large enough for those that keep the state of
-# small tensors in another way than that of others (in 32 bits instead of 8).
-_MATRIX = (64, 128)
-_ELEMENTS = prod(_MATRIX)
+_ELEMENTWISE = (
+    *(optim.SGD, optim.ASGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
+)
+_MATRIX = (16, 24)  # with which an optimizer is tried, and as many of them as other ranks need
+# One more, of which the bytes are counted: large enough for those that keep the state of small
+# tensors in another way than that of others (in 32 bits instead of 8).
+_COUNTED = (64, 128)
+_DRAWN = 2**17  # random numbers, more than all of these take
 _LR = 0.1  # of trials, because a schedule may begin with 0
+
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]  # by optimizer group
 
 
 @dataclass(frozen=True)
@@ -37,66 +52,136 @@ class Trial:
 
 
 def try_optimizer(
-    asked: OptimizerConfig | MakeOptimizer, names: Sequence[str], device: torch.device
+    asked: OptimizerConfig | MakeOptimizer,
+    shapes: Shapes,
+    device: torch.device,
+    *,
+    elementwise: bool = False,
 ) -> Trial:
-    """Try an optimizer on two matrices per group, for two steps; ``asked`` is called once for that,
-    and two or three times for each group.
+    """Try an optimizer of parameters of these shapes. ``asked`` is called once with all shapes, on
+    the meta device; once for two steps with a few tensors of the same ranks, where they are small;
+    once more for optimizers that are none of torch's element by element, and, where the caller says
+    that these work so, too (``elementwise``), for each of their groups, which is whole where the
+    trial shows otherwise.
 
-    A group is given flat shards if it updates both matrices like one row of as many numbers, and
-    keeps of a tensor one number, or one per element. Raises InfeasibleError for an optimizer that
-    updates a parameter by looking at others, which may be on other ranks, or that keeps what no
-    other topology could load.
+    Raises InfeasibleError for an optimizer that updates a parameter by looking at others, which may
+    be on other ranks, or that keeps what no other topology could load.
     """
-    both = {name: [_MATRIX] * 2 for name in names or ["all"]}
-    optimizer, groups = _steps(asked, both, device)
-    kind, whole = _kind(optimizer), []
-    state_bytes = {name: _state_bytes(optimizer, parts[0], kind) for name, parts in groups.items()}
-    for name, (first, second) in groups.items():
-        alone = both | {name: [_MATRIX]}
-        if not _same(_steps(asked, alone, device)[1][name][0], first):
-            raise InfeasibleError(
-                f"optimizer: {kind} updates a parameter in another way beside others than alone, "
-                "but no rank has all parameters (take one that updates each by itself; clip_norm= "
-                "clips by the norm of all)"
-            )
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        known = _alike(asked, shapes, device)
+        ranks = {name: sorted(set(map(len, group)) or {2}) for name, group in shapes.items()}
+        few = {name: [(2,) * (r - 2) + _MATRIX[:r] for r in of] for name, of in ranks.items()}
+        counted = {name: [_COUNTED] if 2 in of else few[name][-1:] for name, of in ranks.items()}
+        both = {name: [*few[name], *few[name], *counted[name]] for name in few}
+        optimizer, tried = _steps(asked, both, device)
+        kind = _kind(optimizer)
+        _check_beside(optimizer, kind)
+        state_bytes = {name: _state_bytes(optimizer, t[-1], kind) for name, t in tried.items()}
+        flat = {name for name, is_known in known.items() if is_known}
+        for name in known if elementwise else ():
+            if name not in flat and _works_cut(asked, few, name, tried[name], device):
+                flat.add(name)
+        whole = tuple(name for name in shapes if name not in flat)
+        if whole or elementwise:
+            _check_alone(asked, few, device, (optimizer, tried), whole)
+        return Trial(whole, state_bytes)
+
+
+def _alike(
+    asked: OptimizerConfig | MakeOptimizer, shapes: Shapes, device: torch.device
+) -> dict[str, bool]:
+    """Of the groups whose tensors are given the same settings, whatever their shapes: whether the
+    optimizer is one of torch's that work element by element, without hooks. Raises InfeasibleError
+    where settings depend on a tensor's place among the others, of which ranks have parts."""
+
+    def settings(order: int) -> dict[str, list[tuple[bool, str]]]:
+        def made(where: torch.device) -> tuple[Groups, optim.Optimizer]:
+            empty = torch.zeros((), device=where)
+            groups = {
+                name: [nn.Parameter(empty.expand(shape)) for shape in group[::order]]
+                for name, group in shapes.items()
+            }
+            return groups, made_optimizer(asked, groups)
+
         try:
-            flat, rows = _steps(asked, both | {name: [(2 * _ELEMENTS,)]}, device)
-            row = rows[name][0]
-            is_same = _same(row, torch.cat([first.flatten(), second.flatten()]))
-            kept = [x for x in flat.state.get(row, {}).values() if isinstance(x, Tensor)]
-            # It can be cut if it is one number per element, or one for all.
-            if is_same and all(is_of_elements(x, row) or not x.dim() for x in kept):
-                continue
-        except InfeasibleError:
-            pass
-        whole.append(name)
-        if not _same(_steps(asked, alone, device, late=True)[1][name][0], first):
+            groups, optimizer = made(torch.device("meta"))
+        except InfeasibleError:  # which says why, here or there
+            groups, optimizer = made(device)
+        found: dict[int, tuple[bool, str]] = {}
+        for place, part in enumerate(parts_of(optimizer)):
+            hooks = [x for name, x in vars(part).items() if "hook" in name or name == "step"]
+            known = type(part) in _ELEMENTWISE and not any(hooks)
+            for group in part.param_groups:
+                plain = {key: value for key, value in group.items() if key != "params"}
+                found |= {id(x): (known, f"{place} {plain}") for x in group["params"]}
+        nothing = (False, "")  # which is refused by name when the optimizer is made
+        return {n: [found.get(id(x), nothing) for x in g][::order] for n, g in groups.items()}
+
+    first = settings(1)
+    if all(len(set(group)) <= 1 for group in first.values()):
+        return {name: group[0][0] if group else True for name, group in first.items()}
+    if settings(-1) != first:
+        raise InfeasibleError(
+            "optimizer: gives parameters settings by their place among others, but no rank has "
+            "all of them (give them groups by group_of=, which is told layers and names)"
+        )
+    return {name: group[0][0] for name, group in first.items() if len(set(group)) == 1}
+
+
+def _check_alone(
+    asked: OptimizerConfig | MakeOptimizer,
+    few: Shapes,
+    device: torch.device,
+    beside: tuple[optim.Optimizer, Groups],
+    whole: Sequence[str],
+) -> None:
+    """Refuse optimizers that update tensors in another way ``beside`` others than alone, and those
+    that read the ``whole`` ones before they are."""
+    optimizer, tried = beside
+    kind = _kind(optimizer)
+    for late in (True, False):
+        alone, tensors = _steps(asked, few, device, late=whole if late else ())
+        same = all(all(map(_same, group, tried[name])) for name, group in tensors.items())
+        if same and late:
+            break
+        if same:
             raise InfeasibleError(
                 f"optimizer: {kind} needs whole parameters, and reads them when it is made, but "
-                "they are whole in its steps alone (let it read them in its first step)"
+                "they are whole in its steps alone (let it read them in its first step, or, if it "
+                "updates every element by itself, say elementwise=True)"
             )
-    return Trial(tuple(whole), state_bytes)
+    numbers = [
+        [{k: v for k, v in g.items() if is_plain(v)} for g in one.param_groups]
+        for one in (optimizer, alone)
+    ]
+    if not same or any(repr(a) != repr(b) for a, b in zip(*numbers, strict=False)):
+        raise InfeasibleError(
+            f"optimizer: {kind} updates a parameter in another way beside others than alone, "
+            "but no rank has all parameters (take one that updates each by itself; clip_norm= "
+            "clips by the norm of all)"
+        )
 
 
 def _steps(
     asked: OptimizerConfig | MakeOptimizer,
-    shapes: Mapping[str, Sequence[tuple[int, ...]]],
+    shapes: Shapes,
     device: torch.device,
     *,
-    late: bool = False,
-) -> tuple[torch.optim.Optimizer, Groups]:
+    late: Sequence[str] = (),
+) -> tuple[optim.Optimizer, Groups]:
     """An optimizer of tensors of these shapes, by group, after two steps. The numbers of a group
-    are the same in any shape; tensors have them, or with ``late`` they are NaN until the optimizer
-    is made."""
+    are the same in any shapes; tensors have them, or in the groups ``late`` they are NaN until the
+    optimizer is made."""
     groups: dict[str, list[nn.Parameter]] = {}
     numbers: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parts in shapes.items():
         generator, sizes = torch.Generator().manual_seed(0), [prod(shape) for shape in parts]
-        drawn = torch.randn(2, 2 * _ELEMENTS, generator=generator)[:, : sum(sizes)].to(device)
+        drawn = torch.randn(_DRAWN, 2, generator=generator)[: sum(sizes)].T.to(device)
         groups[name] = []
         for shape, piece in zip(parts, torch.split(drawn, sizes, dim=1), strict=True):
-            values, gradient = (row.view(shape).clone() for row in piece)
-            groups[name].append(nn.Parameter(values * torch.nan if late else values))
+            values, gradient = (row.reshape(shape).clone() for row in piece)
+            given = values * torch.nan if name in late else values.clone()
+            groups[name].append(nn.Parameter(given))
             numbers.append((groups[name][-1], values, gradient))
     optimizer = made_optimizer(asked, groups)
     for parameter, values, gradient in numbers:
@@ -109,16 +194,50 @@ def _steps(
     return optimizer, groups
 
 
+def _works_cut(
+    asked: OptimizerConfig | MakeOptimizer,
+    few: Shapes,
+    name: str,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+) -> bool:
+    """Whether flat halves of a group's ``few`` tensors are updated like the tensors, and can be cut
+    elsewhere: the optimizer keeps one number per element of a half, or one for all."""
+    halves = [((prod(shape) + more) // 2,) for shape in few[name] for more in (0, 1)]
+    try:
+        optimizer, groups = _steps(asked, {**few, name: halves}, device)
+    except InfeasibleError:
+        return False
+    first, second = groups[name][::2], groups[name][1::2]
+    kept = [(x, one) for one in second for x in optimizer.state.get(one, {}).values()]
+    return all(
+        map(_same, map(torch.cat, zip(first, second, strict=True)), map(torch.flatten, tensors))
+    ) and all(is_of_elements(x, one) or not isinstance(x, Tensor) or not x.dim() for x, one in kept)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    parts = optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
-    return " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+def _kind(optimizer: optim.Optimizer) -> str:
+    return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(optimizer)))
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, tensor: nn.Parameter, kind: str) -> float:
+def _check_beside(optimizer: optim.Optimizer, kind: str) -> None:
+    """Refuse what an optimizer keeps beside its tensors and no checkpoint could hold."""
+    for part in parts_of(optimizer):
+        beside = own_numbers(part, part.state) | vars(part)
+        for name, value in beside.items():
+            is_own = name.startswith(("own ", "state ")) and not is_plain(value)
+            if is_own or isinstance(value, optim.Optimizer):
+                raise InfeasibleError(
+                    f"optimizer: {kind} keeps {name!r}, which is of type {type(value).__name__}, "
+                    "beside the state of its parameters, so that no checkpoint could hold it (take "
+                    "one that keeps numbers there)"
+                )
+
+
+def _state_bytes(optimizer: optim.Optimizer, tensor: nn.Parameter, kind: str) -> float:
     """Bytes that an optimizer keeps of each element of a tensor; raises InfeasibleError for what no
     checkpoint could hold."""
     values = optimizer.state.get(tensor, {})

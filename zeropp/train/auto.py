@@ -13,8 +13,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import torch
-
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
 from zeropp.choose.planner import fastest
@@ -22,13 +20,13 @@ from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
 from zeropp.emulate.recorder import Recorder
-from zeropp.engine.engine import group_names, groups_of
+from zeropp.engine.engine import groups_of
 from zeropp.engine.settings import ParameterName, Settings, asked_for, read_keywords
-from zeropp.engine.users_optimizer import Trial, try_optimizer
+from zeropp.engine.users_optimizer import Trial
 from zeropp.engine.walk import Layer, LayerSizes, walk
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.step_plan import drafts
-from zeropp.train.stages import check_ranks, cut_plan, shape_of, size_layers, whole_groups
+from zeropp.train.stages import check_ranks, cut_plan, shape_of, size_layers, trial, whole_groups
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute, if_auto
@@ -189,10 +187,9 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        groups, device = groups_of(settings, sizes), torch.device(settings.device or "cpu")
-        trial = try_optimizer(settings.optimizer, group_names(settings, sizes), device)
-        self._whole = trial.whole
-        self._prices = _prices_of(LayerPrices(sizes, _states(trial, groups, sizes)))
+        found, groups = trial(settings, sizes), groups_of(settings, sizes)
+        self._whole = found.whole
+        self._prices = _prices_of(LayerPrices(sizes, _states(found, groups, sizes)))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in auto_names}

@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.engine.engine import group_names
+from zeropp.engine.engine import shapes_of
 from zeropp.engine.settings import ParameterName, Settings
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.schedule.cuts import cut_layers
@@ -24,6 +25,9 @@ from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
+
+if TYPE_CHECKING:
+    from zeropp.engine.users_optimizer import Trial
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
@@ -59,12 +63,15 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
 def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, ...]:
     """The groups whose parameters the optimizer needs whole; raises InfeasibleError for one that
     cannot update parts of a model."""
-    if isinstance(settings.optimizer, OptimizerConfig):
-        return ()
+    return () if isinstance(settings.optimizer, OptimizerConfig) else trial(settings, sizes).whole
+
+
+def trial(settings: Settings, sizes: Sequence[LayerSizes]) -> Trial:
+    """What a trial of the optimizer shows; raises InfeasibleError as ``whole_groups`` does."""
     from zeropp.engine.users_optimizer import try_optimizer
 
-    device = torch.device(settings.device or "cpu")
-    return try_optimizer(settings.optimizer, group_names(settings, sizes), device).whole
+    device, shapes = torch.device(settings.device or "cpu"), shapes_of(settings, sizes)
+    return try_optimizer(settings.optimizer, shapes, device, elementwise=settings.elementwise)
 
 
 def check_ranks(settings: Settings, num_ranks: int) -> None:
