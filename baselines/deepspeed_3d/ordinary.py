@@ -28,11 +28,14 @@ class OrdinaryTrainer(DeepSpeedTrainer):
         # What DeepSpeed calls an mpu: the groups of the topology, which says who is replicated.
         return {"model": module, "mpu": PipelineParallelGrid(self._topology)}
 
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return vocabulary_cross_entropy(logits, targets, self._group)
+
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self._device)
         for inputs, targets in batches:
             with self._action(Op.FORWARD):
-                loss = vocabulary_cross_entropy(self._engine(inputs), targets, self._group)
+                loss = self._loss(self._engine(inputs), targets)
             total += loss.detach()
             with self._action(Op.FULL_BACKWARD):
                 self._engine.backward(loss)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Literal, cast
 
 from baselines.deepspeed_3d.contender import programs
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import one_order, recomputed_blocks
+from zeropp.choose.planner import (
+    check_context,
+    check_whole_sequences,
+    one_order,
+    recomputed_blocks,
+    resolve_degrees,
+)
 from zeropp.choose.space import (
     SearchPoint,
     Space,
@@ -21,9 +27,9 @@ from zeropp.choose.space import (
 )
 from zeropp.choose.task import Task
 from zeropp.price.programs import program_named
-from zeropp.schedule.plan import SizedPlan
+from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
+from zeropp.types.layout import InfeasibleError, microbatches_per_step
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, Recompute, WireType, if_auto
 
 ALL = 10**12  # more elements than any model of the suite has
@@ -35,7 +41,8 @@ class Zero3Knobs:
     by the tuner, or has DeepSpeed's default where the cluster has no prices (CPUs)."""
 
     name: Literal["deepspeed_zero3"] = "deepspeed_zero3"
-    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # all ranks
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # all ranks, or those with other rows
+    context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks that divide a sequence (Ulysses)
     # The types in which gradients of microbatches are added (``data_types.grad_accum_dtype``) and
     # in which they are sent (``communication_data_type``). DeepSpeed's defaults are bf16.
     grad_accum_dtype: WireType | Auto = "fp32"
@@ -51,6 +58,7 @@ class Zero3Knobs:
     param_persistence_threshold: Annotated[int | Auto, AT_LEAST_0] = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
+    compile: bool | Auto = "auto"  # DeepCompile, in prices alone
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -58,13 +66,10 @@ class Zero3Knobs:
 def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
     """A plan of ZeRO-3 over all ranks, with all sizes. Raises InfeasibleError, whose message is one
     line."""
-    if knobs.shard not in ("auto", task.num_gpus):
-        raise InfeasibleError(
-            f"contender.shard={knobs.shard}: ZeRO-3 cuts over all ranks "
-            f"(use {task.num_gpus}, which is num_gpus)",
-            "ZeRO-3 cuts over all ranks",
-        )
-    layout = Layout(shard=task.num_gpus)
+    slices = if_auto(knobs.context, 1)
+    shard = if_auto(knobs.shard, max(1, task.num_gpus // slices))  # over all ranks
+    layout = resolve_degrees(task, replace(knobs, shard=shard))
+    check_context(task.shape, layout)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
     for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
@@ -89,6 +94,7 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
         reduce_every="step",
         reduce_dtype=sent,
         sum_dtype=sums,
+        compile=if_auto(knobs.compile, False),
     )
 
 
@@ -114,25 +120,29 @@ def _program(knobs: Zero3Knobs, task: Task, sums: WireType) -> str:
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _BUCKETS = (1_000_000, 50_000_000, 200_000_000, 500_000_000)
+_PREFETCHES = (50_000_000, 500_000_000)
 
 
 def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
-    """All knobs to try at a point. Sums in 16 bits save memory alone. What is gathered once per
-    step is not gathered again, so that the other settings of gathers have nothing to do."""
+    """All knobs to try at a point. GPT has the same kernels compiled and not. Sums in 16 bits save
+    memory alone. What is gathered once per step is not gathered again, so that the other settings
+    of gathers have nothing to do."""
     asked = point.asked
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
-    for kept, live, alone, bucket, sums, sent, (recompute, blocks) in product(
+    for kept, live, (alone, together), bucket, sums, sent, (recompute, blocks) in product(
         choices(asked.param_persistence_threshold, (0, 100_000, ALL)),
         choices(asked.live_parameters, (1_000_000_000, ALL)),
-        choices(asked.allgather_sequential, (True, False)),
+        _gathers(asked),
         choices(asked.reduce_bucket_size, _BUCKETS),
         wire_choices(asked.grad_accum_dtype, point.task.precision),
         wire_choices(asked.reduce_dtype, point.task.precision),
         list(recomputed),
     ):
-        if kept == ALL and not (live in (asked.live_parameters, ALL) and alone):
+        if kept == ALL and not (
+            live in (asked.live_parameters, ALL) and (alone, together) == _gathers(asked)[0]
+        ):
             continue
         yield at_degrees(
             asked,
@@ -140,13 +150,34 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
             param_persistence_threshold=kept,
             live_parameters=live,
             allgather_sequential=alone,
-            prefetch_bucket_size=if_auto(asked.prefetch_bucket_size, 50_000_000),
+            prefetch_bucket_size=together,
             reduce_bucket_size=bucket,
             grad_accum_dtype=sums,
             reduce_dtype=sent,
             recompute=recompute,
             recompute_blocks=blocks,
+            compile=if_auto(asked.compile, point.task.shape.family == "llama"),
         )
+
+
+def _gathers(asked: Zero3Knobs) -> list[tuple[bool, int]]:
+    """Whether each tensor is gathered alone, and else how many elements together."""
+    return [
+        (alone, together)
+        for alone in choices(asked.allgather_sequential, (True, False))
+        for together in choices(asked.prefetch_bucket_size, _PREFETCHES)[: 1 if alone else None]
+    ]
+
+
+def check(plan: Plan) -> None:
+    """``Plan.check``; raises InfeasibleError for what has a price alone, too. Blocks that are
+    compiled one by one under ZeRO-3's hooks have other gradients than one process (torch 2.13)."""
+    if plan.compile:
+        raise InfeasibleError(
+            "contender.compile=true: contender=deepspeed_zero3 is compiled in prices alone (zeropp "
+            "tune, zeropp explain); to run it, use false"
+        )
+    check_whole_sequences(plan)
 
 
 DEEPSPEED_ZERO3 = Contender(
@@ -155,9 +186,12 @@ DEEPSPEED_ZERO3 = Contender(
     knobs=Zero3Knobs,
     size=size,
     orders=one_order(programs),
-    space=Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0)),
+    space=Space(
+        families=families, members=one_member, pipelines=(1, 1), shards=(2, 0), contexts=True
+    ),
     gradient_types=("grad_accum_dtype", "reduce_dtype"),
     trainer="baselines.deepspeed_zero3.trainer:Zero3Trainer",
+    check=check,
     late_imports=(
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.comm.mori",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
 from baselines.deepspeed_3d.private_names import zero3_linear
+from baselines.model import sliced_cross_entropy
 from zeropp.price.programs import program_named
 
 
@@ -62,6 +63,9 @@ class Zero3Trainer(OrdinaryTrainer):
             "stage3_param_persistence_threshold": program.persistent,
         }
         return config
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return sliced_cross_entropy(logits, targets)
 
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         with mock.patch.object(F, "linear", zero3_linear):

@@ -100,7 +100,8 @@ _V_SHAPED = ("zbv", "dualpipev")
 _FIXED_CHUNKS = {"1f1b": 1, "zbv": 2, "dualpipev": 2}
 _ACTIVE_STAGES = 3
 # The entry of ``zeropp.price.programs`` that prices each of the two contenders of this folder.
-_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d"}
+# torchtitan 0.3, components/loss.py, ChunkedLossWrapper: the loss of slices of the tokens.
+_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d+loss_gradient=sliced"}
 
 
 def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:

@@ -117,9 +117,8 @@ def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) ->
             styles[name] = RowwiseParallel(output_layouts=between)
     elif isinstance(piece, Embedding):
         styles["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if sequence_parallel:  # positions have no batch dimension: dimension 0 is the sequence
-            positions = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-            styles["positions"] = positions
+        if sequence_parallel:
+            styles["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     else:
         # Logits stay cut by the vocabulary: ``loss_parallel`` computes the loss on the parts.
         styles["output"] = ColwiseParallel(

@@ -23,7 +23,7 @@ from benchmarks.report.table import markdown_table
 from benchmarks.specification.contenders import COMPARED
 
 CHARTER = CHECKOUT / "docs" / "opponents.csv"
-KINDS = ("searched", "fixed at ", "cannot act")  # how ``here`` begins
+KINDS = ("searched", "fixed at ", "against it", "cannot act")  # how ``here`` begins
 
 
 @dataclass(frozen=True)

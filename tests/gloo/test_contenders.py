@@ -209,6 +209,7 @@ def test_a_delaying_block_leaves_its_last_product_out(model: Options, compiled: 
         # Two units of two microbatches: each stage is gathered, released and reduced in both.
         ({"pp": 2, "shard": 2, "schedule": "zeropp", "chunks": 3}, {"layers": 6}),
         ({"pp": 2, "tp": 2, "schedule": "1f1b", "recompute": "selective"}, TIED),
+        ({"pp": 2, "tp": 2, "schedule": "1f1b", "sequence_parallel": True}, {}),
         (
             {"pp": 2, "tp": 2, "schedule": "looped_bfs", "chunks": 2, "sequence_parallel": True},
             LLAMA,

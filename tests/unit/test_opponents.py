@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3
+from baselines.fsdp.contender import FSDP
+from baselines.megatron_core.contender import MEGATRON_CORE
+from baselines.torch_pp.contender import TORCHTITAN
+from benchmarks import CHECKOUT
 from benchmarks.report.opponents import (
     KINDS,
     SECTIONS,
@@ -13,6 +23,21 @@ from benchmarks.report.opponents import (
     charter,
     fields_of,
     opponents_table,
+)
+from benchmarks.specification.reading import preset
+from zeropp.choose.contender import Contender
+from zeropp.choose.space import SearchPoint
+from zeropp.choose.task import Task
+from zeropp.price.cluster import Cluster
+from zeropp.types.layout import Layout
+from zeropp.types.shape import ModelShape
+
+TASK = Task(
+    shape=preset("model", "llama_8b", ModelShape),
+    cluster=preset("cluster", "h100", Cluster),
+    num_gpus=8,
+    global_batch=64,
+    precision="bf16",
 )
 
 
@@ -33,6 +58,47 @@ def test_every_setting_says_what_becomes_of_it() -> None:
     for row in lines.itertuples():
         assert str(row.here).startswith(KINDS), row
         assert row.why or str(row.here).startswith("fixed"), row
+
+
+def test_what_is_against_an_opponent_is_named_on_the_page() -> None:
+    lines = charter()
+    against = lines[lines["here"] == "against it"]["field"]
+    page = (CHECKOUT / "docs" / "opponents.md").read_text(encoding="utf-8")
+    named = page.split("*Against it*")[1].split(". The others")[0]
+    assert re.findall("`(.*?)`", named) == list(against)
+
+
+# The programs of the charter whose own contender has the knobs that a line names.
+OF_PROGRAM: dict[str, tuple[Contender[Any], ...]] = {
+    "DeepSpeed": (DEEPSPEED_3D, DEEPSPEED_ZERO3),
+    "FSDP2": (FSDP,),
+}
+OF_PROGRAM |= {"Megatron-Core": (MEGATRON_CORE,), "torchtitan": (TORCHTITAN,)}
+LAYOUTS = (
+    Layout(shard=8),
+    Layout(replicate=8),
+    Layout(pp=2, tp=2, replicate=2),
+    Layout(pp=2, context=2, tp=2),
+)
+DEGREES = {"tp", "pp", "context", "shard", "replicate", "microbatch_size"}
+
+
+@pytest.mark.parametrize("program", OF_PROGRAM)
+def test_what_is_searched_is_a_knob_with_several_values(program: str) -> None:
+    lines, sections = charter(), [s.name for s in SECTIONS if s.program == program]
+    named = lines[lines["section"].isin(sections) & (lines["here"] == "searched")]["why"]
+    knobs = {name for why in named for name in re.findall(r"`(?:contender\.)?(\w+)`", why)}
+    knobs -= DEGREES
+    tried: dict[str, set[object]] = defaultdict(set)
+    for contender in OF_PROGRAM[program]:
+        asked = replace(contender.knobs(), **dict.fromkeys(contender.gradient_types, "auto"))
+        for degrees in LAYOUTS:
+            point = SearchPoint(TASK, asked, degrees, 1)
+            for family in contender.space.families(point):
+                for name in knobs:
+                    if hasattr(family, name):
+                        tried[name].add(getattr(family, name))
+    assert {name: values for name in knobs if len(values := tried[name]) < 2} == {}
 
 
 def test_a_new_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -462,7 +462,7 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     updated = parameters / optimizer_shards(plan.layout, program)
     kept = 0 if state.casts_parameters else element_bytes(plan.precision)
     moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
-    if program.live_parameters and plan.layout.shard > 1:
+    if program.live_parameters and plan.layout.shards > 1:
         tensors = sum(gradients_of(plan, work, 0), ())
         moved += updated * _zero3_bytes(state.gradients)
         kept_s = persistent_s(plan, cluster, work, tensors)

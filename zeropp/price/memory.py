@@ -127,7 +127,7 @@ def _zero3_gathered(plan: SizedPlan, work: Work) -> float:
     """Bytes of the parameters that DeepSpeed's ZeRO-3 has gathered: those that stay, and as many
     others as it allows."""
     program = work.program
-    if not program.live_parameters or plan.layout.shard == 1:
+    if not program.live_parameters or plan.layout.shards == 1:
         return 0.0
     tensors = sum(gradients_of(plan, work, 0), ())
     stay = sum(n for n in tensors if n <= program.persistent)

@@ -235,7 +235,7 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
         waits_for_reduction=work.program.torch_stages,
         **shard_s(plan, cluster, work, stage),
     )
-    if work.program.live_parameters and plan.layout.shard > 1:
+    if work.program.live_parameters and plan.layout.shards > 1:
         return _zero3_stage(job, cost)
     over_replicas, hidden = replica_s(plan, cluster, work, stage=stage, cost=cost)
     earlier = 0.0

@@ -88,7 +88,7 @@ class _Microbatch:
 
     def send(self, moved: float, issued: float) -> None:
         """Gather or reduce-scatter so many bytes."""
-        among = group_of(self.cluster, self.plan.layout, "shard")
+        among = group_of(self.cluster, self.plan.layout, *self.plan.layout.shard_axes)
         seconds = gather_s(self.cluster, among, moved)
         self.network = max(self.network, issued) + seconds
         self.busy += seconds
@@ -119,7 +119,7 @@ class _Microbatch:
             elements * self.sent,
             max(self.reduced, self.now) + stream_s(self.work.device, moved, 2),
         )
-        part = elements / self.plan.layout.shard * (self.sent + 3 * state.gradients)
+        part = elements / self.plan.layout.shards * (self.sent + 3 * state.gradients)
         self.reduced = self.network + stream_s(self.work.device, part, 2 * len(self.bucket))
         self.bucket = []
 
@@ -175,6 +175,9 @@ def _gathers(
 def persistent_s(plan: SizedPlan, cluster: Cluster, work: Work, tensors: Sequence[float]) -> float:
     """Seconds in which tensors that stay gathered are gathered behind an update, each alone
     (``_post_step``; ``partition_parameters.py``, ``_allgather_params_coalesced``)."""
-    among, element = group_of(cluster, plan.layout, "shard"), element_bytes(plan.precision)
+    among, element = (
+        group_of(cluster, plan.layout, *plan.layout.shard_axes),
+        element_bytes(plan.precision),
+    )
     kept = [elements for elements in tensors if elements <= work.program.persistent]
     return sum(gather_s(cluster, among, elements * element) for elements in kept)
