@@ -29,7 +29,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_570,
+    "baselines": 4_610,
     "benchmarks": 880,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
@@ -48,13 +48,13 @@ BUDGET = {
     "zeropp/emulate": 3_940,
     "zeropp/engine": 6_600,
     "zeropp/huggingface": 840,
-    "zeropp/price": 3_920,
+    "zeropp/price": 3_930,
     "zeropp/schedule": 2_590,
     "zeropp/train": 1_120,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_480
-MOST_LINES_OF_TESTS = 30_470
+MOST_LINES = 50_530
+MOST_LINES_OF_TESTS = 30_540
 
 
 @cache
