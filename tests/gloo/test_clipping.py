@@ -21,6 +21,7 @@ from tests.gloo.models import apart, built, data, error_of, loss_function, ranks
 from tests.gloo.world import on_ranks
 from tests.unit.toy_spec import mapping
 from zeropp.engine.update_rules import clip_factor, square_norm
+from zeropp.types.training import OptimizerConfig
 
 CPU = torch.device("cpu")
 STEPS, LIMIT = 3, 0.1
@@ -165,6 +166,20 @@ def test_gradients_are_scaled_as_torch_does_it_at_any_norm(
     torch.testing.assert_close(
         mine.mul_(clip_factor(norm, limit)), parameter.grad, rtol=0, atol=0, equal_nan=True
     )
+
+
+def test_the_gate_s_reference_takes_norms_and_clipping_from_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that it finds what all contenders share."""
+    spec = spec_from_mapping(mapping() | {"num_gpus": 1, "contender": {"name": "fsdp"}})
+    for shared in (clip_factor, square_norm):
+        monkeypatch.setattr(shared, "__code__", (lambda *_: torch.tensor(7.0)).__code__)
+    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED["fp32"])
+    course = alone.train(OptimizerConfig("sgd", lr=1.0, clip_norm=LIMIT), 1)
+    moved = torch.cat([update.flatten() for update in course.updates[0].values()]).norm()
+    assert float(moved) == pytest.approx(LIMIT, rel=1e-4)
+    assert course.grad_norms[0] not in (7.0**0.5, pytest.approx(LIMIT))
 
 
 def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +26,15 @@ from zeropp.engine.chunk import seed_piece
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.shape import ModelShape
 
-ROWS, LENGTH, STEPS, SEED = 8, 12, 2, 5
+ROWS, LENGTH, LONG, STEPS, SEED = 8, 12, 96, 2, 5
 SGD = zeropp.OptimizerConfig("sgd", lr=0.5)
 GPT = ModelShape(
     name="small", family="gpt", layers=4, hidden=24, heads=12, kv_heads=12, ffn=32, vocab=32,
-    seq=LENGTH, dropout=0.1,
+    seq=LONG, dropout=0.1,
 )  # fmt: skip
 LLAMA = ModelShape(
     name="small", family="llama", layers=4, hidden=48, heads=12, kv_heads=2, ffn=32, vocab=32,
-    seq=LENGTH, tied_embeddings=True,
+    seq=LONG, tied_embeddings=True,
 )  # fmt: skip
 SHAPES = {"gpt": GPT, "llama": LLAMA}
 
@@ -48,7 +51,7 @@ def topology(seed: int) -> dict[str, Any]:
         **dict(zip(degrees, drawn, strict=True)),
         "chunks": draw.randint(1, 2),
         "microbatch_size": draw.choice([1, 2]),
-        "recompute": draw.choice(["none", "selective", "full"]),
+        "recompute": draw.choice(["none", "selective", "mlp", "full"]),
         "replicate_zero": draw.randint(0, 1),
         "placement": draw.choice(["dp_inner", "pp_inner"]),
         "reduce_every": draw.choice(["unit", "step"]),
@@ -61,16 +64,16 @@ def made(family: str) -> list[nn.Module]:
         return list(build_model(SHAPES[family], SEED).double())
 
 
-def data(step: int, rows: int = ROWS) -> Tensor:
+def data(step: int, length: int = LENGTH) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(32, (2, rows, LENGTH), generator=generator)
+    return torch.randint(32, (2, ROWS, length), generator=generator)
 
 
 Course = tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]
 
 
 @cache
-def alone(family: str, size: int) -> Course:
+def alone(family: str, size: int, length: int = LENGTH) -> Course:
     """Losses and evaluations, the parameters behind the last step, and what the model then gives,
     in one process with microbatches of so many rows."""
     model = nn.Sequential(*made(family))
@@ -79,11 +82,12 @@ def alone(family: str, size: int) -> Course:
     for step in range(STEPS):
         model.eval()
         with torch.no_grad():
-            evaluated = float(cross_entropy(model(data(100 + step)[0]), data(100 + step)[1]))
+            inputs, targets = data(100 + step, length)
+            evaluated = float(cross_entropy(model(inputs), targets))
         model.train()
         optimizer.zero_grad()
         total = 0.0
-        parts = zip(*(part.split(size) for part in data(step)), strict=True)
+        parts = zip(*(part.split(size) for part in data(step, length)), strict=True)
         for number, (value, targets) in enumerate(parts):
             for index, layer in enumerate(model):
                 seed_piece(SEED, step, number, index)
@@ -96,28 +100,28 @@ def alone(family: str, size: int) -> Course:
     model.eval()
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: one.detach() for name, one in named.items()}
-    return numbers, parameters, model(data(7)[0]).detach()
+    return numbers, parameters, model(data(7, length)[0]).detach()
 
 
-def parallel(family: str, **degrees: Any) -> ParallelModel:
+def parallel(family: str, length: int = LENGTH, **degrees: Any) -> ParallelModel:
     shape = SHAPES[family]
     tied = ((0, "tokens.weight"), (shape.num_pieces - 1, "output.weight"))
     return zeropp.parallelize(
-        made(family), cross_entropy, sample=data(0)[0], global_batch=ROWS, optimizer=SGD,
+        made(family), cross_entropy, sample=data(0, length)[0], global_batch=ROWS, optimizer=SGD,
         tied=tied if shape.tied_embeddings else None, dropout_seed=SEED, **degrees,
     )  # fmt: skip
 
 
-def errors(family: str, seed: int, expected: Course) -> tuple[float, float, float]:
+def errors(family: str, seed: int, length: int, expected: Course) -> tuple[float, float, float]:
     """How far numbers, parameters and outputs of this rank are from those of one process."""
     numbers, parameters, output = expected
-    with parallel(family, **topology(seed)) as model:
+    with parallel(family, length, **topology(seed)) as model:
         relative = []
         for step, theirs in enumerate(numbers):
-            evaluated = model.eval_step(*data(100 + step)[:, model.rows])
-            ours = float(model.train_step(*data(step)[:, model.rows]).loss), evaluated
+            evaluated = model.eval_step(*data(100 + step, length)[:, model.rows])
+            ours = float(model.train_step(*data(step, length)[:, model.rows]).loss), evaluated
             relative += [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
-        given = model.forward_only(data(7)[0][model.rows])
+        given = model.forward_only(data(7, length)[0][model.rows])
         assert isinstance(given, Tensor)
         own = dict(model.full_parameters())
     far = float((given - output[model.rows]).abs().max())
@@ -125,14 +129,18 @@ def errors(family: str, seed: int, expected: Course) -> tuple[float, float, floa
 
 
 @pytest.mark.parametrize("family", SHAPES)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_topologies_are_one_process(world: World, family: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "length"), [(0, LENGTH), (1, LONG), (2, LENGTH)])
+def test_random_topologies_are_one_process(
+    world: World, family: str, seed: int, length: int
+) -> None:
     """Losses in fp64; the loss and rotary angles of these models are fp32, and so are copies of
     parameters."""
     drawn = topology(seed)
-    expected = alone(family, drawn["microbatch_size"])
+    expected = alone(family, drawn["microbatch_size"], length)
     ranks = prod(drawn[axis] for axis in ("pp", "shard", "context", "replicate"))
-    for numbers, parameters, output in world.run(errors, family, seed, expected, size=ranks):
+    for numbers, parameters, output in world.run(
+        errors, family, seed, length, expected, size=ranks
+    ):
         assert numbers < 1e-6, (numbers, drawn)
         assert parameters < 1e-6, (parameters, drawn)
         assert output < 1e-5, (output, drawn)
@@ -152,21 +160,42 @@ class Own(nn.Module):
             return x + self.table(torch.arange(x.shape[1]))  # type: ignore[no-any-return]
         if self.way == "convolution":
             return x + self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+        if self.way == "late":
+            return x + x.mean(1, keepdim=True) if x.shape[1] > LONG else x
+        if self.way in DRAWS:
+            return DRAWS[self.way](x)
+        rows = len(x)
+        if self.way == "windows":
+            x = x.reshape(-1, min(x.shape[1], 1024), 24)
         q = self.linear(x).unflatten(-1, (4, 6)).transpose(1, 2)
         if self.way == "scores":
             return x + ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
         drop = 0.1 if self.way == "dropout" else 0.0
         mask = torch.ones(x.shape[1], x.shape[1]).tril().bool() if self.way == "mask" else None
         mixed = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=drop)
-        return x + mixed.transpose(1, 2).flatten(2)
+        return (x + mixed.transpose(1, 2).flatten(2)).reshape(rows, -1, 24)
 
 
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: x + torch.randn_like(x),
+    "torch": lambda x: torch.dropout(x, 0.1, True),
+    "alpha": lambda x: F.alpha_dropout(x, 0.1, True),
+    "channels": lambda x: F.dropout1d(x, 0.1),
+}
+LENGTHS = {"late": 2 * LONG, "windows": 4096}
 REFUSED = {
     "positions": "layers[1]: gives something else for a slice of a sequence than for all of it",
     "convolution": "layers[1]: gives something else for a slice of a sequence than for all of it",
     "scores": "layers[1]: gives something else for a slice of a sequence than for all of it",
     "mask": "a layer makes a mask [6, 6] of its slice of 6 tokens",
     "dropout": "attention drops weights (dropout_p=0.1)",
+    "late": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "windows": "attention is over 1024 tokens, but a slice of a sequence has 2048",
+    "noise": "layers[1]: aten.randn_like.default draws the same numbers for every slice",
+    "torch": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "alpha": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "channels": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "weighted": "loss_fn: is not what loss_reduction='mean' says of rows",
     "shift": "loss_fn: gives",
     "length": "must divide among context=5 ranks, but inputs are (1, 12)",
     "": "",
@@ -176,26 +205,34 @@ REFUSED = {
 def refusals() -> dict[str, str]:
     """What a step, or building its model, raises for each kind of layer."""
     said = {}
-    tokens, targets = data(0)
     for way in REFUSED:
+        batch = data(0, LENGTHS.get(way, LENGTH))
         torch.manual_seed(0)
         layers = [nn.Embedding(32, 24), Own(way), nn.Linear(24, 32)]
-        loss = shifted if way == "shift" else cross_entropy
+        loss = {"shift": shifted, "weighted": weighted}.get(way, cross_entropy)
         context = {"length": 5}.get(way, 2)
 
-        def run(layers: Any = layers, loss: Any = loss, context: int = context) -> None:
+        def run(*given: Any) -> None:
+            layers, loss, context, (tokens, targets) = given
             with zeropp.parallelize(
                 layers, loss, sample=tokens[:1], global_batch=ROWS, context=context
             ) as model:
                 model.train_step(tokens[model.rows], targets[model.rows])
 
-        said[way] = error_of(run)
+        said[way] = error_of(partial(run, layers, loss, context, batch))
     return said
 
 
 def shifted(logits: Tensor, targets: Tensor) -> Tensor:
     """A loss that shifts labels itself, so that one of them is in the next slice."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def weighted(logits: Tensor, targets: Tensor) -> Tensor:
+    """A mean over tokens some of which count more, and alike in all rows' slices."""
+    counts = (targets % 7 == 0) * 8.0 + 1
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * counts.flatten()).sum() / counts.sum()
 
 
 def test_what_would_be_wrong_is_refused(world: World) -> None:
@@ -213,13 +250,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 KINDS = ("plain", "packed", "padded")
 
 
-def pretrained(family: str) -> Any:
+def pretrained(family: str, **more: Any) -> Any:
     """A tiny model of transformers in fp64, with weights that are not small."""
     torch.manual_seed(1)
     config: Any = AutoConfig.for_model(
         family, vocab_size=32, hidden_size=24, intermediate_size=16, num_hidden_layers=3,
         num_attention_heads=4, max_position_embeddings=LENGTH, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **FAMILIES[family],
+        eos_token_id=2, **FAMILIES[family], **more,
     )  # fmt: skip
     make: Any = AutoModelForCausalLM
     model = make.from_config(config, dtype=torch.float64)
@@ -260,6 +297,15 @@ def gradients_alone(family: str, kind: str) -> dict[str, Tensor]:
     return {name: one.grad * factor for name, one in model.named_parameters()}
 
 
+def in_a_thread(*given: Any) -> None:
+    """A backward as autograd runs it on a GPU."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(BACKWARD, *given).result()
+
+
+BACKWARD = torch.autograd.backward
+
+
 def of_transformers(expected: dict[tuple[str, str], dict[str, Tensor]]) -> dict[str, float]:
     """How far gradients are from those of one process, for each family and kind of batch."""
     far = {}
@@ -272,7 +318,10 @@ def of_transformers(expected: dict[tuple[str, str], dict[str, Tensor]]) -> dict[
             optimizer=SGD, microbatch_size=2,
         ) as model:  # fmt: skip
             rows = model.rows
-            model.train_step(tokens[rows], labels[rows], **{n: x[rows] for n, x in named.items()})
+            with mock.patch.object(torch.autograd, "backward", in_a_thread):
+                model.train_step(
+                    tokens[rows], labels[rows], **{n: x[rows] for n, x in named.items()}
+                )
             own = {layers.own_name(name): one for name, one in model.gradients()}
         far[f"{family} {kind}"] = apart(own, gradients)
     return far
@@ -283,6 +332,37 @@ def test_models_of_transformers_with_packed_rows(world: World) -> None:
     for far in world.run(of_transformers, expected, size=4):
         assert len(far) == len(expected)
         assert largest(far.values()) < 1e-9, far
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 2.0,
+        "original_max_position_embeddings": LENGTH // 2,
+    },
+    "yarn": {"factor": 2.0},
+}  # fmt: skip
+
+
+def with_frequencies(kind: str) -> None:
+    """Make a parallel model whose positions have such frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    layers = huggingface.layers(pretrained("llama", rope_parameters=rope))
+    zeropp.parallelize(
+        layers, huggingface.token_loss, sample=data(0)[0][:1], global_batch=ROWS, context=2
+    ).close()
+
+
+def frequencies() -> dict[str, str]:
+    """What building a model says to each kind."""
+    return {kind: error_of(partial(with_frequencies, kind)) for kind in ROPES}
+
+
+def test_frequencies_that_come_of_the_last_position_are_refused(world: World) -> None:
+    for said in world.run(frequencies, size=2):
+        assert not said.pop("yarn")
+        for kind, message in said.items():
+            assert f"context=2: rope_type='{kind}' takes its frequencies" in message
 
 
 def resumed(folder: str, expected: Course) -> float:

@@ -99,6 +99,17 @@ def test_a_sliced_loss_is_that_of_all_tokens(
         assert huggingface.token_loss(logits, targets)[0] == total
 
 
+@pytest.mark.parametrize("again", ["twice", "differentiated"])
+def test_a_sliced_loss_has_one_backward(again: str) -> None:
+    """A second one raises, and so does one whose result would have no gradient of its own."""
+    logits = torch.randn(3, 4, VOCABULARY, requires_grad=True)
+    total, _ = huggingface.token_loss(logits, torch.zeros(3, 4, dtype=torch.long))
+    if again == "twice":
+        torch.autograd.backward(total, retain_graph=True)
+    with pytest.raises(RuntimeError, match="in slices of the tokens a loss has one back"):
+        torch.autograd.grad(total, logits, create_graph=again == "differentiated")
+
+
 def group_of(name: tuple[int, str], parameter: nn.Parameter) -> str:
     """The optimizer group of a parameter under Muon."""
     return "matrices" if parameter.dim() == 2 and 0 < name[0] < LAYERS - 1 else "others"

@@ -213,7 +213,7 @@ class Chunk:
         for index, module in enumerate(self.modules):
             if options.seed is not None:
                 options.seed(index, microbatch)
-            with self._exchanging():
+            with self._exchanging(inputs):
                 value = run_recomputed(
                     partial(module, **self._chosen(keywords, index)),
                     *cast(tensors_of(value), options.compute),
@@ -251,7 +251,7 @@ class Chunk:
             named = self._chosen(keywords, index)
             if watch is not None:
                 watch(module, arguments, named)
-            with nullcontext() if watch is not None else self._exchanging():
+            with nullcontext() if watch is not None else self._exchanging(inputs):
                 value, loss = without_scalars(module(*arguments, **named))
             losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
@@ -282,7 +282,7 @@ class Chunk:
             self._make_gradients(deferred=not split)
             if split:
                 self._store.begin(microbatch)
-            with backward_of_chunk(), self._exchanging():
+            with backward_of_chunk(), self._exchanging(live.inputs):
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self._store.end()
         if self.arriving is None:
@@ -307,10 +307,10 @@ class Chunk:
             if deferred or not flat.deferred:
                 flat.make_gradients()
 
-    def _exchanging(self) -> AbstractContextManager[None]:
+    def _exchanging(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
         context = self._options.context
-        return nullcontext() if context is None else context.exchanging()
+        return nullcontext() if context is None else context.exchanging(inputs[0].shape[1])
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""

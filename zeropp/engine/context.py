@@ -3,9 +3,11 @@
 Ranks of a context group have the same rows, and each a slice of their tokens. Layers compute token
 by token, but for attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
-stand-in that does so, whoever calls it. Before the first step layers run on slices of a few tokens
-and on all of them at once (``Context.compare``), so that what the stand-in does not reach
-(positions that a layer counts itself, other kinds of attention, convolutions) is refused.
+stand-in that does so, whoever calls it. Before the first step layers run on slices of a thousand
+tokens and on all of them at once (``Context.compare``), so that what the stand-in does not reach
+(positions that a layer counts itself, other kinds of attention, convolutions) is refused. What a
+layer does only with longer sequences is not compared, but attention over another number of tokens
+than the slice's is refused at any length.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from math import gcd
 from typing import Any
@@ -29,14 +30,15 @@ from zeropp.engine.values import Value, tensors_of, without_scalars
 from zeropp.types.layout import InfeasibleError, Layout
 
 _none: Any = None
-_active: ContextVar[Context | None] = ContextVar("_active", default=None)
-_COMPARED = 32  # tokens of every slice that layers are tried with
+# For all threads, as the stand-ins are: on a GPU autograd recomputes layers in threads of its own.
+_active: Context | None = None
+_COMPARED = 1024  # tokens of a microbatch that layers are tried with, and at least 32 of a slice
 POSITIONS = "position_ids"  # a keyword input that layers are given if they name it
 
 
 def active() -> Context | None:
     """The ranks among which the sequences that a layer is given are divided; None outside."""
-    return _active.get()
+    return _active
 
 
 class Context:
@@ -56,6 +58,7 @@ class Context:
         self.size, self.rank, self.group, self.packs = size, rank, group, packs
         self._positions = positions
         self._attention = self._dropout = _none
+        self._tokens, self.drops = 0, False  # of a slice; whether a mask for all tokens is drawn
         # One object each, as torch.compile compiles again where it meets others.
         self._stand_ins = torch.compiler.disable(self._attend), self._drop  # type: ignore[no-untyped-call]
 
@@ -96,7 +99,7 @@ class Context:
     def sample(self, whole: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         """Some rows of a batch with its first few tokens, by name, for ``compare``."""
         length = whole["inputs"].shape[1]
-        few = min(length, self.size * _COMPARED)
+        few = min(length, self.size * max(32, _COMPARED // (self.size * rows)))
         given = {POSITIONS: torch.arange(length).expand(rows, -1)} if self._positions else {}
         cut = {name: one[:rows] for name, one in (given | dict(whole)).items()}
         for name, one in cut.items():
@@ -125,7 +128,7 @@ class Context:
             whole = wide(inputs, keywords)
         parts = [self.part(x, length) for x in inputs]
         named = {name: self.part(x, length) for name, x in keywords.items()}
-        with self.exchanging():
+        with self.exchanging(parts[0].shape[1]):
             own, beside = without_scalars(wide(parts, named))
         expected, loss = without_scalars(whole)
         pairs = zip(tensors_of(own), tensors_of(expected), strict=True)
@@ -152,19 +155,21 @@ class Context:
         return gathered.movedim(0, dim)
 
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Inside this context attention exchanges heads for tokens, and dropout drops what it would
-        drop of whole sequences. Backwards are inside, too, as layers may recompute in them."""
+    def exchanging(self, tokens: int) -> Iterator[None]:
+        """Inside this context attention over the ``tokens`` of a slice exchanges heads for tokens,
+        and dropout drops what it would drop of whole sequences. Backwards are inside, too, as
+        layers may recompute in them."""
+        global _active
         before = functional.scaled_dot_product_attention, functional.dropout
         if before != self._stand_ins:
             self._attention, self._dropout = before
         functional.scaled_dot_product_attention, functional.dropout = self._stand_ins
-        token = _active.set(self)
+        outside, _active, self._tokens = _active, self, tokens
         try:
             yield
         finally:
             functional.scaled_dot_product_attention, functional.dropout = before
-            _active.reset(token)
+            _active = outside
 
     def _attend(
         self,
@@ -199,9 +204,12 @@ class Context:
         if not training or not p or input.dim() < 2:
             dropped: Tensor = self._dropout(input, p, training, inplace)
             return dropped
+        # Drawn for all tokens, of which one process draws the same; this takes their memory.
         shape = [*input.shape]
         shape[1] *= self.size
+        self.drops = True
         kept = self._dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
+        self.drops = False
         factor = kept.chunk(self.size, 1)[self.rank]
         return input.mul_(factor) if inplace else input * factor
 
@@ -213,6 +221,12 @@ class Context:
             raise InfeasibleError(
                 f"context={self.size}: attention must be over [rows, heads, tokens, width] of as "
                 f"many queries as keys, but is of {tuple(query.shape)} and {tuple(key.shape)}"
+            )
+        if query.shape[2] != self._tokens:
+            raise InfeasibleError(
+                f"context={self.size}: attention is over {query.shape[2]} tokens, but a slice of a "
+                f"sequence has {self._tokens} (give windows of tokens as a mask of all of them, or "
+                "take context=1)"
             )
         if query.shape[1] % self.size:
             raise InfeasibleError(

@@ -169,8 +169,9 @@ def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Micro
 def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
     """The only rows of the first two microbatches as one, both with the first one's output."""
     outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
-    parts = {name: value[:2] for name, value in batch.whole.items()}
-    made = Microbatches([parts.pop("inputs")], [parts.pop("targets")], [parts])
+    inputs, targets = (torch.cat([*parts[:2]]) for parts in (batch.inputs, batch.targets))
+    keywords = {n: torch.cat([x, batch.keywords_of(1)[n]]) for n, x in batch.keywords_of(0).items()}
+    made = Microbatches([inputs], [targets], [keywords])
     return outputs if isinstance(output, tuple) else outputs[0], made
 
 
@@ -198,7 +199,8 @@ def in_slices(
     gradient is computed with its loss, in the type of the logits, and is all that is kept: no
     tensor of all logits is in fp32 (arXiv 2506.13996, section 3.1; Liger, arXiv 2410.10989).
 
-    ``logits`` [tokens, vocabulary], which have no gradient of a gradient; ``targets`` [tokens].
+    ``logits`` [tokens, vocabulary]; ``targets`` [tokens]. The one backward writes into what is
+    kept: a second one, and one that is to be differentiated, raise RuntimeError.
     """
     return _InSlices.apply(logits, targets, function)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -219,9 +221,16 @@ class _InSlices(torch.autograd.Function):
                 made.copy_(torch.autograd.grad(loss, part)[0])
             losses.append(loss.detach())
         ctx.save_for_backward(gradient)
+        ctx.is_spent = False
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_spent or torch.is_grad_enabled():
+            raise RuntimeError(
+                "loss_fn: in slices of the tokens a loss has one backward, without create_graph "
+                "(compute it again, or take F.cross_entropy)"
+            )
+        ctx.is_spent = True
         (gradient,) = ctx.saved_tensors
         return gradient.mul_(grad), None, None

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.chunk import run_recomputed
-from zeropp.engine.context import Context
+from zeropp.engine.context import Context, active
 from zeropp.engine.errors import free_frames, refusal
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.settings import ParameterName
@@ -132,7 +132,7 @@ def walk(
         tied=tied,
         hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
     )
-    exchanging = context.exchanging if context is not None else nullcontext
+    exchanging = partial(context.exchanging, sample.shape[1]) if context else nullcontext
     try:
         with exchanging():
             return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})
@@ -243,7 +243,14 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor):
                 self._check_written(value.untyped_storage())
-        self.draws |= _draws(function, args, kwargs or {})
+        if _draws(function, args, kwargs or {}):
+            self.draws = True
+            if (context := active()) is not None and not context.drops:
+                raise InfeasibleError(
+                    f"{self._reader}: {function} draws the same numbers for every slice of a "
+                    f"sequence with context={context.size} (draw with F.dropout alone, which is "
+                    "for all tokens, or take context=1)"
+                )
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:

@@ -89,6 +89,12 @@ class Piece(nn.Module):
                 f"context={context.size}: attn_implementation={config._attn_implementation!r} does "
                 "not see the tokens of other ranks (set it to 'sdpa')"
             )
+        kinds = {str(getattr(module, "rope_type", "")) for module in self.whole.modules()}
+        for kind in (kind for kind in sorted(kinds) if "dynamic" in kind or "longrope" in kind):
+            raise InfeasibleError(
+                f"context={context.size}: rope_type={kind!r} takes its frequencies from the last "
+                "position, which slices of a sequence do not share (take another, or context=1)"
+            )
         width = torch.empty(len(x), context.size * x.shape[1], 1, device=x.device)
         with _without_looking(context.packs):
             return masking_utils.create_masks_for_generate(
