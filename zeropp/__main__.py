@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("tables and figures of what was run", False),
     "tune": ("the best plan of every contender on a cluster, by the simulator", True),
     "explain": ("will another program's configuration fit, and what would be faster", True),
+    "calibrate": ("the constants of this machine, measured: cluster=mine for every command", False),
     "show": ("a schedule, as a grid or a timeline", True),
     "replay": ("the step time of a training script on a cluster, without a GPU", False),
     "validate": ("the simulator against published measurements", False),
@@ -25,6 +26,7 @@ COMMANDS = {
 }
 # Those that are folders, not modules, in ``benchmarks``.
 FOLDERS = {
+    "calibrate": "calibrate.__main__",
     "explain": "explain.__main__",
     "report": "report.__main__",
     "tune": "tune.__main__",

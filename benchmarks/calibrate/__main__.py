@@ -1,7 +1,7 @@
 """Measures this machine and writes its constants as a preset: conf/cluster/NAME.yaml, for
 cluster=NAME, and a page about them, results/reports/calibrate_NAME.md.
 
-    python -m benchmarks.calibrate --name mine --like h100          # all GPUs of this machine
+    zeropp calibrate --name mine --like h100                       # all GPUs of this machine
     torchrun --nnodes 4 --nproc-per-node 8 ... -m benchmarks.calibrate --name mine --like h100
     python -m benchmarks.calibrate --name my_laptop --ranks 2       # CPUs, over gloo
 
@@ -30,7 +30,7 @@ def main() -> int:
 
 def _calibrate() -> int:
     parser = CommandParser(
-        prog="python -m benchmarks.calibrate",
+        prog="zeropp calibrate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 _OF_A_MODEL = ("--num-layers", "--hidden-size", "model.num_layers", "model.hidden_size")
 _WORD = re.compile(r"\+*([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # Hydra's, as NeMo has them
 _SETTING = re.compile(rf"--|{_WORD.pattern}")
+_PLACEHOLDER = re.compile(r"(?<!<)<[A-Z]{2,} [^<>\n|&;]+>")  # such as <PATH TO DATA>
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 
@@ -74,16 +75,17 @@ def arguments_of_log(text: str) -> Arguments:
 
 
 def arguments_of_script(
-    text: str, folder: Path, num_gpus: int | None = None
+    text: str, folder: Path, num_gpus: int | None = None, own: Sequence[str] = ()
 ) -> tuple[Arguments, int | None, list[str]]:
     """(the flags of the training that a script starts, the GPUs that it starts on, lines about what
     was not followed). ``folder`` has the files that the script sources; ``num_gpus``, if it is
-    given, decides the number of Slurm's nodes.
+    given, decides the number of Slurm's nodes; ``own`` are the script's own arguments, ``$1`` ...
 
     Raises SpecError if it starts none.
     """
     allocated = _sizes(_DIRECTIVE.findall(text))
-    commands, complaint = _expanded(text, folder, _slurm_variables(allocated, num_gpus))
+    text = _PLACEHOLDER.sub("unset", text)
+    commands, complaint = _expanded(text, folder, own, _slurm_variables(allocated, num_gpus))
     launches = [words for words in commands if any(w.endswith(".py") for w in words)]
     alone = [words for words in commands if words[0].startswith("--")]
     if launches and alone:
@@ -117,7 +119,9 @@ def arguments_of_script(
     return arguments_of(launch[program + 1 :]), _world(allocated | _sizes(launchers)), named
 
 
-def _expanded(text: str, folder: Path, variables: Mapping[str, str]) -> tuple[list[list[str]], str]:
+def _expanded(
+    text: str, folder: Path, own: Sequence[str], variables: Mapping[str, str]
+) -> tuple[list[list[str]], str]:
     """(the words of every command that the script would run, the last complaint of bash)."""
     bash, unshare = shutil.which("bash"), shutil.which("unshare")
     if bash is None:
@@ -132,7 +136,7 @@ def _expanded(text: str, folder: Path, variables: Mapping[str, str]) -> tuple[li
         empty.mkdir()
         with told.open("wb") as output, said.open("wb") as errors:
             process = subprocess.Popen(
-                [*alone, bash, "-r", str(script)],
+                [*alone, bash, "-r", str(script), *own],
                 env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,

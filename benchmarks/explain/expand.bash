@@ -50,6 +50,8 @@ _expanded() {
     local command=$1
     shopt -s extdebug  # a trap that fails skips the command; not before, where it starts a debugger
     [[ $command =~ $fixed ]] && return 1
+    local first=${command%%$'\n'*}
+    [[ $first == *'<<'* && $first == *[0-9\ ]'>'* ]] && return 1  # a document into a file
     while [[ $command =~ $file ]]; do
         command=${command%"${BASH_REMATCH[0]}"}${BASH_REMATCH[2]}
     done

@@ -8,7 +8,7 @@ ZeRO-1. Overlaps and fusions are traits of the priced program, which the argumen
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from pathlib import Path
 from shlex import quote
@@ -38,6 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--rampup-batch-size": (None, "priced with the last batch"),
     "--step-batch-size-schedule": (None, "priced with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
+    "--deepspeed": (None, "priced with Megatron-Core's engine and layers, not DeepSpeed's"),
     "--deterministic-mode": (None, "slower kernels"),
     "--optimizer-cpu-offload": (None, "no price for the host's memory"),
     "--use-legacy-models": (None, "kernels of an older program"),
@@ -61,8 +62,8 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
     "--multi-latent-attention": "no price for latent attention",
-    "--use-megatron-fsdp": "no price for Megatron-FSDP under Megatron's pipeline (contender fsdp "
-    "has one)",
+    "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
+    "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
     "--is-hybrid-model": "no price for state-space layers",
 }
@@ -78,13 +79,16 @@ _HARMLESS = (
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
     *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis", "--no-check-for-nan"),
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
+    *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
 )
 
 
-def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
+def read(
+    text: str, num_gpus: int | None, folder: Path = Path(), own: Sequence[str] = ()
+) -> Reading:
     """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
-    sources. Raises SpecError, in one line, for what has no price."""
+    sources, ``own`` are its own arguments. Raises SpecError, in one line, for what has no price."""
     world, named = None, list[str]()
     logged = values = arguments_of_log(text)
     if not values and "MODEL_ARGS:" in text:  # the YAML of Megatron-LM's functional tests
@@ -94,7 +98,7 @@ def read(text: str, num_gpus: int | None, folder: Path = Path()) -> Reading:
             raise SpecError(f"not a YAML file with MODEL_ARGS: {error}") from None
         values = {flag: value for flag, value in given.items() if value is not False}
     elif not values:
-        values, world, named = arguments_of_script(text, folder, num_gpus)
+        values, world, named = arguments_of_script(text, folder, num_gpus, own)
     if "model.num_layers" in values or "model.hidden_size" in values:
         devices = None if "trainer.devices" in values else world
         reading = _read_overrides(values, text, num_gpus or devices)
@@ -173,19 +177,24 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     reading.knobs |= {"tp": tp, "pp": pp, "replicate": replicate, "chunks": chunks}
     reading.knobs["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
     reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
-    reading.knobs["replicate_zero"] = int(bool(keys.take("--use-distributed-optimizer")))
+    stage = keys.number("--zero-stage", 0) or 0  # of Megatron-DeepSpeed
+    if stage > 1:
+        raise SpecError(f"--zero-stage={stage}: no price in Megatron's pipeline (use 0 or 1)")
+    zero1 = bool(keys.take("--use-distributed-optimizer")) or stage == 1
+    reading.knobs["replicate_zero"] = int(zero1)
     inner = keys.take("--use-tp-pp-dp-mapping")
     reading.knobs["placement"] = "pp_inner" if inner else "dp_inner"
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     hidden, heads = keys.needed("--hidden-size"), keys.needed("--num-attention-heads")
-    groups = keys.number("--num-query-groups", heads)
-    grouped = keys.take("--group-query-attention")
+    of_deepspeed = keys.number("--num-key-value-heads")  # as Megatron-DeepSpeed has it
+    groups = keys.number("--num-query-groups", of_deepspeed or heads)
+    grouped = keys.take("--group-query-attention") or of_deepspeed
     rope = keys.given("--position-embedding-type") == "rope"
     rope |= bool(keys.take("--use-rotary-position-embeddings"))
     norm = keys.given("--normalization", "LayerNorm")
-    if rope != (norm == "RMSNorm"):
+    if rope != (str(norm).lower() == "rmsnorm"):
         reading.named.append(
             f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: priced as "
             + ("Llama's layers" if rope else "GPT's layers")
@@ -241,6 +250,8 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     kind = keys.given("--recompute-granularity") or "none"
     if keys.take("--recompute-activations"):
         kind = "selective"
+    old = keys.take("--checkpoint-activations"), keys.given("--activations-checkpoint-method")
+    kind = "full" if any(old) else kind  # Megatron-LM of before 2023
     method, count = keys.given("--recompute-method"), keys.number("--recompute-num-layers")
     if method == "uniform" and count not in (None, 1):
         reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")

@@ -63,8 +63,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         reading = megatron.read_words(list(arguments), num_gpus)
     elif len(files) == 1 and _REGISTERED.fullmatch(files[0]) and not Path(files[0]).exists():
         reading = torchtitan.read_registered(files[0], arguments, num_gpus)
-    elif len(files) == 1 and not arguments:
-        reading = _read(Path(files[0]), num_gpus)
+    elif len(files) == 1 and (not arguments or files[0].endswith(".sh")):
+        reading = _read(Path(files[0]), num_gpus, arguments)
     elif len(files) == 2 and not arguments:
         reading = _read_pair([Path(file) for file in files], num_gpus)
     else:
@@ -92,8 +92,8 @@ def _parse_words(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _read(path: Path, num_gpus: int | None) -> Reading:
-    """The reading of a file, by its ending and content."""
+def _read(path: Path, num_gpus: int | None, own: Sequence[str] = ()) -> Reading:
+    """The reading of a file, by its ending and content; ``own`` are a script's arguments."""
     text = _text(path)
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
@@ -108,7 +108,7 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
             "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, the run_config.yaml "
             "that cfg.to_yaml writes)"
         )
-    return megatron.read(text, num_gpus, path.parent)
+    return megatron.read(text, num_gpus, path.parent, own)
 
 
 def _text(path: Path) -> str:
@@ -141,6 +141,11 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
             f"{path}: a file of axolotl or LLaMA-Factory names its model alone ({named.pop()}): "
             "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
             "contender=fsdp"
+        )
+    if {"pipe_parallel_size", "pipe-parallel-size"} & set(tree):
+        raise SpecError(
+            f"{path}: a file of GPT-NeoX is not read (give a config.json of its sizes with "
+            "contender=megatron_deepspeed and its degrees, as contender.pp)"
         )
     tables = {key for key, value in tree.items() if isinstance(value, dict)}
     if {"model", "train"} <= tables:

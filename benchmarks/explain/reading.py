@@ -68,7 +68,7 @@ class Keys:
         if value is True and default is not True:
             raise SpecError(
                 f"{self._spelled(key)}: has no value (where it is a variable, set it: TP=4 zeropp "
-                "explain ...)"
+                "explain ..., and the script's own arguments behind --)"
             )
         return value
 

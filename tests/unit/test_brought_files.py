@@ -127,6 +127,44 @@ def test_a_flag_without_its_value_is_refused(tmp_path: Path, old: str, new: str,
         asked(tmp_path, {"job.sh": SLURM.replace(old, new)})
 
 
+FORMS = f"""#!/bin/bash
+TP=$1
+DATA="<PATH TO THE FIRST gpt2 DATASET>"
+JSON=$PWD/ds_config.json
+cat <<EOT > $JSON
+{{
+  "bf16": {{"enabled": true}}
+}}
+EOT
+options="--data-path $DATA {FLAGS} --num-key-value-heads 8 --checkpoint-activations \\
+    --tensor-model-parallel-size $TP --deepspeed --zero-stage=1 --load <PATH TO gpt2.json>"
+deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py $options
+"""
+
+
+def test_scripts_with_arguments_documents_and_placeholders(tmp_path: Path) -> None:
+    """A script of Megatron-DeepSpeed in public form: it writes a file from a here-document, has
+    places to fill in, and takes its degree as its first argument."""
+    (tmp_path / "run.sh").write_text(FORMS)
+    question = ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
+    knobs, shape = vars(question.knobs), question.task.shape
+    assert (question.task.num_gpus, knobs["tp"], knobs["replicate"]) == (16, 4, 4)
+    assert (knobs["recompute"], knobs["replicate_zero"], shape.kv_heads) == ("full", 1, 8)
+    assert question.reading.named == [
+        "--deepspeed: priced with Megatron-Core's engine and layers, not DeepSpeed's"
+    ]
+    with pytest.raises(SpecError, match=r"parallel-size: has no value .* own arguments behind --"):
+        ask([str(tmp_path / "run.sh")], ["cluster=a100"], [])
+    (tmp_path / "run.sh").write_text(FORMS.replace("stage=1", "stage=3"))
+    with pytest.raises(SpecError, match="--zero-stage=3: no price"):
+        ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
+
+
+def test_gpt_neox_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="a file of GPT-NeoX is not read"):
+        asked(tmp_path, {"20B.yml": '{"pipe-parallel-size": 4, "num-layers": 44,}'})
+
+
 def test_words_of_nemo_in_a_script(tmp_path: Path) -> None:
     question = asked(tmp_path, {"nemo.sh": NEMO}, "model.vocab=32000")
     knobs, shape = vars(question.knobs), question.task.shape
