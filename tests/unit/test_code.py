@@ -33,7 +33,7 @@ BUDGET = {
     "benchmarks": 880,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_650,
+    "benchmarks/explain": 2_670,
     "benchmarks/launch": 4_060,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_340,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_120,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_570
-MOST_LINES_OF_TESTS = 30_650
+MOST_LINES = 50_590
+MOST_LINES_OF_TESTS = 30_680
 
 
 @cache
