@@ -6,6 +6,7 @@ published run. Programs and recomputation may differ. Batches may differ by a fa
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -112,11 +113,14 @@ def _precision(row: PublishedRow) -> str:
 
 
 def _side(row: PublishedRow) -> tuple[str, str]:
+    """The program that ran, which a row's remark names where it is priced as another, with its
+    degrees; and its tokens/s/GPU."""
     degrees = [("tp", row.tp), ("pp", row.pp), ("cp", row.cp)]
     words = [f"{name}={degree}" for name, degree in degrees if degree > 1]
     words += [f"zero{row.zero}"] if row.zero else []
     each = row.global_batch / row.num_gpus
+    ran = re.match(r"real program: ([^,;(]+?)(?= *[,;(]|$)", row.remark)
     return (
-        f"{row.program} {' '.join(words)}, {each:g} sequences per GPU",
+        f"{ran[1] if ran else row.program} {' '.join(words)}, {each:g} sequences per GPU",
         f"{tokens_per_s_per_gpu(row):,.0f}",
     )

@@ -138,7 +138,7 @@ def _compared(label: str, intervals: Sequence[Interval]) -> str:
     if all(interval.high < 1 for interval in intervals):
         return f"{label} is faster than ZeroPP"
     if all(interval.low <= 1 <= interval.high for interval in intervals):
-        return f"ZeroPP and {label} are as fast as each other"
+        return f"ZeroPP and {label} cannot be told apart"
     return f"ZeroPP and {label} are compared"
 
 

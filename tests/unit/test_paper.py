@@ -130,7 +130,9 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
     keys = ["model", "cluster", "num_gpus", "global_batch", "contender"]
     best = own[own["mode"] == "best"].set_index(keys)["tokens_per_s_per_gpu"].sort_index()
     whole = ~numbers["cluster"].str.contains("×")  # of its network
-    mine = numbers[whole & (numbers["basis"] == "best plans")].set_index(keys)["tokens_per_s_per_gpu"]
+    mine = numbers[whole & (numbers["basis"] == "best plans")].set_index(keys)[
+        "tokens_per_s_per_gpu"
+    ]
     pd.testing.assert_series_equal(mine.sort_index(), best, rtol=1e-4)
     assert numbers["mfu"].between(0.05, 0.8).all()
 
