@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch.nn.utils import get_total_norm
 
 from tests.gloo.world import World, on_ranks
 from zeropp import emulate
+from zeropp.emulate import emulation
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.emulation import as_on_cuda
 from zeropp.emulate.kernels import describe
@@ -63,6 +67,39 @@ def test_what_fsdp2_frees_under_its_own_gather_is_found(world: World) -> None:
     (clean, text), *_ = world.run(example, "--forget", "last", size=4)
     assert not clean
     assert "reuse: write by c10d::_allgather_base_" in text
+
+
+def hang() -> str:
+    """Rank 0 alone enters a collective, which gives up after a second, and rank 1 waits for it."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    receive = torch.zeros(1)
+
+    def work() -> None:
+        dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == 0:
+            dist.irecv(receive, 1)
+            dist.all_reduce(torch.ones(3), group=group)
+
+    said = io.StringIO()
+    with mock.patch.object(emulation, "_QUIET_S", 0.4), redirect_stderr(said):
+        try:
+            emulate.watch(work)
+        except RuntimeError:
+            dist.all_gather_object([None, None], ([], [], ()))  # as rank 1 does
+            dist.send(torch.zeros(1), 1)
+        else:
+            dist.recv(torch.zeros(1), 0)
+    return said.getvalue()
+
+
+def test_a_rank_that_hangs_says_what_it_has_entered_and_not_left(world: World) -> None:
+    of_0, of_1 = world.run(hang, size=2)
+    place = r"\(streams/test_verify.py:\d+\)"
+    entered = rf"irecv 1: message 1 from rank 1 to rank 0 {place}; "
+    entered += rf"c10d::allreduce_: collective 1 of group .*\(ranks 0, 1\) {place}\n"
+    assert re.search(f"rank 0: nothing has moved for 0.4 s; entered and not left: {entered}", of_0)
+    assert re.search(f"rank 0: .*Error; entered and not left: {entered}", of_0)
+    assert "rank 1: nothing has moved for 0.4 s; entered and not left: nothing\n" in of_1
 
 
 def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:

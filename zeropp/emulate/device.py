@@ -192,8 +192,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Inside ``in_one_kernel``: messages as (``isend`` or ``irecv``, the tensor, the message).
         self._batch: list[tuple[str, Tensor, Message]] | None = None
         # Of functional collectives nobody has waited for, by the identity of their results' memory:
-        # the event of their end, and what they read, which NCCL keeps until then.
-        self._unwaited: dict[int, tuple[int, Tensors]] = {}
+        # the event of their end, what they read, which NCCL keeps until then, and their place.
+        self._unwaited: dict[int, tuple[int, Tensors, int]] = {}
 
     @contextmanager
     def asynchronously(self) -> Iterator[list[str]]:
@@ -332,12 +332,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.asynchronously():
             event = device.record(self._issue(name, group, read, written))
         for tensor in written:
-            self._unwaited[id(tensor.untyped_storage())] = event, read
+            place = len(device.log.issued) - 2  # before the event
+            self._unwaited[id(tensor.untyped_storage())] = event, read, place
 
     def _waited(self, result: Tensor) -> Tensor:
         """What a collective has made, for which the current stream waits."""
-        event, _ = self._unwaited.pop(id(result.untyped_storage()), (0, ()))
+        event, _, place = self._unwaited.pop(id(result.untyped_storage()), (0, (), 0))
         if event:
+            self._device.log.leave(place, place + 1)
             self._device.follow(self._device.current, event)
         return result
 

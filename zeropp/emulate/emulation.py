@@ -6,6 +6,8 @@ that add in fp32, what is compiled into one kernel). They allocate what they wou
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch.nn import functional
 
 from zeropp.emulate.device import Observer, VirtualDevice
 from zeropp.emulate.kernels import Tensors, tensors_in
-from zeropp.emulate.log import COMPUTE, Issued
+from zeropp.emulate.log import COMPUTE, Issued, Log, line_here
 from zeropp.emulate.private_names import COALESCING, MANY_IN_ONE_KERNEL, is_known, without_modes
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
@@ -32,7 +34,8 @@ from zeropp.engine import deferred
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.lanes import streams_on_cpu
 
-_RETURN_WORK = ["isend", "irecv"]
+_QUIET_S = 20.0  # a rank that issues nothing for so long tells what it waits for
+_RETURN_WORK = ["isend", "irecv", "send", "recv"]
 _RETURN_WORK += [
     name
     for name, function in vars(distributed_c10d).items()
@@ -110,10 +113,11 @@ class _VirtualWork(dist.Work):
         device: VirtualDevice,
         event: int = 0,
         kept: object = None,
-        inner: Sequence[Any] = (),
     ) -> None:
         super().__init__()
-        self._device, self.event, self.kept, self.inner = device, event, kept, inner
+        self._device, self.event, self.kept = device, event, kept
+        self.inner: Sequence[Any] = ()
+        self.places = 0, 0  # in the log, of what it stands for
         self._ended = False  # as far as the host knows
 
     def wait(self, *_: object) -> bool:
@@ -121,6 +125,7 @@ class _VirtualWork(dist.Work):
             self._device.follow(self._device.current, self.event, ended=self._ended)
         for work in self.inner:
             work.wait()
+        self._device.log.leave(*self.places)
         self.kept = None
         return True
 
@@ -211,24 +216,56 @@ class Report:
         return "\n".join(lines) or "no race, no hang"
 
 
+@contextmanager
+def _told_where_it_hangs(log: Log) -> Iterator[None]:
+    """Inside this context a thread looks whether the log grows, and says once if it does not."""
+    has_ended, rank = threading.Event(), dist.get_rank()
+    log.where = line_here
+
+    def say(why: str) -> None:
+        print(f"rank {rank}: {why}; {log.last_entered()}", file=sys.stderr, flush=True)
+
+    def look() -> None:
+        seen, said = -1, -1
+        while not has_ended.wait(_QUIET_S):
+            now = len(log.issued)
+            if now == seen != said:
+                say(f"nothing has moved for {_QUIET_S:g} s")
+                said = now
+            seen = now
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        say(type(error).__name__)
+        raise
+    finally:
+        has_ended.set()
+
+
 def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
     tensors on CPUs), and report what was found on any of them; every rank gets the same report.
 
+    A rank on which nothing moves for 20 seconds, or whose ``work`` fails, prints to standard error
+    which collectives and messages it has entered and not left, and goes on waiting.
+
     Streams that ``work`` uses must be made in it, but for those of a ``zeropp.ParallelModel``, such
     as the one whose ``train_step`` it calls. All ranks must call this together.
     """
-    begin = 0
-    with emulated() as device:
-        for _ in range(times):
-            begin = len(device.log.issued)
-            work()
-    log = device.log.issued
-    last = tuple(issued.what for issued in log[begin:] if issued.kind == "sync")
-    seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], log, last)
-    gathered: list[tuple[list[str], list[Issued], tuple[str, ...]]] = [([], [], ())]
-    gathered *= dist.get_world_size()
-    dist.all_gather_object(gathered, seen)
+    begin, device = 0, VirtualDevice(Races())
+    with _told_where_it_hangs(device.log):
+        with emulated(device):
+            for _ in range(times):
+                begin = len(device.log.issued)
+                work()
+        log = device.log.issued
+        last = tuple(issued.what for issued in log[begin:] if issued.kind == "sync")
+        seen = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], log, last)
+        gathered: list[tuple[list[str], list[Issued], tuple[str, ...]]] = [([], [], ())]
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, seen)
     texts, issued_by, waited = zip(*gathered, strict=True)
     logs = dict(enumerate(issued_by))
     hangs = stuck(logs)
@@ -419,11 +456,15 @@ def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
     """The stand-in for a message, or for a collective that may be asynchronous."""
     signature = inspect.signature(original)
     is_collective = "async_op" in signature.parameters
+    is_blocking = original.__name__ in ("send", "recv")
 
     @wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if is_collective and not signature.bind(*arguments, **keywords).arguments.get("async_op"):
-            return original(*arguments, **keywords)
+        given, begin = signature.bind(*arguments, **keywords).arguments, len(device.log.issued)
+        if is_blocking or (is_collective and not given.get("async_op")):
+            result = original(*arguments, **keywords)
+            device.log.leave(begin)
+            return result
         with observer.asynchronously() as issued:
             inner = original(*arguments, **keywords)
         # By a rank that does not take part, or with others later; or this has called a stand-in
@@ -431,11 +472,14 @@ def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
         if not issued or isinstance(inner, _VirtualWork):
             return inner
         event = device.record(issued[-1])
+        work = _VirtualWork(device, event, (arguments, keywords))
         if not is_collective:
-            return _VirtualWork(device, event, (arguments, keywords), [inner])
+            work.inner, work.places = [inner], (begin, len(device.log.issued))
+            return work
         with device.unseen():  # gloo copies where it ends
             inner.wait()  # if the program forgets to, its memory may be gone by then
-        return _VirtualWork(device, event, (arguments, keywords))
+        device.log.leave(begin)
+        return work
 
     return call
 
@@ -450,8 +494,10 @@ def _coalesced(device: VirtualDevice, observer: Observer) -> Any:
         beside: AbstractContextManager[list[str]] = nullcontext([])
         if async_ops:
             beside = observer.asynchronously()
+        begin = len(device.log.issued)
         with beside as issued, observer.in_one_kernel():
             yield work
+        work.places = begin, len(device.log.issued)
         if issued:
             work.event = device.record(issued[-1])
 

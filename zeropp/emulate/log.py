@@ -116,6 +116,7 @@ class Log:
     def __init__(self) -> None:
         self.where: Callable[[], str] = str
         self.issued: list[Issued] = []
+        self.open: dict[int, Issued] = {}  # of communication, what has not been left, by its place
         self._events = 0
         self._counts: Counter[Hashable] = Counter()
 
@@ -158,8 +159,22 @@ class Log:
         self._communicate(stream, tuple(parts), what)
 
     def _communicate(self, stream: str, parts: tuple[RankPart, ...], what: str) -> None:
-        where = self.where()
-        self.issued.append(Issued("communication", stream, parts=parts, what=what, where=where))
+        issued = Issued("communication", stream, parts=parts, what=what, where=self.where())
+        self.open[len(self.issued)] = issued
+        self.issued.append(issued)
+
+    def leave(self, begin: int, end: int | None = None) -> None:
+        """The host has waited for what was issued at these places."""
+        for place in range(begin, len(self.issued) if end is None else end):
+            self.open.pop(place, None)
+
+    def last_entered(self) -> str:
+        """What has been entered and not left, the last few, for people."""
+        texts = [
+            f"{issued.what}: {', '.join(name_of(part.key) for part in issued.parts)}{issued.where}"
+            for issued in [*self.open.values()][-3:]
+        ]
+        return f"entered and not left: {'; '.join(texts) or 'nothing'}"
 
     def sync(self, stream: str | None, what: str, event: int = 0) -> None:
         """The host waits for a stream, for one event on it, or with None for the whole device."""
