@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import traceback
 from collections import Counter, defaultdict
@@ -38,7 +39,6 @@ from zeropp.emulate.private_names import (
     NUMBER_OF_STEPS,
     SHAPES_ARE_UNKNOWN,
     is_known,
-    set_numbers,
     shapes_of,
     with_values,
     without_modes,
@@ -254,36 +254,26 @@ def _objects(rank: int, objects: Objects) -> Iterator[tuple[Any, str, Any]]:
     yield from wherever_imported({f: like(f, call) for f, call in calls.items()})
 
 
-def _each(names: str, answer: Any) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), answer)
-
-
-# What ``torch.cuda`` and ``torch.accelerator`` answer that does not depend on the device, None
-# where it has no effect that is seen here; and what scripts are told to leave out.
-_ANSWERS: dict[str, Any] = {
-    **_each("caching_allocator_enable check_error empty_cache empty_host_cache init", None),
-    **_each("ipc_collect reset_accumulated_host_memory_stats set_device set_device_idx", None),
-    **_each("reset_accumulated_memory_stats reset_max_memory_allocated set_device_index", None),
-    **_each("reset_max_memory_cached reset_peak_host_memory_stats set_sync_debug_mode", None),
-    **_each("reset_peak_memory_stats set_per_process_memory_fraction set_rng_state", None),
-    **_each("manual_seed manual_seed_all seed seed_all set_rng_state_all", None),
-    **_each("is_available is_initialized is_bf16_supported is_tf32_supported", True),
-    **_each("can_device_access_peer", True),
-    **_each("is_current_stream_capturing", False),
-    **_each("clock_rate device_memory_used power_draw temperature utilization", 0),
-    **_each("memory_usage get_sync_debug_mode current_device_index current_device", 0),
-    **_each("current_device_idx", 0),
-    **_each("get_gencode_flags list_gpu_processes memory_summary", ""),
-    "current_accelerator": torch.device("cpu"),
-    "get_allocator_backend": "native",
-    "get_arch_list": ["sm_90"],
-    "get_per_process_memory_fraction": 1.0,
-    "memory_snapshot": [],
-}
-_LEFT_OUT = """CUDAGraph CUDAPluggableAllocator ExternalStream GreenContext Graph MemPool
-    caching_allocator_alloc caching_allocator_delete caching_allocator_disabled
-    change_current_allocator current_blas_handle current_solver_handle get_stream_from_external
-    graph graph_pool_handle make_graphed_callables use_mem_pool"""
+# What functions of ``torch.cuda`` and ``torch.accelerator`` answer, by patterns of names, None
+# where nothing of their effect is seen here; and what scripts are told to leave out.
+_ANSWERS: tuple[tuple[str, Any], ...] = (
+    ("(re)?set_(?!stream).*|(manual_)?seed(_all)?|empty_.*|init|ipc_collect|check_error", None),
+    ("caching_allocator_enable", None),
+    ("is_(available|initialized|.*_supported)|can_device_access_peer", True),
+    ("is_current_stream_capturing", False),
+    ("current_device(_idx|_index)?|get_sync_debug_mode|memory_usage|device_memory_used", 0),
+    ("clock_rate|power_draw|temperature|utilization", 0),
+    ("get_gencode_flags|list_gpu_processes|memory_summary", ""),
+    ("current_accelerator", torch.device("cpu")),
+    ("get_allocator_backend", "native"),
+    ("get_arch_list", ["sm_90"]),
+    ("get_per_process_memory_fraction", 1.0),
+    ("memory_snapshot", []),
+    ("(host_)?memory_stats(_as_nested_dict)?", lambda: defaultdict(int)),
+    ("device|device_index|device_of", lambda: nullcontext()),
+)
+_LEFT_OUT = "CUDA(Graph|Pl.*)|ExternalStream|G(reenContext|raph)|MemPool|graph(_pool_handle)?|"
+_LEFT_OUT += "caching_.*|change_.*|current_(blas|solver)_.*|get_stream_.*|make_graph.*|use_mem_pool"
 
 
 class _Generator(torch.Generator):
@@ -300,28 +290,24 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
     properties = SimpleNamespace(
         name=gpu.name, total_memory=capacity, major=9, minor=0, multi_processor_count=gpu.units
     )
-    free = lambda: (capacity - memory.allocated, capacity)  # noqa: E731
-    calls = _ANSWERS | {
-        "cudart": lambda: SimpleNamespace(cudaProfilerStart=_nothing, cudaProfilerStop=_nothing),
-        "device_count": lambda: per_node,
-        "get_device_properties": lambda: properties,
-        "get_device_name": lambda: properties.name,
-        "get_memory_info": free,
-        "mem_get_info": free,
-        "initial_seed": torch.initial_seed,
-        "get_rng_state": torch.get_rng_state,
-        "get_rng_state_all": lambda: [torch.get_rng_state()] * per_node,
-    }
-    calls |= _each("device device_index device_of", lambda: nullcontext())
-    for kind in ("allocated", "cached", "reserved"):
-        calls |= _each(f"memory_{kind} max_memory_{kind}", lambda: memory.allocated)
-    for kind in ("memory_stats", "host_memory_stats"):
-        calls |= _each(f"{kind} {kind}_as_nested_dict", lambda: defaultdict(int))
+    answers = (
+        *_ANSWERS,
+        ("(max_)?memory_(allocated|cached|reserved)", lambda: memory.allocated),
+        ("get_memory_info|mem_get_info", lambda: (capacity - memory.allocated, capacity)),
+        ("cudart", SimpleNamespace(cudaProfilerStart=_nothing, cudaProfilerStop=_nothing)),
+        ("device_count", per_node),
+        ("get_device_properties", properties),
+        ("get_device_name", gpu.name),
+        ("initial_seed", torch.initial_seed),
+        ("get_rng_state", torch.get_rng_state),
+        ("get_rng_state_all", lambda: [torch.get_rng_state()] * per_node),
+    )
     for owner in (torch.cuda, torch.accelerator):
-        for name in dir(owner):
-            if name in calls:
-                yield owner, name, like(getattr(owner, name), calls[name])
-            elif name in _LEFT_OUT.split():
+        for name in owner.__all__:
+            known = [answer for pattern, answer in answers if re.fullmatch(pattern, name)]
+            if known:
+                yield owner, name, like(getattr(owner, name), known[0])
+            elif re.fullmatch(_LEFT_OUT, name):
                 yield owner, name, _refuse(f"torch.cuda.{name} is not emulated: leave it out")
     for owner, answer in ((torch.cuda, (9, 0)), (torch.accelerator, {})):
         name = "get_device_capability"
@@ -422,7 +408,9 @@ class _CudaIsHere(TorchFunctionMode):
         if function is Tensor.__repr__ and not is_known(args[0]):
             self._device.read_by_host("the text of a tensor", [args[0]])
         if function in _MADE_ON_HOST and kwargs.get("device") is None:
-            return self._made_on_host(function, args, kwargs)
+            with without_modes():  # a script's own few numbers, such as the places of a batch
+                if function(*args, **kwargs | {"device": "meta"}).numel() <= MOST_KNOWN:
+                    return function(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") and function.__name__ in _IN_FP32:
             short = (torch.float16, torch.bfloat16)
             args = [x.float() if isinstance(x, Tensor) and x.dtype in short else x for x in args]
@@ -431,18 +419,6 @@ class _CudaIsHere(TorchFunctionMode):
         if function in _FINITE or (function in _ALL and is_taken_for_true(args[0])):
             take_for_true(result)
         return result
-
-    def _made_on_host(self, function: Any, args: Any, kwargs: Any) -> Tensor:
-        """A script's own few numbers, such as the places of a batch, are known and cost nothing."""
-        with without_modes():
-            size = function(*args, **kwargs | {"device": "meta"}).numel()
-            numbers = function(*args, **kwargs) if size <= MOST_KNOWN else None
-        if numbers is None:
-            return function(*args, **kwargs)  # type: ignore[no-any-return]
-        with self._device.unseen():
-            fake = function(*args, **kwargs)
-        set_numbers(fake, numbers)
-        return fake  # type: ignore[no-any-return]
 
 
 def _with_cpu(
