@@ -53,11 +53,7 @@ BUDGET = {
     "zeropp/train": 1_120,
     "zeropp/types": 700,
 }
-<<<<<<< HEAD
 MOST_LINES = 50_620
-=======
-MOST_LINES = 50_620
->>>>>>> 95363e3f (Budget of the emulation: watch on a hang)
 MOST_LINES_OF_TESTS = 30_720
 
 
