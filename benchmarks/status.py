@@ -61,7 +61,10 @@ def _status() -> int:
             if arguments.json:
                 print(json_text([asdict(point) for point in points], indent=1), flush=True)
             elif not points:
-                print(f"no points in {runs_dir}" + " that are asked for" * bool(status.points))
+                print(
+                    f"no points in {runs_dir}"
+                    + " that are asked for" * bool(chosen or arguments.state)
+                )
             else:
                 print_points(points)
             for note in status.notes:

@@ -232,17 +232,16 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending | No
     return OK if is_complete(num_ranks, ranks) else None
 
 
-def _standing(ranks: Mapping[int, Events]) -> str:
-    """Which ranks stand still where time is up: those that are behind the others, or else did not
-    answer the signal to end; and how many steps all have done."""
+def _progress(ranks: Mapping[int, Events]) -> str:
+    """How far ranks were when time was up: which of them were behind the others, and which did not
+    answer the signal to end, as one that stands still."""
     steps = {rank: len(of_kind(events, "warmup", "step")) for rank, events in ranks.items()}
-    least = min(steps.values(), default=0)
-    behind = [rank for rank, number in steps.items() if number == least]
-    deaf = [rank for rank, events in ranks.items() if not of_kind(events, "signal")]
-    few = next((some for some in (behind, deaf) if 0 < len(some) < len(ranks)), [])
-    if few:
-        return f"; rank {', '.join(map(str, few))} stood still, steps done: {least}"
-    return f"; steps done: {least}" if least else ""
+    least, most = min(steps.values(), default=0), max(steps.values(), default=0)
+    behind = ", ".join(str(rank) for rank in steps if steps[rank] < most)
+    deaf = [str(rank) for rank, events in ranks.items() if not of_kind(events, "signal")]
+    words = f"; steps done: {least}" if most else ""
+    words += f" by rank {behind}, {most} by others" if behind else ""
+    return words + f"; rank {', '.join(deaf)} did not answer" * (0 < len(deaf) < len(ranks))
 
 
 def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
@@ -380,6 +379,6 @@ def _assembled(
         silent = f"{expected - done} of {expected} ranks ended without saying why"
         ending = Ending("failed", silent, interrupted=True)
     if ending.status == "timeout":
-        ending = replace(ending, reason=ending.reason + _standing(ranks))
+        ending = replace(ending, reason=ending.reason + _progress(ranks))
     point, name = directory.resolve().parts[-2:]
     return make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))

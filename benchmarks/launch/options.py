@@ -179,6 +179,8 @@ def _check_slurm(options: SlurmOptions) -> None:
                 f"launcher.{group}.time={flags['time']}: must be above "
                 f"launcher.grace_s={options.grace_s} s (minutes, HH:MM:SS or D-HH)"
             )
+    if not re.fullmatch(r"[\w.+-]*", options.name or ""):
+        raise SpecError(f"launcher.name={options.name!r}: use letters, digits, _ . + - alone")
     for name, least in (("grace_s", 1), ("max_running", 1), ("walltime_safety", 0)):
         value = getattr(options, name)
         if value is not None and value < least:

@@ -110,7 +110,7 @@ def still_to_run(
         if failures and not successes and rerun == "missing":
             failed.append(failures[-1])
         else:
-            why = "no record counts"
+            why = "rerun=all" if rerun == "all" else "no record"
             if alike:
                 why = f"last {alike[-1].status}: {alike[-1].reason}"
             if successes:

@@ -48,7 +48,7 @@ _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
 # the first of its points, would measure points twice.
-_LOCKED = ("local", "trace", "slurm")
+_LOCKED = ("local", "trace", "replay", "slurm")
 _MOST_LEFT = 10  # lines on points that are under way
 
 
@@ -205,6 +205,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         for again in range(1 + retries):
             lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
             how: Rerun = "missing" if again else rerun
+            before = {r.record_id for point in group for r in records_of(point.spec, runs_dir)}
             try:
                 with lock if options.kind in _LOCKED else nullcontext():
                     ended = _launch_missing(group, options, runs_dir, how, repeats)
@@ -212,7 +213,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
                 with SweepProgress(len(group)) as progress:
                     ended = one_by_one(group, options.kind, progress, partial(_fail, error))
             if isinstance(options, SlurmOptions) and options.wait:
-                ended = submit.wait(group, runs_dir)
+                ended = submit.wait(group, runs_dir, before)
             # Who has cancelled a job does not want it again.
             lost = {r.spec_id for r in ended if r.interrupted and "CANCELLED" not in r.reason}
             group = [point for point in group if point.spec.spec_id in lost]

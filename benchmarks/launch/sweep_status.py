@@ -84,7 +84,8 @@ def sweep_status(runs_dir: Path, chosen: Mapping[str, Sequence[str]] | None = No
     specs = {name: _flat_spec(runs_dir / name, view, record) for name, record in records.items()}
     for key, values in (chosen or {}).items():
         check_key(key, specs.values())
-        records = {n: record for n, record in records.items() if specs[n].get(key) in values}
+        asked = {_canonical(value) for value in values}
+        records = {n: r for n, r in records.items() if _canonical(specs[n].get(key, "")) in asked}
     known = [record for record in records.values() if record is not None]
     points = [
         _status(runs_dir / name, view, under_way.get(name, ""), record, notes)
@@ -94,6 +95,14 @@ def sweep_status(runs_dir: Path, chosen: Mapping[str, Sequence[str]] | None = No
     differs = differences([specs[point.spec_id] for point in points])
     points = [replace(p, differs=words) for p, words in zip(points, differs, strict=True)]
     return SweepStatus(points, list(dict.fromkeys(notes)), problem)
+
+
+def _canonical(value: str) -> str:
+    """A value as any of the words for it gives it: True, true; 1e-3, 0.001."""
+    try:
+        return repr(float(value))
+    except ValueError:
+        return value.lower()
 
 
 def _flat_spec(point: Path, view: View, record: RunRecord | None) -> dict[str, str]:

@@ -92,8 +92,9 @@ def write_comparison(
             paths += save(picture, folder).paths
         names = [path.name for path in paths]
     worse = {
-        f"{row['model']}, {row['num_gpus']} GPUs, batch {row['global_batch']}"
-        f"{display.setting_words(row, varied(changes))}, {row['contender']} {row['layout']}": (
+        f"{row['model']}, {row['num_gpus']} GPUs, batch {row['global_batch']}, {row['precision']}"
+        f"{display.setting_words(row, varied(changes))}, {row['contender']} {row['layout']}"
+        f"{', ' * ('cluster' in row)}{row.get('cluster', '')}, {row['evidence']} {row['basis']}": (
             why_worse(row, slower)
         )
         for row in changes.to_dict("records")

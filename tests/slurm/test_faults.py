@@ -99,7 +99,7 @@ def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite)
     assert {(r.status, r.interrupted) for r in records} == {("failed", False)}
     for record in records:
         assert re.match(r"in setup \(.*\): .*module", record.reason), record.reason
-    assert "0 of 2 points to run" in suite.stand_in(*broken)
+    assert "0 of 2 points to run" in suite.stand_in(*broken, expect=1)
 
 
 def test_a_worker_that_cannot_start_says_it_by_the_rank_that_failed(suite: Suite) -> None:
@@ -124,8 +124,8 @@ def test_programs_that_end_silently_are_told_by_their_exit_codes(suite: Suite) -
     assert re.fullmatch("rank [01]: exit code 7", records[0].reason), records[0].reason
     assert records[1].reason == "the script ended with exit code 0, before its ranks"
     assert not any(record.interrupted for record in records)
-    assert "0 of 1 points to run" in suite.stand_in(*ranks)
-    assert "0 of 1 points to run" in suite.stand_in(*script)
+    assert "0 of 1 points to run" in suite.stand_in(*ranks, expect=1)
+    assert "0 of 1 points to run" in suite.stand_in(*script, expect=1)
 
 
 @FIRST
@@ -139,7 +139,7 @@ def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     assert (record.status, record.interrupted) == ("timeout", False)
     assert "setup" in record.reason
     assert record.ranks == []
-    assert "0 of 1 points to run" in suite.stand_in(*slow)
+    assert "0 of 1 points to run" in suite.stand_in(*slow, expect=1)
 
 
 def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> None:

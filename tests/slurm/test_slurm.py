@@ -67,7 +67,7 @@ def test_a_point_that_raises(suite: Suite) -> None:
     assert failed.reason == "rank 1: ValueError: token 999 is not in the vocabulary"
     assert len(failed.step_s) == 3  # what was measured is kept
     assert suite.states() == ["failed", "ok"]
-    assert "0 of 2 points to run" in suite.stand_in("seed=1,0")
+    assert "0 of 2 points to run" in suite.stand_in("seed=1,0", expect=1)
     (suite.directory / "calm").touch()
     suite.wait_until_idle()  # while a job leaves its node, its point counts as queued
     assert "1 of 2 points to run" in suite.stand_in("seed=1,0", "rerun=failed")
@@ -97,7 +97,7 @@ def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
 
 
 def sweep_of(suite: Suite) -> str:
-    (path,) = suite.runs.glob("slurm/zeropp-*")
+    (path,) = suite.runs.glob("slurm/zeropp+*")
     return path.name
 
 

@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_670,
-    "benchmarks/launch": 4_060,
+    "benchmarks/launch": 4_070,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_340,
     "benchmarks/report": 4_980,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_120,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_620
-MOST_LINES_OF_TESTS = 30_720
+MOST_LINES = 50_640
+MOST_LINES_OF_TESTS = 30_860
 
 
 @cache

@@ -319,14 +319,15 @@ def test_without_a_word_of_rank_0_the_launcher_s_code_stands(attempt: Path) -> N
 @pytest.mark.parametrize(
     ("steps", "deaf", "who"),
     [
-        ([3, 2], [], "; rank 1 stood still, steps done: 2"),
-        ([3, 3], [0], "; rank 0 stood still, steps done: 3"),
+        ([3, 2], [], "; steps done: 2 by rank 1, 3 by others"),
+        ([3, 3], [0], "; steps done: 3; rank 0 did not answer"),
+        ([2, 3], [0], "; steps done: 2 by rank 0, 3 by others; rank 0 did not answer"),
         ([3, 3], [0, 1], "; steps done: 3"),
-        ([0, 0], [1], "; rank 1 stood still, steps done: 0"),
+        ([0, 0], [1], "; rank 1 did not answer"),
         ([0, 0], [], ""),
     ],
 )
-def test_a_rank_that_stands_still_is_named(
+def test_what_was_done_in_time_is_told_with_the_rank_that_does_not_answer(
     tmp_path: Path, spec: RunSpec, steps: list[int], deaf: list[int], who: str
 ) -> None:
     with started(spec, new_header("local"), tmp_path) as attempt:

@@ -16,7 +16,14 @@ from benchmarks.launch.attempt import Ending, finish_attempt
 from benchmarks.launch.slurm import client, submissions, submit
 from benchmarks.launch.slurm.client import EndedJob, NoAnswerError, QueuedJob, SlurmError
 from benchmarks.launch.slurm.endings import ScriptEnd, close
-from benchmarks.launch.slurm.submissions import attempt_name, close_ended, query_slurm
+from benchmarks.launch.slurm.submissions import (
+    Submission,
+    SubmittedArray,
+    attempt_name,
+    close_ended,
+    query_slurm,
+    write_submission,
+)
 from benchmarks.records.events import EventWriter
 from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
 
@@ -321,3 +328,90 @@ def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SlurmError, match="squeue: not found; is this a login node"):
         client.queued_jobs([0])
+
+
+@pytest.mark.parametrize("sweep", ["sweep", "zeropp+gpt_1.5b-20261127T084240-3b8a"])
+def test_a_second_run_of_a_point_is_its_submissions_and_no_orphan(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, sweep: str
+) -> None:
+    directory = submitted(attempt, "7", sweep=sweep)
+    name, spec_id = attempt_name(directory), attempt.parent.name
+    first, second = (attempt.parent / f"{name}{end}-0" for end in ("", ".1"))
+    shutil.copytree(attempt, second)
+    attempt.rename(first)
+    names, ids = [name, f"{name}.1"], [spec_id, spec_id]
+    array = SubmittedArray(name=f"{sweep}-0", spec_ids=ids, job="7", attempts=names)
+    write_submission(directory, Submission(arrays=[array], user=os.getuid()))
+    for folder in (first, second):
+        silent_for(folder, 1000)
+    monkeypatch.setattr(submissions, "endings", lambda jobs: {})
+    view = view_of(first, replace(RUNNING, job="7_1"))
+    assert [point.attempts() for point in view.points] == [[first], [second]]
+    assert view.latest[spec_id].job == "7_1"  # the one that runs
+    assert [r.record_id for r in close_ended(view)] == [f"{spec_id}/{first.name}"]
+    assert spec_id in view.under_way()
+
+
+ARRAY = "JobId=7 ArrayTaskId=0,2 JobState=PENDING Reason=JobHeldUser ExitCode=0:0"
+
+
+@pytest.mark.parametrize(
+    ("answers", "state"),
+    [
+        ({"7_1": "JobId=9 ArrayTaskId=1 JobState=PENDING Reason=Priority"}, "PENDING"),
+        ({"7_1": "JobId=9 ArrayTaskId=1 JobState=COMPLETED"}, ""),
+        ({"7": ARRAY}, ""),  # of the tasks that wait; this one was cancelled
+        ({"7": ARRAY.replace("PENDING", "CANCELLED")}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_the_controller_knows_of_a_task_that_the_queue_does_not_list(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, str], state: str
+) -> None:
+    def call(*words: str, **_: Any) -> str:
+        if words[-1] not in answers:
+            raise SlurmError("scontrol: Invalid job id specified")
+        return answers[words[-1]]
+
+    monkeypatch.setattr(client, "call", call)
+    job = client.known_to_controller("7_1")
+    assert (job.state if job else "") == state
+    ended = client.last_state("7_1")
+    assert (ended is None) == (not answers or (answers.get("7") == ARRAY))
+
+
+def test_waiting_points_are_not_submitted_again_where_squeue_is_late(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(attempt, "7")
+    shutil.rmtree(attempt)
+    waits = QueuedJob(job="7_0", state="PENDING", reason="Priority")
+    monkeypatch.setattr(submissions, "cluster_facts", lambda: HERE)
+    monkeypatch.setattr(submissions, "queued_jobs", lambda users: {})
+    monkeypatch.setattr(submissions, "known_to_controller", {"7_0": waits}.get)
+    assert list(query_slurm(attempt.parents[1]).under_way()) == [attempt.parent.name]
+    monkeypatch.setattr(submissions, "known_to_controller", {}.get)
+    assert query_slurm(attempt.parents[1]).under_way() == {}
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (
+            EndedJob("FAILED", "1:0", "", reason="BadConstraints"),
+            "Slurm: BadConstraints: no node has what the job asks for",
+        ),
+        (None, "ended before its script began (Slurm: FAILED, exit code 1:0)"),
+    ],
+)
+def test_what_no_node_has_is_named_by_the_controller(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, now: EndedJob | None, reason: str
+) -> None:
+    submitted(attempt, "7")
+    shutil.rmtree(attempt)
+    ended = {"7_0": [EndedJob("FAILED", "1:0", "None assigned")]}
+    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    monkeypatch.setattr(submissions, "last_state", lambda job: now)
+    (record,) = close_ended(view_of(attempt))
+    assert record.reason.startswith(reason)
+    assert record.interrupted

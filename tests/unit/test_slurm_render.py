@@ -232,3 +232,42 @@ def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> N
     assert "predicted peak of " in record.reason
     assert "is over the 0.0 for tensors: cluster.device.memory_gib=16 less" in record.reason
     assert not (tmp_path / "slurm").exists()
+
+
+def test_a_site_that_forbids_tasks_per_node_gets_their_number_and_the_step_says_the_rest() -> None:
+    settings = options(sbatch={"ntasks-per-node": False})
+    point = Point(spec_of(num_gpus=16), None, "")
+    (array,) = group([(point, resources_of(point.spec, settings, None))], SUBMISSION, "zeropp-1")
+    text = render_array(array, settings, Path("/data/runs"))
+    assert "#SBATCH --ntasks=16\n" in text
+    assert "#SBATCH --ntasks-per-node" not in text
+    assert " --ntasks-per-node=8 " in text.partition("srun --kill-on-bad-exit")[2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sbatch": {"ntasks-per-node": 4}},
+        {"sbatch": {"ntasks_per_node": True}},
+        {"srun": {"ntasks-per-node": False}},
+        {"name": "my sweep"},
+        {"name": "a/b"},
+    ],
+)
+def test_names_and_tasks_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"launcher\.(sbatch\.ntasks|srun\.ntasks|name)"):
+        options(**wrong)
+
+
+def test_each_run_of_a_point_is_a_task_with_attempts_of_its_own() -> None:
+    settings = options()
+    sized = [
+        (point, resources_of(point.spec, settings, None))
+        for point in [Point(spec_of(seed=seed), None, "") for seed in (0, 1, 0, 0)]
+    ]
+    first, second = group(sized, SUBMISSION, "zeropp-1", max_array_size=4)
+    assert first.attempts == ("slurm-1", "slurm-1", "slurm-1.1")
+    assert second.attempts == ("slurm-1.2",)
+    text = render_array(first, settings, Path("/data/runs"))
+    assert "attempts=(slurm-1 slurm-1 slurm-1.1)" in text
+    assert "/$spec_id/slurm-1.2-$restart\n" in render_array(second, settings, Path("/data/runs"))

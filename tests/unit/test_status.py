@@ -206,6 +206,10 @@ def test_what_follows_from_a_name_is_not_told(
     [
         (["--check"], "1 failed, 3 ok", 1),
         (["--check", "model.layers=4"], "2 ok", 0),
+        (["measure.gate=True", "measure.gate_tolerance=1e-4", "model.layers=4"], "2 ok", 0),
+        (["model.layers=", "--check"], "no points in", 1),
+        (["contender=zeropp", "contender.pp=auto,2", "global_batch=8.0"], "2 ok", 0),
+        (["notes", "model.layers=4"], "", 2),
         (["--check", "model.layers=4,8", "global_batch=16"], "1 failed, 1 ok", 1),
         (["--check", "--state", "ok"], "3 ok", 1),  # the state chooses rows, not what is checked
         (["--state", "failed"], "1 failed", 0),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -47,6 +48,7 @@ from benchmarks.launch.slurm.endings import ending_by_state, killed_script, reas
 from benchmarks.records.record import RecordError, RunRecord, read_record, write_atomically
 from benchmarks.specification.reading import adapter
 
+_REPEAT = re.compile(r"\.\d+$")  # which run of its point an attempt is, see script.group
 _LOST = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
 _UNSEEN = Ending("lost", "left the queue before it began: CANCELLED, or forgotten", True)
 _ORPHANED = Ending("lost", "its script is gone, and no submission tells of it", interrupted=True)
@@ -325,7 +327,7 @@ def _orphans(view: View) -> list[Path]:
     return [
         attempt
         for attempt in sorted(view.runs_dir.glob("*/slurm-*"))
-        if attempt.name.rpartition("-")[0].partition(".")[0] not in sweeps
+        if _REPEAT.sub("", attempt.name.rpartition("-")[0]) not in sweeps
         and is_open(attempt)
         and any(attempt.iterdir())
         and not _is_recorded(attempt)

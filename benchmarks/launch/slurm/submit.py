@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -144,9 +144,10 @@ def launch(
     return records
 
 
-def wait(points: Sequence[Point], runs_dir: Path) -> list[RunRecord]:
-    """Wait until none of the points is under way, also while Slurm does not answer; returns the
-    record of each, a success if there is one. Raises LaunchError if one has left none."""
+def wait(points: Sequence[Point], runs_dir: Path, before: Collection[str]) -> list[RunRecord]:
+    """Wait until none of the points is under way, also while Slurm does not answer; returns their
+    records but for those with the ids ``before``, or else a success of the point if there is one.
+    Raises LaunchError if one has left none."""
     left, records = {point.spec.spec_id: point for point in points}, []
     with SweepProgress(len(left)) as progress:
         while left:
@@ -158,8 +159,10 @@ def wait(points: Sequence[Point], runs_dir: Path) -> list[RunRecord]:
                 found = list(records_of(left.pop(spec_id).spec, runs_dir))
                 if not found:
                     raise LaunchError(f"{runs_dir / spec_id}: has ended without a record")
-                records.append(max(found, key=lambda r: (r.status == "ok", r.ended_at)))
-                progress.finished(records[-1])
+                best = max(found, key=lambda r: (r.status == "ok", r.ended_at))
+                new = [record for record in found if record.record_id not in before] or [best]
+                records += new
+                progress.finished(new[-1])
             for spec_id, point in [*left.items()][:1]:
                 progress.update(point, under_way[spec_id])
                 time.sleep(_WAIT_S)
