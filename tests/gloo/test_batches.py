@@ -39,7 +39,8 @@ def made(degrees: dict[str, Any], **more: Any) -> ParallelModel:
     layers = [layer.float() for layer in seeded([linear] * 3)]
     keywords: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2, **more}
     sgd = zeropp.OptimizerConfig("sgd", lr=1e-6)
-    return built(layers, global_batch=ROWS, optimizer=sgd, **keywords, **degrees)
+    keywords = {"global_batch": ROWS, "optimizer": sgd, **keywords}
+    return built(layers, **keywords, **degrees)
 
 
 def numbers_of(inputs: Tensor) -> list[int]:
@@ -85,6 +86,30 @@ def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_pat
     assert seen != sorted(seen)
     assert len(second) == 2
     assert second != first[:2]
+
+
+def in_other_batches(sizes: list[int], folder: Path) -> list[list[int]]:
+    """The rows of two steps of every size, which one run after another has."""
+    rows = []
+    for place, size in enumerate(sizes):
+        with made({}, global_batch=size) as model:
+            if place:
+                model.load(folder)
+            rows += [*train_on(model, 2)]
+            model.save(folder)
+    return rows
+
+
+def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
+    world: World, tmp_path: Path
+) -> None:
+    (found,) = world.run(in_other_batches, [ROWS, 2, ROWS, 4], tmp_path, size=1)
+    first, later = found[:4], found[4:]
+    assert len({row for part in first for row in part}) == 2 * ROWS + 2 * 2
+    # Seven rows are left, too few for a batch: the next epoch begins.
+    assert len({row for part in later for row in part}) == 2 * ROWS + 2 * 4
+    (whole,) = world.run(in_other_batches, [ROWS, ROWS], tmp_path, size=1)
+    assert later[0] == whole[3]
 
 
 def evaluated_on() -> list[list[int]]:

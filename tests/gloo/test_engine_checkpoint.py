@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
@@ -14,6 +16,7 @@ from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.layers import linear
 from tests.gloo.models import built, error_of, seeded
 from tests.gloo.world import World, on_ranks
+from zeropp.engine import checkpoint
 from zeropp.engine.checkpoint import CheckpointError
 
 SAVED = Case(pp=2, batch=2, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
@@ -130,3 +133,25 @@ def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(tmp_path: Pat
         with built(seeded([linear] * count), pp=2) as other:
             said = error_of(partial(other.load, tmp_path / "latest"))
             assert said.startswith(f"CheckpointError: {target}: {words}")
+
+
+def test_two_jobs_that_save_to_one_name_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = tmp_path / "saved.being-written"
+    monkeypatch.setattr(checkpoint, "_BUSY_S", 0.3)
+    with ExitStack() as first:
+        checkpoint._make_empty(partial, first)
+        (partial / "file").touch()
+        with ExitStack() as second:
+            said = error_of(lambda: checkpoint._make_empty(partial, second))
+            assert said.startswith(f"CheckpointError: {partial}: another job is writing it")
+        assert (partial / "file").exists()
+        partial.rename(tmp_path / "saved")  # which it still holds
+        with ExitStack() as second:
+            checkpoint._make_empty(partial, second)
+        assert (tmp_path / "saved" / "file").exists()
+    with ExitStack() as third:  # what a killed one has left is in nobody's way
+        (partial / "file").touch()
+        checkpoint._make_empty(partial, third)
+        assert not any(partial.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +25,9 @@ from transformers.utils import logging
 
 import zeropp
 from tests.gloo.models import apart, topology
-from tests.gloo.world import World
+from tests.gloo.world import World, on_ranks
 from zeropp import huggingface
+from zeropp.huggingface import model_layers
 from zeropp.train.parallel_model import ParallelModel
 
 ROWS, MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 8, 2, 10, 60, 2, 1.0
@@ -282,6 +284,45 @@ def test_a_classifier_is_trained_and_saved(world: World, tmp_path: Path) -> None
     assert huggingface.layers(tmp_path).tied is None
     with pytest.raises(zeropp.InfeasibleError, match="attention_mask: must be among the keyword"):
         through_layers(model, tokens)
+
+
+@on_ranks(1)
+def test_a_folder_has_the_old_model_or_the_new_one(tmp_path: Path) -> None:
+    make: Any = AutoModelForCausalLM
+    whole: Any = made("qwen3").float()
+    whole.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tokens, layers = prompt(), huggingface.layers(whole)
+
+    def logits() -> Tensor:
+        """Of whatever model is there."""
+        given: Tensor = make.from_pretrained(tmp_path)(tokens).logits.detach()
+        return given
+
+    with parallel(layers) as model:
+        seen = [logits()]
+        for number in range(3):
+            model.train_step(*batch(number)[:2])
+            for end, place, last in (
+                (2, model_layers, "save_file"),
+                (0, json, "dumps"),
+            ):
+                calls, real = iter(range(9)), getattr(place, last)
+
+                def ending(*given: Any, **more: Any) -> Any:
+                    if next(calls) == end:  # noqa: B023
+                        raise KeyboardInterrupt
+                    return real(*given, **more)  # noqa: B023
+
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(place, last, ending)
+                    with pytest.raises(KeyboardInterrupt):
+                        layers.save_pretrained(model, tmp_path)
+                assert torch.equal(logits(), seen[-1])
+            layers.save_pretrained(model, tmp_path)
+            seen.append(logits())
+            assert not torch.equal(seen[-1], seen[-2])
+    assert (tmp_path / "tokenizer.json").exists()
 
 
 SAVED = ("qwen3", "gpt2", "mixtral")

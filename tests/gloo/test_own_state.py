@@ -266,3 +266,53 @@ def test_several_optimizers_share_what_the_one_shows() -> None:
             lambda: optimizer.state.clear(),
         ):
             assert error_of(change).startswith("AttributeError: ")
+
+
+class Averaging(torch.optim.SGD):
+    """Has the mean of its values in evaluations, as schedule-free's have theirs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.done = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        self.done += 1
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            mean.lerp_(parameter, 1 / self.done)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the two."""
+        for parameter in self.param_groups[0]["params"]:
+            kept = parameter.clone()
+            parameter.copy_(self.state[parameter]["mean"])
+            self.state[parameter]["mean"] = kept
+
+
+def swapping(degrees: dict[str, Any]) -> list[float]:
+    layers = seeded([linear] * 4)
+    with built(layers, optimizer=own(Averaging), elementwise=True, **degrees) as model:
+        losses = steps(model, 0, 1)
+        optimizer: Any = model.optimizer
+        for number in (2, 3):
+            optimizer.swap()
+            losses.append(model.eval_step(*(part[model.rows] for part in data(9))))
+            if number == 2:
+                optimizer.swap()
+            losses += steps(model, number)
+    return losses
+
+
+def test_what_an_optimizer_changes_between_steps_is_gathered_again(world: World) -> None:
+    (right,) = world.run(swapping, {}, size=1)
+    topologies: list[dict[str, Any]] = [{"replicate": 2, "replicate_zero": 1}, {"shard": 2}]
+    for degrees in topologies:
+        for found in world.run(swapping, degrees, size=2):
+            assert found == pytest.approx(right, rel=1e-12)
+    (narrow,) = world.run(swapping, {"precision": "bf16"}, size=1)
+    for found in world.run(swapping, {**topologies[0], "precision": "bf16"}, size=2):
+        assert found == pytest.approx(narrow, rel=1e-2)

@@ -8,13 +8,14 @@ checkpoint into a plain state dict.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Batches, Engine
 from zeropp.engine.errors import together
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import ElementRange, Slot
@@ -140,6 +141,7 @@ _ONLY_A_PART = (
 )
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
+_BUSY_S = 60.0  # for another job's save to the same name
 _SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
 
@@ -175,12 +177,13 @@ class Checkpointer:
         saved = {"model": self.state("save").named()}
         place = together(lambda: _place(directory))
         partial = _beside(place, _WRITTEN)
-        _on_first_rank(lambda: _make_empty(partial))
-        together(lambda: _check_seen(partial))
-        with _one_line(partial):
-            together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
-        digests = _digests_over_ranks(partial)
-        _on_first_rank(lambda: _publish(partial, place, digests))
+        with ExitStack() as held:
+            _on_first_rank(lambda: _make_empty(partial, held))
+            together(lambda: _check_seen(partial))
+            with _one_line(partial):
+                together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
+            digests = _digests_over_ranks(partial)
+            _on_first_rank(lambda: _publish(partial, place, digests))
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Continue from what ``save`` wrote; ``weights_only``: take over parameters and buffers
@@ -203,9 +206,13 @@ class Checkpointer:
                 targets = dict(state.model)
             elif f"model.{SKIPPED}" not in known:
                 targets.pop(SKIPPED).zero_()
+            if f"model.{BATCHES}" not in known:
+                targets.pop(BATCHES, None)
             with _one_line(place):
                 state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
-        self._take_over(replace(state, settings=settings), optimizer=not weights_only)
+        batches = targets.get(BATCHES, state.batches)
+        state = replace(state, settings=settings, batches=batches)
+        self._take_over(state, optimizer=not weights_only)
 
     def load_named(self, saved: Mapping[str, Any]) -> None:
         """Continue from a dict like that of ``State.named``, or from one of whole tensors, which
@@ -229,6 +236,7 @@ class Checkpointer:
         # The count of other steps is of no use.
         skipped = 0 if STEPS in saved else state.skipped_steps
         state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
+        state = replace(state, batches=saved.get(BATCHES, state.batches))
         self._take_over(state, optimizer=bool(optimizer))
 
     def _take_over(self, state: State, *, optimizer: bool) -> None:
@@ -236,6 +244,8 @@ class Checkpointer:
         the ``optimizer``, or with the optimizer as it is."""
         engine, updater = self._engine, self._engine.updater
         engine.steps_done = int(state.steps_done)
+        if engine.steps_done == sum(steps for steps, _ in state.batches):
+            engine.batches = state.batches
         engine.skipped_steps.copy_(state.skipped_steps)
         if optimizer:
             updates = engine.steps_done - int(state.skipped_steps)
@@ -296,9 +306,39 @@ def _on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
 
-def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _make_empty(partial: Path, held: ExitStack) -> None:
+    """Make an empty directory, to which no other job writes while it is ``held``, where the file
+    system has locks; raises CheckpointError if another does for too long."""
+    end = time.monotonic() + _BUSY_S
+    while time.monotonic() < end:
+        partial.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # it is the other job's checkpoint by now
+            descriptor = os.open(partial, os.O_RDONLY)
+            if _is_locked(descriptor):
+                inodes = [
+                    one.inode() for one in os.scandir(partial.parent) if one.name == partial.name
+                ]
+                if inodes == [os.fstat(descriptor).st_ino]:
+                    for path in partial.iterdir():
+                        path.unlink()
+                    held.callback(os.close, descriptor)
+                    return
+            os.close(descriptor)
+        time.sleep(0.05)
+    raise CheckpointError(
+        f"{partial}: another job is writing it (give every job a name of its own)"
+    )
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether a directory is now this process's alone, as far as the file system can say."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks there
+        pass
+    return True
 
 
 def _check_seen(partial: Path) -> None:
@@ -390,8 +430,8 @@ def _digest(path: Path) -> str:
 
 
 OPTIMIZER, SETTINGS = "optimizer", "param_groups"
-STEPS, SKIPPED = "steps_done", "skipped_steps"
-_BESIDE = (OPTIMIZER, STEPS, SKIPPED)  # what a state dict has beside the model's own names
+STEPS, SKIPPED, BATCHES = "steps_done", "skipped_steps", "batches"
+_BESIDE = (OPTIMIZER, STEPS, SKIPPED, BATCHES)  # what a state dict has beside the model's own names
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
 # Settings that say how an optimizer computes depend on the machine, so they are not saved.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -414,18 +454,20 @@ class State:
     settings: dict[str, Settings]
     steps_done: Tensor
     skipped_steps: Tensor
+    batches: Batches
     kept: Sequence[Kept]
     states: list[OptimizerState]
 
     def named(self) -> dict[str, Any]:
         """The state as one dict: the names of the unsharded model, and beside them ``optimizer``,
-        ``steps_done`` and ``skipped_steps``, which cannot be names of parameters, as these begin
-        with a number."""
+        ``steps_done``, ``skipped_steps`` and ``batches``, which cannot be names of parameters, as
+        these begin with a number."""
         optimizer: dict[str, Any] = {**self.optimizer}
         if self.settings:
             optimizer[SETTINGS] = self.settings
         beside = {OPTIMIZER: optimizer} if optimizer else {}
-        return {**self.model, **beside, STEPS: self.steps_done, SKIPPED: self.skipped_steps}
+        counts = {STEPS: self.steps_done, SKIPPED: self.skipped_steps, BATCHES: self.batches}
+        return {**self.model, **beside, **counts}
 
 
 def _state_of(engine: Engine) -> State:
@@ -451,6 +493,7 @@ def _state_of(engine: Engine) -> State:
         settings=_settings_of(engine.updater, kept),
         steps_done=torch.tensor(engine.steps_done),
         skipped_steps=torch.tensor(int(engine.skipped_steps)),
+        batches=engine.batches,
         kept=kept,
         states=held,
     )
@@ -463,7 +506,7 @@ def _check_known(state: State, saved: Collection[str], place: Path) -> None:
     own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
     held: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(held, own)
-    known, beside = set().union(*held), (f"{optimizer}{SETTINGS}.", STEPS, SKIPPED)
+    known, beside = set().union(*held), (f"{optimizer}{SETTINGS}.", *_BESIDE[1:])
     names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     names = {name for name in names if not name.startswith(beside)}
     for name in sorted(names ^ known):

@@ -40,6 +40,7 @@ from zeropp.types.training import StepResult
 # Python takes for it.
 _LEAST_ADDED = 2**18
 
+Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
 
@@ -109,7 +110,8 @@ class Engine:
         layout, schedule = plan.layout, plan.schedule
         self._layout, self._device = layout, device
         self._layers = dict(sorted(layers.items()))
-        self.steps_done = 0
+        self.steps_done, self._global_batch = 0, plan.global_batch
+        self._earlier: Batches = ()  # before those of this batch size, in earlier runs
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
@@ -121,7 +123,7 @@ class Engine:
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 2 + self._rows.count)
+            self.barrier = ErrorBarrier(timeout, 3 + self._rows.count)
             undo.callback(self.barrier.close)
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
@@ -179,6 +181,17 @@ class Engine:
             self.steps_done += 1
         return result
 
+    @property
+    def batches(self) -> Batches:
+        """How many steps were done with how many rows each, in their order."""
+        own = self.steps_done - sum(steps for steps, _ in self._earlier)
+        return *self._earlier, (own, self._global_batch)
+
+    @batches.setter
+    def batches(self, done: Batches) -> None:
+        self.steps_done = sum(steps for steps, _ in done)
+        self._earlier = done[:-1] if done[-1][1] == self._global_batch else done
+
     def agree(self, call: str, make: Callable[[], Microbatches]) -> Microbatches:
         """The batch that ``make`` gives, once every rank has given one to the same ``call``; what
         it raises on one rank reaches all of them.
@@ -196,6 +209,7 @@ class Engine:
             lambda batch: [
                 batch.digest(),
                 crc32(self.updater.described().encode()),
+                any(flat.is_stale for flat in self.flats),
                 *self._rows.numbers(call, batch.whole),
             ],
         )
@@ -203,7 +217,9 @@ class Engine:
         if call == "train_step":
             self._check_optimizers([settings for _, settings, *_ in numbers])
             self._check_shapes(digests)
-        self._rows.check(call, [sums for _, _, *sums in numbers])
+        self._rows.check(call, [sums for _, _, _, *sums in numbers])
+        if any(is_stale for _, _, is_stale, *_ in numbers):
+            self.update.gather_updated()
         if call != "train_step":
             return batch
         self._rows.begin(batch.whole)

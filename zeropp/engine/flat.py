@@ -138,6 +138,7 @@ class FlatParameters:
             OptimizerShard(group, elements, nn.Parameter(self.master[elements.inside(self._kept)]))
             for group, elements in (layout.groups() if trainable else ())
         ]
+        self._version = self.master._version
         self.whole: WholeParameters | None = None
         if len(layout.spans) == 1:
             self._in_place += [
@@ -293,8 +294,15 @@ class FlatParameters:
         replicas have updated; the next gather or the next use waits for them."""
         if self.whole is not None:
             self.whole.give_back(self.rows)
+        self._version = self.master._version
         if self._zero:
             self._row_gathers.append(self._lanes.replicate.run(self._gather_rows))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether rows have changed in place since other replicas have gathered them, as
+        schedule-free optimizers change them between steps. (Torch does not see it of ``.data``.)"""
+        return self._zero and self.master._version != self._version
 
     def copies(self, part: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
         """Every parameter's part of a whole tensor, copied to the CPU; ``part`` is this rank's part
@@ -384,10 +392,11 @@ class FlatParameters:
         return torch.empty_like(gradient, dtype=self._types.wire)
 
     def _gather_rows(self) -> None:
-        rows = self._part[self.layout.owned.inside(self.layout.part)]
+        part = self._part.data  # whose version is its own
+        rows = part[self.layout.owned.inside(self.layout.part)]
         if self._part is not self.master:
             rows.copy_(self.master)
-        all_gather_single(self._part, rows, group=self._groups.replicate)
+        all_gather_single(part, rows, group=self._groups.replicate)
 
 
 def _reduce_scatter(

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, overload
 
 import torch
@@ -45,7 +48,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zeropp.engine.errors import together
+from zeropp.engine.errors import gathered, together
 from zeropp.engine.loss import in_slices
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer
@@ -98,7 +101,10 @@ class HuggingFaceLayers(Sequence[Layer]):
         """Write a folder that ``from_pretrained`` reads, one file per layer, each as soon as its
         parameters are gathered; all ranks must call it, and see the same folder. ``dtype``: the
         type of floating-point weights; by default fp32, in which they are trained. Of a model with
-        an adapter of peft, the adapter alone is written, by peft."""
+        an adapter of peft, the adapter alone is written, by peft.
+
+        The folder holds the old model or the new one at any moment: the new weights have names of
+        their own, and the index names them once all are there."""
         folder = Path(folder)
         make = partial(folder.mkdir, parents=True, exist_ok=True)
         model.engine.on_all_ranks("save_pretrained", make)
@@ -118,11 +124,12 @@ class HuggingFaceLayers(Sequence[Layer]):
     ) -> None:
         written: dict[str, str] = {}
         size, writes = 0, model.plan.layout.is_first(dist.get_rank())
+        label = gathered(secrets.token_hex(4))[0]
         for index, whole in self._by_layer(model):
             if not writes:
                 continue
             named = revert_weight_conversion(self.model, whole)
-            file = f"model-{index + 1:05}-of-{len(self):05}.safetensors"
+            file = f"model-{label}-{index + 1:05}-of-{len(self):05}.safetensors"
             save_file({n: cast(one) for n, one in named.items()}, folder / file, {"format": "pt"})
             written |= dict.fromkeys(named, file)
             size += sum(cast(one).nbytes for one in named.values())
@@ -133,13 +140,19 @@ class HuggingFaceLayers(Sequence[Layer]):
                 "metadata": {"total_size": sum(size for _, size in held)},
                 "weight_map": {name: file for of_rank, _ in held for name, file in of_rank.items()},
             }
-            (folder / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
-            (folder / _SINGLE).unlink(missing_ok=True)  # transformers would read it instead
             config = copy.deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.dtype = dtype
             config.tie_word_embeddings = self.tied is not None
-            config.save_pretrained(folder)
+            replaced: set[str] = {_SINGLE}  # which transformers would read instead
+            with suppress(OSError, ValueError):
+                old = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+                replaced |= {*old["weight_map"].values()}
+            with _replacing(folder) as new:
+                config.save_pretrained(new)
+                (new / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
+            for file in replaced:
+                (folder / file).unlink(missing_ok=True)
 
     def _save_adapter(
         self,
@@ -157,7 +170,8 @@ class HuggingFaceLayers(Sequence[Layer]):
         dist.gather_object(own, held if dist.get_rank() == 0 else None, dst=0)
         if dist.get_rank() == 0:
             named = {name: value for of_rank in held for name, value in of_rank.items()}
-            adapters.model.save_pretrained(folder, state_dict=named)
+            with _replacing(folder) as new:
+                adapters.model.save_pretrained(new, state_dict=named)
 
     def _by_layer(self, model: ParallelModel) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(layer, its parameters by the model's names), of this rank's layers, each as soon as it
@@ -311,6 +325,16 @@ def _made(
 
 def _draw(made: Piece, index: int) -> None:
     """Leave all parameters to the model's own initialization."""
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder whose files take their places in another one once all are written, those that name
+    weights or hold them last."""
+    with TemporaryDirectory(dir=folder) as new:
+        yield Path(new)
+        for path in sorted(Path(new).iterdir()):
+            path.replace(folder / path.name)
 
 
 def _files(folder: Path) -> dict[str, Path]:

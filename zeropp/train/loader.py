@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from zeropp.engine.engine import Batches
 from zeropp.engine.errors import agreed
 from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
@@ -20,8 +21,8 @@ class Model(Protocol):
     rows: slice
 
     @property
-    def steps_done(self) -> int:
-        """The steps that the model has made, or its checkpoint had."""
+    def batches(self) -> Batches:
+        """How many steps the model has made, and its checkpoint had, with how many rows each."""
         ...
 
 
@@ -30,9 +31,9 @@ class RowsOfSteps(Sampler[list[int]]):
 
     The rows of a step are a function of ``seed`` and of the step's number alone, so that every
     topology has the same ones, and a model that was loaded from a checkpoint goes on with those
-    that it has not seen. Goes from the model's ``steps_done`` to the end of that epoch, or, unless
-    it is to ``resume``, over the first one; the rows that are left over then, fewer than a batch,
-    are others in every epoch that is shuffled.
+    that it has not seen, also in batches of another size. Goes from the row after the model's last
+    step to the end of that epoch, or, unless it is to ``resume``, over the first one; the rows that
+    are left over then, fewer than a batch, are others in every epoch that is shuffled.
     """
 
     def __init__(self, model: Model, count: int, *, shuffle: bool, seed: int, resume: bool) -> None:
@@ -44,13 +45,25 @@ class RowsOfSteps(Sampler[list[int]]):
         return self._count // self._model.plan.global_batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = divmod(self._model.steps_done if self._resume else 0, len(self))
+        epoch, seen = self._place()
         order = torch.arange(self._count)
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             order = torch.randperm(self._count, generator=draw)
-        for batch in torch.split(order, self._model.plan.global_batch)[done : len(self)]:
-            yield batch[self._model.rows].tolist()
+        rows = self._model.plan.global_batch
+        for begin in range(seen, self._count - rows + 1, rows):
+            yield order[begin : begin + rows][self._model.rows].tolist()
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch of the next step, and the rows of it that were seen."""
+        epoch = seen = 0
+        for steps, rows in (*self._model.batches, (1, self._model.plan.global_batch)):
+            while self._resume and steps:
+                if seen and seen + rows > self._count:  # the epoch has no such batch left
+                    epoch, seen = epoch + 1, 0
+                done = min(steps, max(1, (self._count - seen) // rows))
+                steps, seen = steps - done, seen + done * rows
+        return epoch, max(0, seen - self._model.plan.global_batch)
 
 
 def make_loader(
