@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
-from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.display import varied
+from benchmarks.report.frame import CELL, best_configuration, latest_ok, load_frame
 from benchmarks.report.table import latex, markdown
 from benchmarks.report.tables import paper_grids
 from benchmarks.report.write import make_table
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SpecError",
+    "cell_columns",
+    "fastest",
     "figures",
     "load",
     "paper_latex",
@@ -92,6 +95,19 @@ def load(*roots: PathLike) -> pd.DataFrame:
     return latest_ok(frame)
 
 
+def fastest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The fastest row of every contender in every cell, as tables and figures compare them."""
+    return best_configuration(frame)
+
+
+def cell_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns that tell the cells of these rows apart, ``model`` and ``num_gpus`` always: rows
+    that agree in them differ in the contender only."""
+    named = [name for name in CELL if name not in ("setting", "machine")]
+    named = [name for name in (*named, *varied(frame)) if frame[name].nunique(dropna=False) > 1]
+    return list(dict.fromkeys(["model", "num_gpus", *named]))
+
+
 def paper_table(frame: pd.DataFrame, base: str = DEFAULTS.base) -> pd.DataFrame:
     """The paper's table as numbers: one row per model, GPU count and contender, with speed-ups over
     ``base``."""
@@ -105,7 +121,7 @@ def paper_markdown(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:
 
 
 def paper_latex(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:
-    """The paper's table as LaTeX for ``\\input``; needs booktabs and graphicx."""
+    """The paper's table as LaTeX for ``\\input``; its first line names the packages it needs."""
     return latex(list(paper_grids(make_table("paper", frame, Options(base)))))
 
 

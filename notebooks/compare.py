@@ -14,12 +14,14 @@
 # %% [markdown]
 # # ZeroPP beside its contenders
 #
-# Reads records through `benchmarks.api`, and nothing else of the suite. Set `ZEROPP_RECORDS` to a
-# directory of your own records. This is the source; the notebook with its outputs is made from it
+# Reads records through `benchmarks.api`, and nothing else of the suite. Rows are the report's: one per
+# specification and kind of machine. Set `ZEROPP_RECORDS` to a directory of your own records; the
+# verdict has a notebook of its own, `verdict.py`. This is the source; the notebook with its outputs is made from it
 # (see "From Python" in `docs/report.md`).
 
 # %%
 import os
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +37,27 @@ checkout = Path.cwd() if (Path.cwd() / "benchmarks").is_dir() else Path.cwd().pa
 records = Path(os.environ.get("ZEROPP_RECORDS", checkout / "results/reference/demo"))
 frame = api.load(records)
 print(f"{len(frame)} configurations, {frame['model'].nunique()} models")
+cell = api.cell_columns(frame)  # what tells these records' cells apart
+MOST = 4  # pictures of one kind
+short = {"num_gpus": "ranks", "global_batch": "batch"}
 
 
-def show(pictures):
-    for picture in pictures:
+def show(section):
+    first = list(islice(api.figures(frame, section), MOST + 1))
+    for picture in first[:MOST]:
         display(Markdown(picture.caption), picture.figure)
+    if not first:
+        display(Markdown(f"*These records have nothing to draw under {section}.*"))
+    elif len(first) > MOST:
+        display(Markdown(f"*These are the first {MOST}; `zeropp report` draws all.*"))
+
+
+def table(rows, columns, digits):
+    """Columns of a table that have a number or a word, or a sentence where there is no row."""
+    if rows.empty:
+        return Markdown("*No cell of these records has two contenders that ran.*")
+    kept = rows[[*cell, "contender", *columns]].dropna(axis="columns", how="all").round(digits)
+    return kept.rename(columns=short).reset_index(drop=True).astype(object).fillna("")
 
 
 # %% [markdown]
@@ -51,14 +69,13 @@ def show(pictures):
 Markdown(api.paper_markdown(frame))
 
 # %%
-paper = api.paper_table(frame).rename(columns={"num_gpus": "ranks"})
-paper[["model", "ranks", "contender", "tokens_per_s_per_gpu", "peak_gib", "speedup"]].round(3)
+table(api.paper_table(frame), ["tokens_per_s_per_gpu", "peak_gib", "speedup"], 3)
 
 # %%
-show(api.figures(frame, "Throughput"))
+show("Throughput")
 
 # %%
-show(api.figures(frame, "Scaling"))
+show("Scaling")
 
 # %% [markdown]
 # ## The speed-up
@@ -66,31 +83,29 @@ show(api.figures(frame, "Scaling"))
 # speed-up is unsettled where its samples leave a doubt, which the last column names.
 
 # %%
-numbers = api.tables(frame)
-speedups = numbers["speedup"].rename(columns={"num_gpus": "ranks"})
-speedups = speedups.astype({"ranks": "Int64"})  # the median has none
-ends = ["speedup_low", "speedup_high"]
-speedups[["model", "ranks", "contender", "speedup", *ends, "speedup_unsettled"]].round(2)
+speedups = api.tables(frame)["speedup"]
+speedups = speedups.astype(dict.fromkeys(("num_gpus", "global_batch", "seq"), "Int64"))
+table(speedups, ["speedup", "speedup_low", "speedup_high", "speedup_unsettled"], 2)
 
 # %%
-show(api.figures(frame, "Speed-up"))
+show("Speed-up")
 
 # %% [markdown]
 # ### What is under the medians
 # Every timed step of each contender's fastest configuration. A speed-up is worth something where
-# the clouds do not touch.
+# the clouds do not touch. A simulated step is one number, so it has no line here.
 
 # %%
-fastest = frame.sort_values("tokens_per_s_per_gpu").drop_duplicates(
-    ["model", "num_gpus", "contender"], keep="last"
-)
-fastest = fastest.sort_values(["parameters", "num_gpus", "contender"])
-for row in fastest.itertuples():
-    steps = np.sort(row.samples_step_s)
+fastest = api.fastest(frame)
+measured = fastest[(fastest["evidence"] == "measured") & (fastest["samples_step_s"].map(len) > 1)]
+for row in measured.to_dict("records"):
+    steps = np.sort(row["samples_step_s"])
     print(
-        f"{row.model:10} {row.num_gpus} ranks {row.contender:14} "
+        f"{' '.join(str(row[name]) for name in cell):14} {row['contender']:14} "
         f"min {steps[0]:.3f}  median {np.median(steps):.3f}  max {steps[-1]:.3f} s, n={len(steps)}"
     )
+if measured.empty:
+    print("These records have no timed steps.")
 
 # %% [markdown]
 # ### Would half of the steps say the same?
@@ -100,27 +115,21 @@ for row in fastest.itertuples():
 
 
 # %%
-def first_half(steps):
-    return steps[: len(steps) // 2]
+def halves(steps):
+    """The medians of the first and of the second half."""
+    middle = len(steps) // 2
+    return np.median(steps[:middle]), np.median(steps[middle:])
 
 
-def second_half(steps):
-    return steps[len(steps) // 2 :]
-
-
-halves = []
-for (model, ranks), cell in fastest.groupby(["model", "num_gpus"], sort=False):
-    steps = cell.set_index("contender")["samples_step_s"]
-    if "deepspeed_3d" not in steps:
-        continue
-    for contender in steps.index.drop("deepspeed_3d"):
-        line = {"model": model, "ranks": ranks, "contender": contender}
-        pair = steps["deepspeed_3d"], steps[contender]
-        for name, part in {"first half": first_half, "second half": second_half}.items():
-            base, ours = (np.median(part(taken)) for taken in pair)
-            line[name] = round(base / ours, 2)
-        halves.append(line)
-pd.DataFrame(halves)
+lines = []
+for key, rows in measured.groupby(cell, sort=False):
+    medians = {row.contender: halves(row.samples_step_s) for row in rows.itertuples()}
+    base = medians.pop("deepspeed_3d", None)
+    for contender, parts in medians.items() if base else ():
+        line = dict(zip(cell, key, strict=True)) | {"contender": contender}
+        line |= {"first half": base[0] / parts[0], "second half": base[1] / parts[1]}
+        lines.append(line)
+table(pd.DataFrame(lines), ["first half", "second half"], 2)
 
 # %% [markdown]
 # ### What the speed is paid with
@@ -128,16 +137,16 @@ pd.DataFrame(halves)
 # better in both.
 
 # %%
-speedups.set_index(["model", "ranks", "contender"])[["speedup", "memory_ratio"]].round(2)
+table(speedups, ["speedup", "memory_ratio"], 2)
 
 # %%
-show(api.figures(frame, "Memory"))
+show("Memory")
 
 # %% [markdown]
 # ## What a step looks like, and what it trains
 
 # %%
-show(api.figures(frame, "Timelines"))
+show("Timelines")
 
 # %%
-show(api.figures(frame, "Loss"))
+show("Loss")

@@ -1,12 +1,16 @@
-"""The notebook runs from top to bottom."""
+"""The notebooks run from top to bottom."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pandas as pd
+import pytest
 
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -30,25 +34,28 @@ def table_in(output: dict[str, object]) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_notebook_runs_on_records(tmp_path: Path) -> None:
-    """The command of docs/report.md, with other records and another output."""
-    steps = {"zeropp": [1.0] * 7, "deepspeed_3d": [2.0, 2.0, 4.0, 4.0, 4.0, 8.0, 8.0]}
-    records = [make_record(c, num_gpus=n, step_s=steps[c]) for c in steps for n in (4, 8)]
-    write_records(records, tmp_path / "runs")
-    made = tmp_path / "compare.ipynb"
+def run(notebook: str, records: Path, made: Path) -> list[dict[str, object]]:
+    """The outputs of a notebook, by the command of docs/report.md with other records."""
     arguments = ["--to", "ipynb", "--execute", "--run-path", "."]
-    arguments += ["notebooks/compare.py", "--output"]
+    arguments += [f"notebooks/{notebook}.py", "--output"]
     done = subprocess.run(
         [sys.executable, "-m", "jupytext", *arguments, str(made)],
         cwd=ROOT,
-        env=os.environ | {"ZEROPP_RECORDS": str(tmp_path / "runs")},
+        env=os.environ | {"ZEROPP_RECORDS": str(records)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    outputs = outputs_of(made)
+    return outputs_of(made)
+
+
+def test_notebook_runs_on_records(tmp_path: Path) -> None:
+    steps = {"zeropp": [1.0] * 7, "deepspeed_3d": [2.0, 2.0, 4.0, 4.0, 4.0, 8.0, 8.0]}
+    records = [make_record(c, num_gpus=n, step_s=steps[c]) for c in steps for n in (4, 8)]
+    write_records(records, tmp_path / "runs")
+    outputs = run("compare", tmp_path / "runs", tmp_path / "compare.ipynb")
     text = "".join("".join(output.get("text", "")) for output in outputs)  # type: ignore[arg-type]
     assert "4 configurations, 1 models" in text
     assert text.count("median") == 4
@@ -57,3 +64,22 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
     tables = [table for output in outputs if (table := table_in(output))]
     assert ["0", "gpt_tiny", "4", "zeropp", "2.0", "6.0"] in tables[2]  # halves of 3 and 4 steps
     assert ["0", "gpt_tiny", "4", "zeropp"] in [row[:4] for row in tables[1]]  # not 4.0 ranks
+
+
+@pytest.mark.parametrize("notebook", ["compare", "verdict"])
+def test_cells_of_the_verdict_are_kept_apart(tmp_path: Path, notebook: str) -> None:
+    """Batches, clusters and bases were mixed (4.27 for ratios from 1.01 to 1.33), halves of a
+    simulated step were nan, and sections without a figure were empty."""
+    plans = pd.read_csv(ROOT / "results" / "reference" / "claim_33" / "plans.csv")
+    few = plans["num_gpus"].isin([8, 16]) & plans["contender"].isin(["zeropp", "deepspeed_3d"])
+    (tmp_path / "runs").mkdir()
+    plans[few].to_csv(tmp_path / "runs" / "plans.csv", index=False)
+    outputs = run(notebook, tmp_path / "runs", tmp_path / "made.ipynb")
+    words = [{k: v for k, v in o.get("data", o).items() if k != "image/png"} for o in outputs]  # type: ignore[attr-defined]
+    text = json.dumps(words)
+    assert not re.search(r"\bnan\b", text, flags=re.IGNORECASE)
+    own = plans[few & (plans["mode"] == "best") & (plans["bandwidth"] == 1.0)]
+    steps = own.pivot(index=["num_gpus", "global_batch"], columns="contender", values="step_s")
+    for ratio in (steps["deepspeed_3d"] / steps["zeropp"]).dropna():
+        assert f"{ratio:.2f}".rstrip("0") in text
+    assert "have nothing to draw under Loss" in text or notebook == "verdict"
