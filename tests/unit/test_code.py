@@ -30,7 +30,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
     "baselines": 4_610,
-    "benchmarks": 880,
+    "benchmarks": 900,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
     "benchmarks/explain": 2_670,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_140,
     "zeropp/types": 700,
 }
-MOST_LINES = 50_750
-MOST_LINES_OF_TESTS = 31_000
+MOST_LINES = 50_770
+MOST_LINES_OF_TESTS = 31_020
 
 
 @cache
