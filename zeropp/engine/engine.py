@@ -97,6 +97,8 @@ class Engine:
     this rank has no parameters of an optimizer group, the group has one empty tensor.
     """
 
+    _earlier: Batches = ()  # before those of this batch size, in earlier runs
+
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
@@ -111,7 +113,6 @@ class Engine:
         self._layout, self._device = layout, device
         self._layers = dict(sorted(layers.items()))
         self.steps_done, self._global_batch = 0, plan.global_batch
-        self._earlier: Batches = ()  # before those of this batch size, in earlier runs
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
