@@ -141,7 +141,7 @@ def test_rows_are_compared_a_step_late_without_a_wait_in_their_own(
 ) -> None:
     rows = GivenRows(("inputs", "targets"), Layout(pp=2), GPU)
     batch = {name: torch.arange(8).view(4, 2) for name in ("inputs", "targets")}
-    sums = [int(given_rows._checksum(part)) for part in batch.values()]
+    sums = [int(given_rows.checksum(part)) for part in batch.values()]
     empty, pinned = torch.empty, []
     copy, blocking = torch.Tensor.copy_, []
 

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from tests.gloo.layers import ROWS, WIDTH, linear
 from tests.gloo.models import built, data, error_of, loss_function, seeded, step
 from tests.gloo.world import World
-from zeropp.engine.given_rows import _checksum
+from zeropp.engine.given_rows import checksum
 
 OTHER = 1  # the rank whose rows are others
 
@@ -86,10 +86,10 @@ def test_different_keyword_inputs_are_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.bfloat16, torch.complex128])
-def test_a_checksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
+def test_achecksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
     rows = torch.arange(1, 4 * WIDTH + 1).view(4, WIDTH).triu().to(kind)
-    assert int(_checksum(rows)) == int(_checksum(rows.clone())) != 0
+    assert int(checksum(rows)) == int(checksum(rows.clone())) != 0
     others = (rows.flip(0), rows[:2], torch.zeros_like(rows), rows[:, 0])
-    assert len({int(_checksum(part)) for part in (rows, *others)}) == 5
-    assert int(_checksum(rows.t())) == int(_checksum(rows.t().contiguous()))
-    assert int(_checksum(torch.empty(0, 2))) != 0  # which would not be compared
+    assert len({int(checksum(part)) for part in (rows, *others)}) == 5
+    assert int(checksum(rows.t())) == int(checksum(rows.t().contiguous()))
+    assert int(checksum(torch.empty(0, 2))) != 0  # which would not be compared

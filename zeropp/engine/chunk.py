@@ -27,7 +27,6 @@ from zeropp.engine.values import (
     Value,
     cast,
     chosen,
-    keywords_of,
     may_have_gradient,
     tensors_of,
     without_scalars,
@@ -164,9 +163,10 @@ class _Live:
 class Chunk:
     """``modules`` that run one after another on this rank, with their parameters in ``flats``.
 
-    Linear layers of ``blocks`` (the chunk's transformer blocks) delay their weight gradients while
-    ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage before
-    and go to the next stage; None at an end of the model.
+    ``names``: of the keyword inputs that each takes. Linear layers of ``blocks`` (the chunk's
+    transformer blocks) delay their weight gradients while ``store`` is open. ``arriving`` and
+    ``leaving`` are the tensors that come from the stage before and go to the next stage; None at an
+    end of the model.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class Chunk:
         lanes: Lanes,
         store: WeightGradStore,
         *,
+        names: Sequence[frozenset[str]],
         blocks: Sequence[nn.Module],
         arriving: Sequence[TensorShape] | None,
         leaving: Sequence[TensorShape] | None,
@@ -184,10 +185,10 @@ class Chunk:
         self.modules, self.flats = modules, flats
         self.arriving, self.leaving = arriving, leaving
         self._lanes, self._store, self._options = lanes, store, options
-        recomputed = blocks[: options.recomputed] if options.recompute != "none" else ()
-        self._recomputed = {id(block) for block in recomputed}
-        save_early(recomputed)
-        self._names = [keywords_of(module) for module in modules]
+        self.recomputed = blocks[: options.recomputed] if options.recompute != "none" else ()
+        self._recomputed = {id(block) for block in self.recomputed}
+        save_early(self.recomputed)
+        self._names = names
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
         if options.compiled:

@@ -16,7 +16,7 @@ from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffe
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.context import Context
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.errors import ErrorBarrier, T, agreed
+from zeropp.engine.errors import ErrorBarrier, T, agreed, lost_ranks
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.given_rows import GivenRows, RowsError
@@ -98,6 +98,7 @@ class Engine:
     """
 
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
+    signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Engine:
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 3 + self._rows.count)
+            self.barrier = ErrorBarrier(timeout, 4 + self._rows.count)
             undo.callback(self.barrier.close)
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
@@ -199,33 +200,39 @@ class Engine:
 
         Where a training batch has shapes that are new to a rank, all ranks run one microbatch of it
         forward, to learn what passes between their stages, and on CUDA warm their kernels up for
-        it. Raises RowsError on every rank if ranks of one pipeline were given different shapes, or
-        different rows, which ``GivenRows`` compares, and ValueError if the settings of the
-        optimizer differ between ranks, as a learning rate does that one rank alone has changed.
+        it. Raises RowsError on every rank if ranks of one pipeline were given different shapes or
+        rows, which ``GivenRows`` compares, or all data-parallel ranks the same rows, and ValueError
+        if the settings of the optimizer differ between ranks, as a learning rate does that one rank
+        alone has changed.
         """
         self.check_usable()
+        asked = self.signal
         batch, numbers = self.barrier.run(
             call,
             make,
             lambda batch: [
                 batch.digest(),
                 crc32(self.updater.described().encode()),
+                asked,
                 any(flat.is_stale for flat in self.flats),
                 *self._rows.numbers(call, batch.whole),
             ],
         )
         digests = [digest for digest, *_ in numbers]
+        self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
         if call == "train_step":
             self._check_optimizers([settings for _, settings, *_ in numbers])
             self._check_shapes(digests)
-        self._rows.check(call, [sums for _, _, _, *sums in numbers])
-        if any(is_stale for _, _, is_stale, *_ in numbers):
+        self._rows.check(call, [sums for _, _, _, _, *sums in numbers])
+        if any(is_stale for _, _, _, is_stale, *_ in numbers):
             self.update.gather_updated()
         if call != "train_step":
             return batch
         self._rows.begin(batch.whole)
         digest, given = digests[dist.get_rank()], set(enumerate(digests))
         is_new = not self._seen.issuperset(given)  # the same on every rank
+        if is_new:
+            self._rows.check_apart(batch.whole, self.barrier)
         self._seen |= given
         with self._usable_unless_it_fails():
             if is_new:
@@ -325,7 +332,8 @@ class Engine:
         wait for this one, so the engine refuses everything else."""
         self.check_usable()
         try:
-            yield
+            with lost_ranks():
+                yield
         except BaseException as error:
             self._unusable = (
                 f"an earlier step raised {type(error).__name__}: {error}; create a new model and "
@@ -408,6 +416,7 @@ class Engine:
             list(flats),
             self.lanes,
             store,
+            names=[sizes[index].names for index in layers],
             blocks=blocks,
             arriving=arriving,
             leaving=leaving,

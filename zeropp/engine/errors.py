@@ -9,6 +9,7 @@ launcher, or the timeout of the process groups, ends the others.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,27 @@ from zeropp.types.layout import InfeasibleError
 T = TypeVar("T")
 _SHOWN = 60  # characters of a value in a message
 _REPORT = timedelta(seconds=10)  # for the ranks that have come to say so, once one is late
+
+
+class LostRankError(RuntimeError):
+    """A rank did not come to a collective, or ended before it. All others raise it."""
+
+
+_LOST = (
+    "lost the connection to a rank, or it did not come in time: the output of the rank that ended "
+    "first says why; create a new model and load a checkpoint"
+)
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Inside this context an error of a backend's connection becomes LostRankError, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search(r"closed by peer|reset by peer|[Tt]im(ed|e) ?out|Broken pipe", str(error)):
+            raise LostRankError(f"{_LOST} [{str(error).splitlines()[0][:200]}]") from error
+        raise
 
 
 class PeerError(RuntimeError):
@@ -139,8 +161,8 @@ class ErrorBarrier:
         return result[0], [rank_numbers for _, _, *rank_numbers in rows]
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, as many on each, by rank; collective. Raises RuntimeError that
-        names late ranks, if rank 0 is not among them, on rank 0."""
+        """The numbers of all ranks, as many on each, by rank; collective. Raises LostRankError, on
+        rank 0 with the late ranks if it is not among them."""
         if dist.get_world_size() == 1:
             return [list(numbers)]
         sent = torch.tensor(numbers)
@@ -148,8 +170,14 @@ class ErrorBarrier:
         try:
             all_gather_single(every, sent, group=self._groups[0])
         except RuntimeError as error:
-            dist.monitored_barrier(self._groups[1], timeout=_REPORT, wait_all_ranks=True)
-            raise RuntimeError("lost the connection to a rank, or it timed out") from error
+            late = ""
+            try:
+                if "closed by peer" not in str(error):  # else that rank has ended
+                    dist.monitored_barrier(self._groups[1], timeout=_REPORT, wait_all_ranks=True)
+            except RuntimeError as report:
+                found = re.search(r"Ranks ?[\d, ]+ failed to pass", str(report))
+                late = f" ({found[0]} a barrier)" if found else ""
+            raise LostRankError(_LOST + late) from error
         return every.view(-1, len(numbers)).tolist()
 
     @property

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from zeropp.engine.context import Context
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
+from zeropp.engine.trial import unchanged
 from zeropp.engine.values import Key, Tensors, TensorShape, Value, tensors_of
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import InfeasibleError, Layout
@@ -29,10 +29,10 @@ Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends
 class Evaluator:
     """Runs batches forward through this rank's chunks. All ranks must call its methods together.
 
-    Modules run in evaluation mode and without gradients; afterwards their modes and torch's random
-    generators are as before. Units of microbatches run through one chunk after another, so that a
-    chunk is gathered once per unit. Ranks may have different numbers of rows, and the last
-    microbatch may have fewer rows than the others.
+    Modules run in evaluation mode and without gradients; afterwards their modes, buffers, numbers
+    and the random generators are as before. Units of microbatches run through one chunk after
+    another, so that a chunk is gathered once per unit. Ranks may have different numbers of rows,
+    and the last microbatch may have fewer rows than the others.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Evaluator:
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
+        self._roots = [module for chunk in chunks.values() for module in chunk.modules]
         self._names = {id(layer): f"layers[{index}]" for index, layer in layers.items()}
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
@@ -66,7 +67,7 @@ class Evaluator:
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
-        with self._evaluating():
+        with unchanged(self._roots, self._channels.device, whole=False), self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
@@ -110,7 +111,7 @@ class Evaluator:
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
         first one of a batch, which all ranks run forward. What the loss function raises for it,
-        and what is said of its halves, reaches all ranks. Persistent buffers are then as before."""
+        and what is said of its halves, reaches all ranks. It leaves no trace."""
         passed: Passed = {}
         outputs: list[Value] = []
 
@@ -118,7 +119,8 @@ class Evaluator:
             for output in outputs:
                 self._loss.compare_halves(output, batch)
 
-        with self._evaluating(), same_buffers(self.chunks.values(), self._loss):
+        batch = batch.first()
+        with self._trial(), self._evaluating():
             for _, output, _ in self._run_unit(batch, range(1), passed):
                 outputs += [] if output is None else [output]
             together(compare)
@@ -151,9 +153,8 @@ class Evaluator:
         together(check)
 
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk of this rank forward and backward once, with zeros for messages.
-        Persistent buffers and torch's random generators are then as before, but the last step's
-        gradients are dropped.
+        """Run every chunk of this rank forward and backward once, with zeros for messages. It
+        leaves no trace, but the last step's gradients are dropped.
 
         The first use of a kernel, and of a library's workspace, may make the host wait for the
         whole device. In a step on CUDA that could be for ever, because receives are posted that
@@ -161,8 +162,8 @@ class Evaluator:
         """
         device, chunks = self._channels.device, self.chunks
         splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
-        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with seeds, shown(chunks.values()), same_buffers(chunks.values(), self._loss):
+        batch = batch.first()
+        with self._trial(), shown(chunks.values()):
             for stage, chunk in chunks.items():
                 for flat in chunk.flats:
                     flat.unshard()
@@ -182,15 +183,19 @@ class Evaluator:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
+    def _trial(self) -> AbstractContextManager[None]:
+        """Inside this context modules and the loss run without a trace. What is recomputed may fill
+        its caches, because it is to do the same in both of its forwards."""
+        again = [root for chunk in self.chunks.values() for root in chunk.recomputed]
+        roots = [*self._roots, self._loss.function, *(persistent_buffers([(0, x)]) for x in again)]
+        return unchanged(roots, self._channels.device, apart=again)
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside this context chunks can run forward; afterwards random generators and the modes of
-        modules are as before."""
-        device = self._channels.device
-        roots = [module for chunk in self.chunks.values() for module in chunk.modules]
-        training = [module for root in roots for module in root.modules() if module.training]
-        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with torch.no_grad(), seeds, shown(self.chunks.values()):
+        """Inside this context chunks can run forward; afterwards the modes of modules are as
+        before."""
+        training = [module for root in self._roots for module in root.modules() if module.training]
+        with torch.no_grad(), shown(self.chunks.values()):
             for module in training:
                 module.training = False
             try:
@@ -286,20 +291,3 @@ class Evaluator:
 
 def _shapes(tensors: Tensors) -> list[TensorShape]:
     return [TensorShape(x.shape, x.dtype) for x in tensors]
-
-
-@contextmanager
-def same_buffers(chunks: Iterable[Chunk], loss: Loss) -> Iterator[None]:
-    """After this context modules, and a loss that is one, have the persistent buffers that they had
-    before, with the same values. Others may be caches, which their modules believe to be filled."""
-    held = []
-    for module in (*chain.from_iterable(chunk.modules for chunk in chunks), *loss.modules):
-        for name, buffer in persistent_buffers([(0, module)]).items():
-            path, _, own = name.partition(".")[2].rpartition(".")
-            held.append((module.get_submodule(path), own, buffer, buffer.clone()))
-    yield
-    with torch.no_grad():
-        for part, name, buffer, value in held:
-            if 0 not in buffer.stride():  # else nothing can have written to it
-                buffer.copy_(value)
-            setattr(part, name, buffer)

@@ -1,8 +1,7 @@
 """What ranks were given for a step, as numbers that they compare: ranks of one pipeline need the
 same rows, because the first stage reads the inputs, the last one the targets.
 
-A checksum is the same on every device. It looks at the bits of every element and at the order of
-the rows, but not at the order inside a row.
+A checksum is the same on every device. It looks at the bits of every element and at their order.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.engine.collectives import as_sent
+from zeropp.engine.errors import ErrorBarrier
 from zeropp.types.layout import Layout
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -47,7 +49,7 @@ class GivenRows:
             return [_NOT_COMPARED] * self.count
         if self._is_late and call == "train_step":
             return self._arrived()
-        return [int(_checksum(batch[name])) for name in self._names]
+        return [int(checksum(batch[name])) for name in self._names]
 
     def begin(self, batch: Mapping[str, Tensor]) -> None:
         """Let the checksums of a training batch that all ranks have accepted be on their way."""
@@ -55,7 +57,7 @@ class GivenRows:
             return
         on_host = torch.empty(self.count, dtype=torch.long, pin_memory=True)
         for number, name in enumerate(self._names):
-            on_host[number].copy_(_checksum(batch[name]), non_blocking=True)
+            on_host[number].copy_(checksum(batch[name]), non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         self._on_their_way = on_host, arrived
@@ -74,6 +76,26 @@ class GivenRows:
                         "num_replicas=model.data_parallel_size)"
                     )
 
+    def check_apart(self, batch: Mapping[str, Tensor], barrier: ErrorBarrier) -> None:
+        """Raise RowsError if all data-parallel ranks were given the same rows, which do differ
+        among themselves; collective."""
+        if self._layout.dp == 1 or not batch or "fake" in str(dist.get_backend_config()):
+            return
+        own = [int(checksum(batch[name])) for name in ("inputs", "targets")]
+        given = barrier.exchange(own)
+        inputs = batch["inputs"]
+        if any(numbers != given[0] for numbers in given) or _NOT_COMPARED in own:
+            return
+        if (inputs != inputs.flatten()[0]).any() and (
+            len(inputs) < 2 or (inputs != inputs[0]).any()
+        ):
+            raise RowsError(
+                "train_step: all data-parallel ranks were given the same rows (take model.rows of "
+                "the global batch, or a DistributedSampler with rank=model.data_parallel_rank and "
+                "num_replicas=model.data_parallel_size; to train on one batch again and again, "
+                "make global_batch as large as it)"
+            )
+
     def _arrived(self) -> list[int]:
         if self._on_their_way is None:
             return [_NOT_COMPARED] * self.count
@@ -82,13 +104,22 @@ class GivenRows:
         return [int(number) for number in on_host]
 
 
-def _checksum(part: Tensor) -> Tensor:
-    """A number, in int64, of a tensor of rows [rows, ...]."""
-    if part.is_meta:
-        return torch.tensor(_NOT_COMPARED)
-    numbers = torch.view_as_real(part) if part.is_complex() else part
-    bits = numbers.detach().view(_INTEGERS[numbers.itemsize])
-    rows = bits.flatten(1).sum(1, dtype=torch.long) if bits.dim() > 1 else bits.long()
-    places = torch.arange(1, len(rows) + 1, device=rows.device)
-    total = (rows * places).sum() + part.numel()
+def checksum(part: Tensor) -> Tensor:
+    """A number, in int64, of a tensor of rows [rows, ...]: a sum of the bits of all elements, each
+    times odd numbers of its row and of its place in that, which follow no pattern."""
+    if part.is_meta or not part.numel():
+        return torch.tensor(_NOT_COMPARED if part.is_meta else 1)
+    numbers = as_sent(part.detach()).view(len(part) if part.dim() else 1, -1)
+    size = numbers.itemsize if numbers[0].nbytes % 8 else 8
+    bits = numbers.view(_INTEGERS[size]).long()
+    odd = _odd(bits.shape[1], bits)
+    rows = bits.mv(odd) if bits.is_cpu else (bits * odd).sum(1)  # CUDA has no such mv
+    total = (rows * _odd(len(rows), rows, first=2**32)).sum() + part.numel()
     return torch.where(total == _NOT_COMPARED, 1, total)
+
+
+def _odd(count: int, like: Tensor, first: int = 1) -> Tensor:
+    """Odd numbers of 64 bits without a pattern (the mixing of splitmix64)."""
+    mixed = torch.arange(first, first + count, device=like.device) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    return (mixed ^ (mixed >> 27)) | 1

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zeropp.engine.values import Value, chosen, keywords_of, tensors_of
-from zeropp.engine.walk import OperationWatch, Owners
+from zeropp.engine.values import Value, chosen, keywords_of, takes_all, tensors_of
+from zeropp.engine.walk import OperationWatch, Owners, Stages
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import LossReduction
 
@@ -37,6 +37,18 @@ class Microbatches:
         """The keyword inputs of one microbatch."""
         return self.keywords[microbatch] if self.keywords else {}
 
+    def first(self) -> Microbatches:
+        """The first microbatches, two where a trial may need two, as copies that it may change."""
+        count = 1 if len(self.inputs) and len(self.inputs[0]) > 1 else 2
+        rows = sum(len(part) for part in self.inputs[:count])
+        copied = {name: part[:rows].clone() for name, part in self.whole.items()}
+        return Microbatches(
+            [part.clone() for part in self.inputs[:count]],
+            [part.clone() for part in self.targets[:count]],
+            [{n: x.clone() for n, x in part.items()} for part in self.keywords[:count]],
+            copied,
+        )
+
     def digest(self) -> int:
         """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
         parts = {"": self.inputs[0], **self.keywords_of(0)} if self.inputs else {}
@@ -45,16 +57,22 @@ class Microbatches:
 
 
 class Loss:
-    """The user's loss function, which is called with the keyword inputs that it names. In its first
+    """The user's loss function, which is called with the keyword inputs that it names, or with all
+    that are ``given`` if it takes ``**kwargs`` and can be called with them. In its first
     call it is refused if it reads one of ``owners``, which are parameters of layers: no rank would
-    add up that part of the gradient."""
+    add up that part of the gradient; or calls collectives beyond one of the ``stages``."""
 
     def __init__(
-        self, function: LossFunction, reduction: LossReduction, owners: Owners | None = None
+        self,
+        function: LossFunction,
+        reduction: LossReduction,
+        owners: Owners | None = None,
+        given: Iterable[str] = (),
+        stages: Stages = (),
     ) -> None:
-        self._function, self.keywords = function, keywords_of(function)
-        self.reduction, self._unread = reduction, owners or {}
-        self.modules = [function] if isinstance(function, nn.Module) else []
+        self.function, self._named = function, keywords_of(function)
+        self.keywords = self._named.union(given if takes_all(function) else ())
+        self.reduction, self._unread, self._stages = reduction, owners or {}, stages
         self._is_compared = False
 
     def __call__(
@@ -67,8 +85,8 @@ class Loss:
         watched, self._unread = self._unread, {}
         given = (id(output), id(targets))
         owners = {key: owner for key, owner in watched.items() if key not in given}
-        with OperationWatch(owners, "loss_fn") if owners else nullcontext():
-            loss: Any = self._function(output, targets, **keywords)
+        with OperationWatch(owners, "loss_fn", stages=self._stages) if owners else nullcontext():
+            loss: Any = self.function(output, targets, **keywords)
         if self.reduction != "tokens":
             return _number(loss), None
         if not isinstance(loss, tuple | list) or len(loss) != 2:
@@ -88,7 +106,16 @@ class Loss:
         Only the first call compares, and only where the output has rows; a single row is taken with
         the next microbatch's. Losses that draw random numbers, or take no halves, are not compared.
         """
-        whole, outputs = self._values(output, batch), tensors_of(output)
+        if check := getattr(self.function, "check_targets", None):
+            check(batch.inputs[0], batch.targets[0])
+        try:
+            whole = self._values(output, batch)
+        except TypeError:
+            if self.keywords == self._named:
+                raise
+            self.keywords = self._named  # ``**kwargs`` are handed on to what names some of them
+            whole = self._values(output, batch)
+        outputs = tensors_of(output)
         rows = len(batch.inputs[0])
         is_single = rows == 1 < len(batch.inputs)
         has_rows = (rows > 1 or is_single) and all(x.dim() and len(x) == rows for x in outputs)
@@ -155,8 +182,11 @@ class Loss:
         return []
 
     def _values(self, output: Value, batch: Microbatches) -> list[float]:
-        """The loss of the first microbatch and, if there is one, its count; waits for them."""
-        return [float(value) for value in self(output, batch, 0) if value is not None]
+        """The loss of the first microbatch and, if there is one, its count; waits for them. The
+        function may change what it is given, a copy."""
+        copied = tuple(x.clone() for x in tensors_of(output))
+        values = self(copied if isinstance(output, tuple) else copied[0], batch.first(), 0)
+        return [float(value) for value in values if value is not None]
 
 
 def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:

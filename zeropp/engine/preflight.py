@@ -16,8 +16,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.collectives import as_sent
 from zeropp.engine.errors import gathered, together
+from zeropp.engine.given_rows import checksum
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
 from zeropp.types.layout import InfeasibleError
@@ -49,21 +49,22 @@ def with_equal_values(make: Callable[[], dict[int, nn.Module]]) -> dict[int, nn.
 
 
 def _values(index: int, layer: nn.Module) -> dict[str, object]:
-    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values.
+    """What must be equal on all ranks that train a layer: shapes, types, and values, as checksums,
+    of parameters and buffers.
 
     Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
     model has kept only shards.
     """
     values: dict[str, object] = {}
-    for name, parameter in layer.named_parameters():
-        wide = as_sent(parameter.detach()).double()
-        sums = () if wide.is_meta else (float(wide.sum()), float(wide.square().sum()))
-        if any(math.isnan(one) for one in sums) and bool(wide.isnan().all()):
+    parameters = dict(layer.named_parameters())
+    for name, one in {**parameters, **dict(layer.named_buffers())}.items():
+        values[name] = (tuple(one.shape), str(one.dtype), one.requires_grad, int(checksum(one)))
+        some = one.numel() and name in parameters and not one.is_meta
+        if some and math.isnan(float(one.detach().flatten()[0].abs())) and bool(one.isnan().all()):
             raise InfeasibleError(
                 f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
                 "model that parallelize has made, or was copied from it (make a new layer)"
             )
-        values[name] = (tuple(wide.shape), str(parameter.dtype), parameter.requires_grad, *sums)
     return values
 
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "default_timeout"]
+__all__ = ["TorchDispatchMode", "default_timeout", "is_traceable_wrapper_subclass"]
 
 
 def default_timeout(device: torch.device) -> timedelta | None:

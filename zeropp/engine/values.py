@@ -77,16 +77,32 @@ def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names).union(*map(keywords_of, module.children()))
 
 
+def takes_all(function: Callable[..., Any]) -> bool:
+    """Whether a function, or a module's ``forward``, takes ``**kwargs``."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        names = inspect.signature(called).parameters.values()
+    except ValueError:
+        return False
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
+
+
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
     """The keyword inputs whose names are among ``names``."""
     return {name: value for name, value in keywords.items() if name in names}
+
+
+def cut_rows(value: Tensor, microbatch_size: int) -> list[Tensor]:
+    """Microbatches along dimension 0, in the same memory. Each has a version counter of its own, so
+    that a layer may change one in place while the backward of another is still to come."""
+    return [part.data for part in torch.split(value, microbatch_size)]
 
 
 def split_rows(
     keywords: Mapping[str, Tensor], microbatch_size: int
 ) -> Sequence[Mapping[str, Tensor]]:
     """Keyword inputs of a batch, cut into microbatches along dimension 0; empty without any."""
-    parts = {name: torch.split(value, microbatch_size) for name, value in keywords.items()}
+    parts = {name: cut_rows(value, microbatch_size) for name, value in keywords.items()}
     count = len(next(iter(parts.values()), ()))
     return [{name: part[index] for name, part in parts.items()} for index in range(count)]
 

@@ -20,22 +20,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.context import Context, active
 from zeropp.engine.errors import free_frames, refusal
-from zeropp.engine.private_names import TorchDispatchMode
+from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
 from zeropp.engine.settings import ParameterName
+from zeropp.engine.trial import unchanged
 from zeropp.engine.values import (
     TensorShape,
     Value,
     chosen,
     keywords_of,
     may_have_gradient,
+    takes_all,
     tensors_of,
     without_scalars,
 )
@@ -57,6 +59,7 @@ class Owner(NamedTuple):
     name: str
 
 
+Stages = Sequence[frozenset[int]]  # the ranks that run the same stages, where there are several
 Owners = Mapping[int, Owner]  # by the parameter's identity
 
 
@@ -109,13 +112,14 @@ def walk(
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
     context: Context | None = None,
+    stages: Stages = (),
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
     each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
     ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
     there are no ``operators``. Layers that use ``torch.func`` can run only without
     ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
-    object.
+    object. ``stages``: as in ``OperationWatch``.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
@@ -130,18 +134,17 @@ def walk(
         recompute=recompute,
         recorder=recorder,
         tied=tied,
+        stages=stages,
         hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
     )
     exchanging = partial(context.exchanging, sample.shape[1]) if context else nullcontext
     try:
-        with exchanging():
+        with exchanging(), unchanged(layers):
             return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})
     except _NeedsValuesError as error:
         # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
         free_frames(error)
-    devices = [sample.device] if sample.device.type == "cuda" else []
-    # Training draws the same numbers as without this.
-    with torch.random.fork_rng(devices), exchanging():
+    with exchanging(), unchanged(layers, sample.device):
         return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
 
 
@@ -167,6 +170,7 @@ def _walk(
     recompute: Recompute,
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
+    stages: Stages,
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
     value: Value = sample
@@ -187,10 +191,10 @@ def _walk(
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
         module.to(sample.device)
-        names = keywords_of(module)
+        names = _named(module, value, keywords)
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            given, watch = value, OperationWatch(elsewhere, where, module)
+            given, watch = value, OperationWatch(elsewhere, where, module, stages)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, given, module, watches, hooks)
@@ -216,14 +220,36 @@ def _walk(
     return walked
 
 
+def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of a layer's keyword inputs. One with ``**kwargs`` takes all that there are, unless
+    it hands them on to what cannot be called with all of them."""
+    names = keywords_of(module)
+    if not takes_all(module) or keywords.keys() <= names:
+        return names
+    try:
+        with torch.no_grad():
+            copy.deepcopy(module)(*_leaves_of(value), **keywords)
+    except Exception:
+        return names
+    return names | keywords.keys()
+
+
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators inside of it that read one of ``owners``, which are parameters of other
     layers than ``reader``, as no rank would add up their gradients; and those that write to a
-    parameter of the ``reader`` itself, as the masters would never see it. ``draws``: whether any of
-    them took numbers of torch's default generators."""
+    parameter of the ``reader`` itself, as the masters would never see it; and collectives to which
+    only some ranks of their group would come, as the others run other ``stages``. ``draws``:
+    whether any of them took numbers of torch's default generators."""
 
-    def __init__(self, owners: Owners, reader: str, module: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        owners: Owners,
+        reader: str,
+        module: nn.Module | None = None,
+        stages: Stages = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._stages = stages
         self._owners, self._reader = owners, reader
         self.draws = False
         self._module = nn.Module() if module is None else module
@@ -243,6 +269,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor):
                 self._check_written(value.untyped_storage())
+        if function.namespace == "c10d":
+            self._check_collective(next(x for x in args if isinstance(x, torch.ScriptObject)))
         if _draws(function, args, kwargs or {}):
             self.draws = True
             if (context := active()) is not None and not context.drops:
@@ -261,6 +289,14 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, storage in self._held.items():
                 if now.get(name) is not storage:
                     self._check_written(storage)
+
+    def _check_collective(self, group: Any) -> None:
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+        if self._stages and not any(stage.issuperset(ranks) for stage in self._stages):
+            raise InfeasibleError(
+                f"{self._reader}: calls a collective of ranks {ranks}, not all of which run the "
+                f"same stage (take pp=1, or a group among {[sorted(x) for x in self._stages]})"
+            )
 
     def _check_written(self, written: torch.UntypedStorage) -> None:
         for name, storage in self._held.items():
@@ -359,11 +395,13 @@ def check_layer(module: nn.Module, index: int) -> None:
                 f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
                 "lazy modules need it)"
             )
-        if isinstance(parameter, DTensor) or parameter.is_inference():
-            kind = "a DTensor" if isinstance(parameter, DTensor) else "an inference tensor"
+        is_made_of_others = is_traceable_wrapper_subclass(parameter)
+        if is_made_of_others or parameter.is_inference():
+            kind = type(parameter.data).__name__ if is_made_of_others else "an inference tensor"
             raise InfeasibleError(
                 f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
-                "layers that nothing else has sharded, made outside of torch.inference_mode)"
+                "layers that nothing else has sharded or quantized, made outside of "
+                "torch.inference_mode)"
             )
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):

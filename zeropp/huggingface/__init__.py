@@ -3,6 +3,6 @@
 ``model_layers`` reads, makes and writes them; ``cut`` finds where a model can be cut.
 """
 
-from zeropp.huggingface.model_layers import HuggingFaceLayers, layers, token_loss
+from zeropp.huggingface.model_layers import HuggingFaceLayers, label_loss, layers, token_loss
 
-__all__ = ["HuggingFaceLayers", "layers", "token_loss"]
+__all__ = ["HuggingFaceLayers", "label_loss", "layers", "token_loss"]

@@ -240,9 +240,31 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     ``logits`` [rows, length, vocabulary], which are widened to fp32 slice by slice; ``targets``
     [rows, length] are the tokens that follow those of the inputs, or -100 for what is ignored.
+    Labels of the inputs' own tokens, as the collators of ``transformers`` give, are refused: they
+    are for ``label_loss``.
     """
     losses = in_slices(_sum_of_tokens, logits.flatten(0, 1), targets.flatten())
     return losses, (targets != _IGNORED).sum()
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """``token_loss`` of labels as the collators of ``transformers`` give them, ``labels`` [rows,
+    length]: of the inputs' own tokens, which are shifted here as its models shift them (5.24,
+    ``ForCausalLMLoss``). Targets that are shifted already are refused."""
+    return token_loss(logits, F.pad(labels[:, 1:], (0, 1), value=_IGNORED))
+
+
+def _check_targets(inputs: Tensor, targets: Tensor, *, shift: int, refusal: str) -> None:
+    """Raise InfeasibleError for targets that are the inputs' tokens, ``shift`` places further."""
+    if inputs.shape != targets.shape or inputs.dim() != 2 or inputs.is_meta:
+        return
+    tokens = inputs.to(targets.device)
+    own, goals = tokens[:, shift:], targets[:, : targets.shape[1] - shift]
+    counts = goals != _IGNORED
+    # Rows of one token alone are their own shift, and a few tokens may be so by chance.
+    differs = (tokens != tokens[:, :1])[:, shift:] & counts
+    if bool(((own == goals) | ~counts).all() & (counts.sum() > 3) & differs.any()):
+        raise InfeasibleError(refusal)
 
 
 def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
@@ -251,6 +273,19 @@ def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 token_loss.loss_reduction = "tokens"  # type: ignore[attr-defined]  # parallelize's default with it
+label_loss.loss_reduction = "tokens"  # type: ignore[attr-defined]
+token_loss.check_targets = partial(  # type: ignore[attr-defined]
+    _check_targets,
+    shift=0,
+    refusal="targets: are the inputs' own tokens, so that a copy would be learnt (take the tokens "
+    "that follow, or zeropp.huggingface.label_loss, which shifts labels)",
+)
+label_loss.check_targets = partial(  # type: ignore[attr-defined]
+    _check_targets,
+    shift=1,
+    refusal="targets: are the tokens that follow those of the inputs, and would be shifted twice "
+    "(take zeropp.huggingface.token_loss, or labels of the inputs' own tokens)",
+)
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

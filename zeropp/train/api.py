@@ -20,7 +20,7 @@ from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import agreed
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.settings import Settings, asked_for, read_keywords
-from zeropp.engine.values import keywords_of
+from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
 from zeropp.train.keywords import check_call, with_keywords_of
@@ -56,7 +56,13 @@ def parallelize(
     own = partial(own_layers, layers, plan, device, settings.tied)
     held = preflight.with_equal_values(own)
     owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
-    loss = Loss(loss_fn, settings.loss_reduction, owners)
+    loss = Loss(
+        loss_fn,
+        settings.loss_reduction,
+        owners,
+        settings.sample_keywords,
+        plan.layout.stage_ranks(),
+    )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
     return ParallelModel(engine, plan, frozenset(settings.sample_keywords), chosen)
 
@@ -133,8 +139,10 @@ def _sizes(
         measure_saved=bool(asked),
         tied=settings.tied,
         context=settings.slicing,
+        stages=settings.layout.stage_ranks(),
     )
-    named = [keywords_of(loss_fn), *(layer.names for layer in sizes)]
+    every = frozenset(settings.sample_keywords if takes_all(loss_fn) else ())
+    named = [keywords_of(loss_fn) | every, *(layer.names for layer in sizes)]
     preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
     kinds = [layer.kinds for layer in sizes]
     preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)

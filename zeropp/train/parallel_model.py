@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from signal import SIGTERM, SIGUSR1, signal
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,7 +18,7 @@ from zeropp.engine.engine import Batches, Engine
 from zeropp.engine.evaluator import Outputs
 from zeropp.engine.loss import Microbatches
 from zeropp.engine.preflight import check_inference
-from zeropp.engine.values import Value, split_rows
+from zeropp.engine.values import Value, cut_rows, split_rows
 from zeropp.schedule.plan import Plan
 from zeropp.train.loader import make_loader
 from zeropp.types.training import StepResult
@@ -50,6 +51,7 @@ class ParallelModel:
         first = rows * self.data_parallel_rank
         self.rows = slice(first, first + rows)
         self._keywords = keywords
+        self._save_to: Path | str | None = None
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -71,7 +73,11 @@ class ParallelModel:
         batch = self.engine.agree(
             "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
         )
-        return self.engine.step(batch)
+        result = self.engine.step(batch)
+        if self._save_to is not None and self.engine.agreed_signal:
+            self.save(self._save_to)
+            raise SystemExit(128 + self.engine.agreed_signal)
+        return result
 
     @overload
     def eval_step(
@@ -220,6 +226,17 @@ class ParallelModel:
         self.engine.on_all_ranks("load", lambda: check_inference("load"))
         self._checkpointer.load(directory, weights_only=weights_only)
 
+    def save_on_signal(
+        self, directory: Path | str, signals: Sequence[int] = (SIGTERM, SIGUSR1)
+    ) -> None:
+        """Save and end when a job is to be preempted: once a rank has been sent one of ``signals``,
+        the next ``train_step`` to begin ends with a checkpoint in ``directory`` and SystemExit of
+        128 and the signal's number, on all ranks. All ranks must call it, in their main threads."""
+        self.engine.on_all_ranks("save_on_signal", lambda: None)
+        self._save_to = directory
+        for number in signals:
+            signal(number, lambda sent, frame: setattr(self.engine, "signal", int(sent)))
+
     def close(self) -> None:
         """End this model's threads and process groups; it cannot be used afterwards."""
         self.engine.close()
@@ -310,7 +327,8 @@ class ParallelModel:
             inputs, targets = own.pop("inputs"), own.pop("targets")
             keyword_inputs = own
         keywords = split_rows(keyword_inputs, size)
-        return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords, whole)
+        parts = cut_rows(inputs, size), cut_rows(targets, size)
+        return Microbatches(*parts, keywords, whole)
 
 
 def describe(plan: Plan) -> str:

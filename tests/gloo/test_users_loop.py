@@ -1,0 +1,444 @@
+"""What a training loop of a user's own may do: functions that keep things, labels of transformers,
+keyword inputs by ``**kwargs``, and rows and values that differ between ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+import zeropp
+from tests.gloo.layers import ROWS, WIDTH, linear
+from tests.gloo.models import built, data, error_of, seeded
+from tests.gloo.world import WorkerError, World, on_ranks
+from tests.waiting import wait_until
+from zeropp import huggingface
+from zeropp.engine.given_rows import checksum
+from zeropp.engine.trial import unchanged
+from zeropp.train.parallel_model import ParallelModel
+
+MICROBATCH, STEPS = 3, 3
+CALLS, NOTED = 0, list[float]()
+sgd: Callable[..., Any] = lambda groups: torch.optim.SGD(groups["all"], lr=0.2)  # noqa: E731
+
+
+class Shifting(nn.Module):
+    """Changes its input in place, as a first layer may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5).mul_(2)
+
+
+class Moving(nn.Module):
+    """Changes buffers in every forward, of which no checkpoint has the first, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.get_buffer("mean").mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.seen = 0.9 * self.get_buffer("seen") + y.detach().mean(0)
+        self.calls += 1
+        self.history.append(y.detach().mean(0))
+        scale = min(1.0, self.calls / 20) + 0.01 * random.random()
+        return y * scale - self.get_buffer("mean") - 0.1 * self.get_buffer("seen")
+
+
+class Scaled:
+    """A loss that keeps counters, tensors and a generator of its own."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, random.Random(3)
+        self.mean = torch.zeros(())
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        global CALLS
+        self.calls += 1
+        CALLS += 1
+        NOTED.append(0.0)
+        loss = F.mse_loss(output, target)
+        self.mean.mul_(0.5).add_(loss.detach(), alpha=0.5)
+        scale = self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean
+        return loss * scale / 30
+
+
+def changing() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that changes targets and outputs in place, and counts its calls in a closure."""
+    calls, noted = 0, [0]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls, noted[0] = calls + 1, noted[0] + 1
+        target -= 1
+        output = output.sub_(output.detach().mean())
+        return F.mse_loss(output, target) * min(1.0, (calls + noted[0]) / 40)
+
+    return loss
+
+
+LOOPS: dict[str, tuple[list[Callable[[], nn.Module]], Callable[[], Any]]] = {
+    "in place": ([Shifting, linear, linear], lambda: F.mse_loss),
+    "buffers": ([linear, Moving, linear], lambda: F.mse_loss),
+    "closure": ([linear, linear, linear], changing),
+    "object": ([linear, linear, linear], Scaled),
+}
+
+
+def fresh() -> None:
+    """What loops keep outside of their layers, as before the first one."""
+    global CALLS
+    CALLS = 0
+    NOTED.clear()
+    random.seed(5)
+
+
+def plain(name: str) -> list[float]:
+    """The losses of a loop in one process."""
+    fresh()
+    kinds, make = LOOPS[name]
+    model, loss_fn = nn.Sequential(*seeded(kinds)), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = (part.float() for part in data(step))
+        optimizer.zero_grad()
+        total = 0.0
+        pairs = zip(torch.split(inputs, MICROBATCH), torch.split(targets, MICROBATCH), strict=True)
+        for x, y in pairs:
+            loss = loss_fn(model.float()(x), y) * MICROBATCH / ROWS
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def trained(name: str, pp: int) -> list[float]:
+    """The losses of the same loop with evaluations in it."""
+    fresh()
+    kinds, make = LOOPS[name]
+    layers = [layer.float() for layer in seeded(kinds)]
+    inputs, targets = (part.float() for part in data(0))
+    losses = []
+    with zeropp.parallelize(
+        layers, make(), sample=inputs[:MICROBATCH], global_batch=ROWS, pp=pp, optimizer=sgd
+    ) as model:
+        for step in range(STEPS):
+            if isinstance(layers[1], Moving):
+                model.eval_step(inputs.clone() + 3, targets.clone())
+                model.forward_only(inputs.clone())
+            inputs, targets = (part.float() for part in data(step))
+            losses.append(float(model.train_step(inputs, targets).loss))
+    return losses
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_loop_is_that_of_one_process(world: World, pp: int) -> None:
+    for name in LOOPS:
+        for losses in world.run(trained, name, pp, size=pp):
+            assert losses == pytest.approx(plain(name), rel=1e-5), name
+
+
+def test_what_a_reader_noted_in_an_evaluation_stays() -> None:
+    layer = Moving()
+    with unchanged([layer], whole=False):
+        layer(torch.ones(2, WIDTH))
+    assert len(layer.history) == 1
+    assert layer.calls == 0
+    assert not layer.get_buffer("mean").any()
+    assert not layer.get_buffer("seen").any()
+    with unchanged([layer]):
+        layer(torch.ones(2, WIDTH))
+    assert len(layer.history) == 1
+
+
+# Labels.
+
+VOCABULARY, LENGTH = 19, 6
+
+
+class Head(nn.Module):
+    """From a token to logits of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+@on_ranks(1)
+def test_labels_are_shifted_by_name_and_refused_otherwise() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(1, VOCABULARY, (8, LENGTH))
+    labels = tokens.clone()
+    labels[:, :2] = -100  # a prompt
+
+    def said(loss_fn: Any, targets: Tensor, inputs: Tensor = tokens) -> str:
+        torch.manual_seed(1)
+        with zeropp.parallelize([Head()], loss_fn, sample=tokens[:2], global_batch=8) as model:
+            error = error_of(lambda: losses.append(float(model.train_step(inputs, targets).loss)))
+            assert model.steps_done == (not error)
+        return error
+
+    losses: list[float] = []
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)
+    for loss_fn, targets in (
+        (huggingface.label_loss, labels),
+        (huggingface.token_loss, following),
+    ):
+        assert said(loss_fn, targets) == ""
+    torch.manual_seed(1)
+    logits = Head()(tokens)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert losses == pytest.approx([float(expected)] * 2)
+    assert "label_loss, which shifts" in said(huggingface.token_loss, labels)
+    assert "label_loss, which shifts" in said(huggingface.token_loss, tokens)
+    assert "shifted twice" in said(huggingface.label_loss, following)
+    same = torch.full_like(tokens, 3)  # a token that follows itself
+    assert said(huggingface.token_loss, same, same) == ""
+    assert said(huggingface.label_loss, same, same) == ""
+
+
+# What ranks are given.
+
+
+class Reads(nn.Module):
+    """Reads a keyword input that it does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) * more.get("mask", 1.0)
+        return output
+
+
+class Hands(nn.Module):
+    """Hands keyword inputs on to what names one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Reads()
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return self.by_name(x, **more)
+
+    def by_name(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Takes no other keyword."""
+        output: Tensor = self.inner(x, mask=mask)
+        return output
+
+
+def by_keywords(kind: str) -> float:
+    """The loss of a step with a mask that only ``**kwargs`` name."""
+
+    def weighted(output: Tensor, target: Tensor, **more: Tensor) -> Tensor:
+        return F.mse_loss(output * more.get("mask", 1.0), target)
+
+    every: dict[str, list[nn.Module]] = {
+        "layer": [nn.Linear(WIDTH, WIDTH), Reads()],
+        "handed on": [nn.Linear(WIDTH, WIDTH), Hands()],
+        "loss": [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)],
+    }
+    layers = every[kind]
+    torch.manual_seed(0)
+    for layer in layers:
+        for one in layer.parameters():
+            nn.init.normal_(one)
+    loss_fn = weighted if kind == "loss" else F.mse_loss
+    inputs, targets = (part.float() for part in data())
+    mask = (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 > 0).float()
+    with zeropp.parallelize(
+        layers, loss_fn, sample=inputs[:2], global_batch=ROWS, sample_keywords={"mask": mask[:2]}
+    ) as model:
+        return float(model.train_step(inputs, targets, mask=mask).loss)
+
+
+@on_ranks(1)
+def test_keyword_inputs_reach_those_who_read_them_by_kwargs() -> None:
+    inputs, targets = (part.float() for part in data())
+    mask = (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 > 0).float()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    torch.manual_seed(0)
+    for one in model.parameters():
+        nn.init.normal_(one)
+    expected = float(F.mse_loss(model(inputs) * mask, targets))
+    for kind in ("layer", "handed on", "loss"):
+        assert by_keywords(kind) == pytest.approx(expected), kind
+
+
+def unlike(what: str) -> str:
+    """What the call or the first step says where rank 1 differs from rank 0."""
+    rank = dist.get_rank()
+    layers = seeded([linear, linear])
+    inputs, targets = data()
+    pp = 1 if what in ("buffer", "same rows", "one row") else 2
+
+    def work() -> None:
+        if what == "buffer":
+            generator = torch.Generator().manual_seed(rank)
+            # A permutation, whose sums are those of any other.
+            layers[1].register_buffer("order", torch.randperm(WIDTH, generator=generator))
+        size = ROWS if what != "one row" else 2
+        model: ParallelModel = built(layers, pp=pp, shard=2 // pp, global_batch=size)
+        rows = model.rows if what == "right" else slice(0, model.rows.stop - model.rows.start)
+        x, y = inputs[rows].clone(), targets[rows].clone()
+        if what == "order in a row" and rank:
+            y = y.flip(1)
+        if what == "pairs" and rank:
+            y[0, :2], y[1, :2] = y[0, :2].flip(0), y[1, :2].flip(0)
+        if what == "constant":
+            x = torch.ones_like(x)
+        model.train_step(x, y)
+        model.close()
+
+    return error_of(work)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("buffer", "layers[1]: 'order' is not the same on ranks 0 and 1"),
+        ("order in a row", "'targets' is not the same on ranks [0, 1]"),
+        ("pairs", "'targets' is not the same on ranks [0, 1]"),
+        ("same rows", "all data-parallel ranks were given the same rows"),
+        ("one row", "all data-parallel ranks were given the same rows"),
+        ("right", ""),
+        ("constant", ""),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(world: World, what: str, expected: str) -> None:
+    for said in world.run(unlike, what, size=2):
+        assert expected in said if expected else said == ""
+
+
+def test_a_transposed_tensor_has_another_checksum() -> None:
+    part = torch.arange(9.0).view(3, 3)
+    parts = (part, part.t(), part.flip(1), part.flip(0), part[:, [1, 0, 2]])
+    assert len({int(checksum(one)) for one in parts}) == 5
+    assert int(checksum(torch.tensor(2.0))) != int(checksum(torch.tensor(3.0)))
+
+
+# Faults.
+
+
+class Contrastive(nn.Module):
+    """A layer, or a loss, that gathers over all ranks, as CLIP's does."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        every = x.detach().clone()
+        dist.all_reduce(every)
+        return x - 0.1 * every if target is None else F.mse_loss(x - 0.1 * every, target)
+
+
+def gathering(where: str, degrees: dict[str, int]) -> str:
+    """What is said of a layer or a loss with a collective over all ranks."""
+    layers = seeded([linear] * 3)
+    if where == "layer":
+        layers[1] = Contrastive()
+    loss_fn = Contrastive() if where == "loss" else F.mse_loss
+    inputs, targets = data()
+
+    def work() -> None:
+        model = built(layers, loss_fn=loss_fn, **degrees)
+        model.train_step(inputs[model.rows], targets[model.rows])
+        model.close()
+
+    return error_of(work)
+
+
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_a_collective_to_which_only_some_ranks_come_is_refused(world: World, where: str) -> None:
+    for said in world.run(gathering, where, {"pp": 2}, size=2):
+        assert "calls a collective of ranks [0, 1], not all of which run the same stage" in said
+        assert "loss_fn" in said if where == "loss" else "layers[1]" in said
+    assert set(world.run(gathering, where, {"shard": 2}, size=2)) == {""}
+
+
+@on_ranks(1)
+def test_a_weight_that_is_made_of_others_is_named() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    made: Any = TwoTensor
+    layer.weight = nn.Parameter(made(torch.ones(8, 8), torch.ones(8, 8)), requires_grad=False)
+    said = error_of(lambda: built([layer, *seeded([linear])]))
+    assert "layers[0]: 'weight' is TwoTensor, but a plain parameter is needed" in said
+
+
+def dying(place: Path) -> None:
+    """Rank 1 ends between two steps, or in the middle of one; the others write what they say."""
+    layers: list[Any] = seeded([linear] * 4)
+    died = [0]
+    if place.name == "in a step" and dist.get_rank() == 1:
+        layers[3].register_forward_hook(
+            lambda module, *_: os._exit(1) if module.training and len(died) > 1 else None
+        )
+    model = built(layers, pp=2)
+    inputs, targets = data()
+    model.train_step(inputs, targets)
+    died.append(1)
+    ready = place.parent / "ready"
+    if dist.get_rank() == 0:
+        ready.touch()
+    wait_until(ready.exists, "rank 0 has made a step")
+    if dist.get_rank() == 1 and place.name == "between":
+        os._exit(1)
+    said = error_of(lambda: model.train_step(inputs, targets))
+    (place.parent / f"{place.name} {dist.get_rank()}").write_text(said)
+
+
+@pytest.mark.parametrize("where", ["between", "in a step"])
+def test_peers_of_a_dead_rank_say_so_in_one_line(world: World, where: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError):
+        world.run(dying, tmp_path / where, size=2, timeout_s=60)
+    said = (tmp_path / f"{where} 0").read_text()
+    assert said.startswith("LostRankError: lost the connection to a rank, or it did not come")
+    assert len(said.splitlines()) == 1
+
+
+def preempted(folder: Path, rank: int) -> tuple[int, int, int]:
+    """Steps until all ranks leave, after a signal to one of them; the exit status; steps saved."""
+    torch.manual_seed(0)
+    inputs, targets = data()
+    model = built(seeded([linear] * 4), pp=2)
+    model.save_on_signal(folder / "checkpoint")
+    status = 0
+    try:
+        for step in range(5):
+            if step == 2 and dist.get_rank() == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            model.train_step(inputs[model.rows], targets[model.rows])
+    except SystemExit as end:
+        status = int(str(end.code))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    done = model.steps_done
+    model.close()
+    with built(seeded([linear] * 4), pp=1, shard=2) as other:
+        other.load(folder / "checkpoint")
+        return done, status, other.steps_done
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
+    world: World, rank: int, tmp_path: Path
+) -> None:
+    assert set(world.run(preempted, tmp_path, rank, size=2)) == {(3, 128 + signal.SIGTERM, 3)}
