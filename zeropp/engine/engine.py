@@ -98,6 +98,7 @@ class Engine:
     """
 
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
+    _seeds: StepSeeds | None = None  # where layers draw random numbers
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
 
     def __init__(
@@ -119,7 +120,6 @@ class Engine:
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._rows = GivenRows(("inputs", "targets", *settings.sample_keywords), layout, device)
-        self._seeds: StepSeeds | None = None
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
