@@ -124,16 +124,13 @@ def _changes(
         ).winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue
-        if _setting(winner.candidate, knob) == _setting(now.candidate, knob):
+        pair = (winner.candidate, now.candidate)
+        if len({getattr(of.knobs, knob, of.microbatch_size) for of in pair}) == 1:
             continue  # another knob that follows from this one has changed, which is tried alone
         if (words := describe(winner.plan)) not in plans:
             plans.add(words)
             changes[knob] = winner
     return dict(sorted(changes.items(), key=lambda change: change[1].step_s))
-
-
-def _setting(candidate: Candidate[Any], knob: str) -> Any:
-    return getattr(candidate.knobs, knob, candidate.microbatch_size)
 
 
 def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:

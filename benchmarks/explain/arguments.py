@@ -183,15 +183,12 @@ def _sizes(lines: Iterable[str]) -> dict[str, int]:
 
 def _slurm_variables(sizes: Mapping[str, int], num_gpus: int | None) -> dict[str, str]:
     """The variables that Slurm would set for a job of these sizes."""
-    if not sizes:
-        return {}
-    per_node = _gpus_per_node(sizes)
+    per_node, tasks = _gpus_per_node(sizes), sizes.get("ntasks_per_node", 1)
     nodes = num_gpus // per_node if num_gpus and per_node else sizes.get("nodes", 1)
-    tasks = sizes.get("ntasks_per_node", 1)
     values = {"NNODES": nodes, "JOB_NUM_NODES": nodes, "NODEID": 0, "PROCID": 0, "LOCALID": 0}
     values |= {"NTASKS_PER_NODE": tasks, "NTASKS": sizes.get("ntasks", nodes * tasks), "JOB_ID": 1}
     values |= {"GPUS_PER_NODE": per_node, "GPUS_ON_NODE": per_node} if per_node else {}
-    return {f"SLURM_{name}": str(value) for name, value in values.items()}
+    return {f"SLURM_{name}": str(value) for name, value in values.items()} if sizes else {}
 
 
 def _gpus_per_node(sizes: Mapping[str, int]) -> int | None:
@@ -202,10 +199,9 @@ def _gpus_per_node(sizes: Mapping[str, int]) -> int | None:
 
 def _world(sizes: Mapping[str, int]) -> int | None:
     """The number of GPUs of a job of these sizes; None if they do not say it."""
-    if whole := sizes.get("num_processes") or sizes.get("gpus"):
-        return whole
     nodes = sizes.get("nnodes") or sizes.get("num_nodes") or sizes.get("nodes")
-    if per_node := _gpus_per_node(sizes):
-        return (nodes or 1) * per_node
-    tasks = sizes.get("ntasks_per_node")
-    return sizes.get("ntasks") or (nodes * tasks if nodes and tasks else None)
+    per_node, tasks = _gpus_per_node(sizes), sizes.get("ntasks_per_node")
+    by_node = (nodes or 1) * per_node if per_node else None
+    by_task = nodes * tasks if nodes and tasks else None
+    whole = sizes.get("num_processes") or sizes.get("gpus")
+    return whole or by_node or sizes.get("ntasks") or by_task

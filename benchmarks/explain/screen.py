@@ -158,17 +158,16 @@ class PlanLine(NamedTuple):
 
 def told_apart(plans: Sequence[PlanLine]) -> str:
     """Whether the simulator can tell the best plans of two programs apart, as a sentence."""
-    (first, fast), (second, other) = ((line, line.plan) for line in (plans[0], plans[-1]))
-    if fast is None or other is None or first is second:
+    found = sorted((line.plan.step_s, line.name) for line in plans if line.plan)
+    if len(found) < 2:
         return ""
-    if fast.step_s > other.step_s:
-        (first, fast), (second, other) = (second, other), (first, fast)
-    ratio, reach = other.step_s / fast.step_s, ratio_errors.factor(one_program=False)
-    if ratio < reach:
-        told = "no difference that the simulator can tell"
-    else:
-        told = f"{first.name} is {ratio_errors.ratio_text(ratio, one_program=False)} times as fast"
-    return f"{plans[0].name} {plans[0].gain}, {plans[-1].name} {plans[-1].gain}: {told}."
+    ratio, reach = found[-1][0] / found[0][0], ratio_errors.factor(one_program=False)
+    told = "no difference that the simulator can tell"
+    if ratio >= reach:
+        times = ratio_errors.ratio_text(ratio, one_program=False)
+        told = f"{found[0][1]} is {times} times as fast"
+    names = ", ".join(f"{line.name} {line.gain}".removesuffix(" -") for line in plans)
+    return f"{names}: {told}."
 
 
 _QUANTITIES: dict[str, Callable[[Evaluated[Any]], str]] = {
