@@ -7,7 +7,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,17 @@ PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 
 class WordsRead(BaseException):
     """The command's words were read without an error."""
+
+
+def only_parse(name: str) -> Callable[[CommandParser, list[str] | None], None]:
+    """A method of parsers that parses, and goes no further."""
+    method = getattr(CommandParser, name)
+
+    def parsed(self: CommandParser, words: list[str] | None = None) -> None:
+        method(self, words)
+        raise WordsRead
+
+    return parsed
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -61,19 +72,16 @@ def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         name = module.removeprefix("benchmarks.")
         is_folder = (CHECKOUT / module.replace(".", "/")).is_dir()
         file = FOLDERS.get(name, f"{name}.__main__" if is_folder else name)
-        with pytest.raises(WordsRead):
-            importlib.import_module(f"benchmarks.{file}").main()
+        main = importlib.import_module(f"benchmarks.{file}").main
+        with monkeypatch.context() as only:
+            for method in ("parse_args", "parse_intermixed_args"):
+                only.setattr(CommandParser, method, only_parse(method))
+            with pytest.raises(WordsRead):
+                main()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_suite_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse_args = CommandParser.parse_args
-
-    def only_parse(self: CommandParser, words: list[str] | None = None) -> None:
-        parse_args(self, words)
-        raise WordsRead
-
-    monkeypatch.setattr(CommandParser, "parse_args", only_parse)
     for module, *words in commands(page):
         read(module, words, monkeypatch)
 

@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 700,
 }
 MOST_LINES = 51_120
-MOST_LINES_OF_TESTS = 31_470
+MOST_LINES_OF_TESTS = 31_480
 
 
 @cache

@@ -17,7 +17,7 @@ from benchmarks.launch import local
 from benchmarks.launch.attempt import Ending, killed, new_header, write_unstarted
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
-from benchmarks.launch.sweep import launch_points, only_one, run_points
+from benchmarks.launch.sweep import announce, launch_points, only_one, run_points
 from benchmarks.records.events import Events
 from benchmarks.records.record import RunRecord, find_records
 from benchmarks.specification import SpecError
@@ -210,3 +210,13 @@ def test_retries_without_waiting_are_refused(tmp_path: Path) -> None:
     config = places | {"rerun": "missing", "repeats": 1, "retries": 2, "launcher": slurm}
     with pytest.raises(SpecError, match=r"retries=2: needs launcher\.wait=true"):
         launch_points([point], [config])
+
+
+def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as the same command's points of before its configuration was edited."""
+    point = Point(spec_from_mapping(mapping()), None, "no plan")
+    announce([point], [point], [], "slurm", {"gpt-older": "job 7_0 is pending"})
+    told = capsys.readouterr().err
+    assert "(and 1 that are not of this sweep: zeropp status, zeropp cancel)" in told
+    announce([point], [], [], "slurm", {point.spec.spec_id: "job 7_0 is pending"})
+    assert "not of this sweep" not in capsys.readouterr().err
