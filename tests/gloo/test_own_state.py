@@ -151,6 +151,12 @@ class ByTensor(Fading):
     count = "tensor"
 
 
+class ByAttribute(Fading):
+    """In an attribute alone, which a plain loop loses."""
+
+    count = "own"
+
+
 class ByStateDict(Fading):
     """In a state dict of its own, as StableSPAM does."""
 
@@ -168,7 +174,7 @@ class ByStateDict(Fading):
 
 RESUMED = {
     kind.__name__: own(kind, lr=0.1, momentum=0.9, dampening=0.5)
-    for kind in (Look, ByGroup, ByState, ByTensor, ByStateDict)
+    for kind in (Look, ByGroup, ByState, ByTensor, ByStateDict, ByAttribute)
 }
 
 

@@ -522,10 +522,11 @@ def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
     """The settings of each optimizer group that are numbers (also as tensors, which torch allows
     for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
     may have changed or added some. With them come the numbers of its optimizer itself."""
-    own = dict(zip(map(id, parts_of(updater.optimizer)), kept, strict=True))
+    parts = map(id, parts_of(updater.optimizer))
+    own = dict(zip(parts, zip(kept, updater.made, strict=True), strict=True))
     settings: dict[str, Settings] = {}
     for name, part, group in _groups_of(updater):
-        numbers = _plain_ones(own_numbers(part, own[id(part)]))
+        numbers = _plain_ones(own_numbers(part, *own[id(part)]))
         plain = _plain_ones({key: one for key, one in group.items() if key not in _OF_MACHINE})
         settings[name] = (*plain.items(), *([(_OWN, numbers)] if numbers else []))
     return settings

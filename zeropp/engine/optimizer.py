@@ -16,7 +16,13 @@ from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.engine.tied import TiedWeights
-from zeropp.engine.update_rules import clip_factor, made_optimizer, power_of_norm, square_norm
+from zeropp.engine.update_rules import (
+    clip_factor,
+    made_optimizer,
+    parts_of,
+    power_of_norm,
+    square_norm,
+)
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
@@ -38,6 +44,7 @@ class Updater:
         kept = self.optimizer.state.values()
         self.begins_with_state = any(isinstance(one, dict) and one for one in kept)
         self.is_updating = self.has_updated = False
+        self.made = [dict(vars(part)) for part in parts_of(self.optimizer)]
         self.optimizer.register_step_pre_hook(self._check_moment)
 
     def _check_moment(self, *_: object) -> None:

@@ -63,6 +63,10 @@ def set_own_numbers(part: torch.optim.Optimizer, numbers: Mapping[str, Any]) -> 
     saved = {key: numbers[f"own {key}"] for key in part.state_dict() if f"own {key}" in numbers}
     if saved:
         part.load_state_dict({**part.state_dict(), **saved})
+    for key, number in numbers.items():
+        kind, _, name = key.partition(" ")
+        if kind == "attribute":
+            setattr(part, name, number)
     kept: dict[Any, Any] = part.state
     for key in [key for key in kept if f"state {key}" in numbers]:
         like, number = kept[key], numbers[f"state {key}"]

@@ -134,12 +134,16 @@ def made_optimizer(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> to
         return parts[0] if len(parts) == 1 else Optimizers(parts)
 
 
-def own_numbers(part: torch.optim.Optimizer, kept: Mapping[Any, Any]) -> dict[str, Any]:
-    """What an optimizer keeps beside its tensors: under other keys of its state, and in a state
-    dict of its own."""
+def own_numbers(
+    part: torch.optim.Optimizer, kept: Mapping[Any, Any], made: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What an optimizer keeps beside its tensors: under other keys of its state, in a state dict of
+    its own, and in attributes that are not what they were when it was ``made``."""
     has_own = type(part).state_dict is not torch.optim.Optimizer.state_dict
     saved = part.state_dict() if has_own else {}
     own = {f"own {key}": saved[key] for key in saved if key not in ("state", "param_groups")}
+    moved = {k: v for k, v in vars(part).items() if is_plain(v) and v is not made.get(k, part)}
+    own |= {f"attribute {key}": value for key, value in moved.items()}
     return own | {f"state {k}": v for k, v in kept.items() if not isinstance(k, Tensor)}
 
 

@@ -226,7 +226,7 @@ def _kind(optimizer: optim.Optimizer) -> str:
 def _check_beside(optimizer: optim.Optimizer, kind: str) -> None:
     """Refuse what an optimizer keeps beside its tensors and no checkpoint could hold."""
     for part in parts_of(optimizer):
-        beside = own_numbers(part, part.state) | vars(part)
+        beside = own_numbers(part, part.state, vars(part)) | vars(part)
         for name, value in beside.items():
             is_own = name.startswith(("own ", "state ")) and not is_plain(value)
             if is_own or isinstance(value, optim.Optimizer):
