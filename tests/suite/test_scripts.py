@@ -19,12 +19,13 @@ import torch.distributed as dist
 from benchmarks.specification.reading import preset
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.emulation import emulated
-from zeropp.emulate.log import STEP, Issued
+from zeropp.emulate.log import STEP, Issued, Log, Message
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.script import Objects, ScriptError, as_launched
 from zeropp.emulate.trace import Trace, trace_script
 from zeropp.emulate.world import fake_world
 from zeropp.price.cluster import Cluster
+from zeropp.schedule.plan import MemoryBytes
 from zeropp.types.operators import Attention
 
 A800 = preset("cluster", "a800", Cluster)
@@ -253,6 +254,14 @@ def test_stages_of_a_pipeline_find_their_shapes(tmp_path: Path) -> None:
     moved = {part.moved // (4 * 2 * 5) for part in parts}  # elements of a place, of fp32
     assert moved == {32, 64, 128}
     assert len(parts) == 2 * 4 * 2 * 3  # ends, microbatches, both ways, between four stages
+
+
+def test_ranks_to_compare_are_of_the_smallest_groups() -> None:
+    log = Log()
+    for group in ((0, 4, 8), (0, 2), tuple(range(12)), (0,)):
+        log.collective("compute", ("", group), len(group), "c10d::allreduce_")
+    log.messages("compute", [Message("", 0, 1, "")], "isend 1")
+    assert Trace(0, MemoryBytes(), 0.0, log.issued).replicas == {2, 4, 8}
 
 
 # Of every pair of data ranks the second leaves a sharded layer out.

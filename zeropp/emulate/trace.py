@@ -81,9 +81,12 @@ class Trace:
 
     @property
     def replicas(self) -> set[int]:
-        """The second and the last rank of every group in whose collectives it takes part."""
-        groups = {part.among for issued in self.log for part in issued.parts if not part.ends}
-        return {rank for group in groups for rank in (*group[1:2], *group[-1:])}
+        """The second and the last rank of every group in whose collectives it takes part, without
+        groups that have another one inside them, as all ranks have."""
+        parts = [part for issued in self.log for part in issued.parts]
+        groups = {part.among for part in parts if not part.ends and part.ranks > 1}
+        smallest = [one for one in groups if not any({*other} < {*one} for other in groups)]
+        return {rank for group in smallest for rank in (group[1], group[-1])}
 
 
 def trace_ranks(
