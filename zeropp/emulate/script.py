@@ -308,7 +308,9 @@ def _cuda(memory: Allocations, gpu: Device, per_node: int) -> Iterator[tuple[Any
             if known:
                 yield owner, name, like(getattr(owner, name), known[0])
             elif re.fullmatch(_LEFT_OUT, name):
-                yield owner, name, _refuse(f"torch.cuda.{name} is not emulated: leave it out")
+                refuse = _refuse(f"torch.cuda.{name} is not emulated: leave it out")
+                is_class = isinstance(getattr(owner, name), type)
+                yield owner, name, type(name, (), {"__init__": refuse}) if is_class else refuse
     for owner, answer in ((torch.cuda, (9, 0)), (torch.accelerator, {})):
         name = "get_device_capability"
         yield owner, name, like(getattr(owner, name), answer)
