@@ -109,16 +109,18 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
 
 
 # What a record lacks that is older than a field had this value.
-_DEFAULTS = {
-    above + field.name: field.default
-    for above, kind in (
-        *(("", RunSpec), ("model.", ModelShape), ("cluster.", Cluster)),
-        *(("cluster.device.", Device), ("optimizer.", OptimizerConfig)),
-        *(("data.", DataSpec), ("measure.", MeasureSpec)),
-    )
-    for field in fields(kind)
-    if field.default is not MISSING
-}
+_DEFAULTS = flat_spec(
+    {
+        above + field.name: field.default
+        for above, kind in (
+            *(("", RunSpec), ("model.", ModelShape), ("cluster.", Cluster)),
+            *(("cluster.device.", Device), ("optimizer.", OptimizerConfig)),
+            *(("data.", DataSpec), ("measure.", MeasureSpec)),
+        )
+        for field in fields(kind)
+        if field.default is not MISSING
+    }
+)
 _OF_MACHINES = ("OMP_", "MKL_", "NCCL_")  # variables that no contender sets
 # Keys with columns of their own, and in the last line those of a configuration.
 _OWN = ["model", "cluster", "num_gpus", "global_batch", "model.seq", "precision"]
@@ -128,7 +130,7 @@ _OWN += ["contender", "microbatch_size"]
 def settings_of(record: RunRecord) -> dict[str, str]:
     """The whole specification but for the contender's, and the kind of machine, as words by key:
     ``model.layers``, ``machine.processor``. ``machine`` names what a machine may follow from."""
-    words = flat_spec(_DEFAULTS) | flat_spec(record.spec)
+    words = _DEFAULTS | flat_spec(record.spec)
     words = {k: v for k, v in words.items() if not k.startswith("contender.")}
     ranks = [rank.environment for rank in record.ranks]
     where = [evidence_of(record), record.spec["cluster"]["name"], len(ranks)]

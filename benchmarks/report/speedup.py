@@ -220,7 +220,8 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     if options.contenders:
         compared = compared[compared["contender"].isin(options.contenders)]
     keys = {column.name: column for column in key_columns(rows)}
-    settings = ["seq"] * (rows["seq"].nunique() > 1) + display.varied(rows)
+    has_several = (rows.groupby("model")["seq"].nunique() > 1).any()
+    settings = ["seq"] * bool(has_several) + display.varied(rows)
     columns = (
         *(keys[name] for name in (*_HEADLINE, *settings, "evidence", "basis")),
         Column("contender", "contender"),
