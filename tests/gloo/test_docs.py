@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import textwrap
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeropp
 from tests.gloo.layers import WIDTH, One, linear
 from tests.gloo.world import World, on_ranks
+from zeropp import huggingface
 from zeropp.train.parallel_model import ParallelModel
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,6 +41,56 @@ class Masked(One):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         out = self.linear(x)
         return out if attention_mask is None else out * attention_mask[:, None]
+
+
+def is_of_a_folder(block: str) -> bool:
+    """Whether an example needs a model of transformers."""
+    return "huggingface" in block or "logits" in block
+
+
+def run_folders(place: Path) -> tuple[bool, int, int]:
+    """Run the blocks of the page and of the README that need a model of transformers, in a folder
+    that has one: whether what they saved can be read, and the lengths of what they gave."""
+    torch.manual_seed(0)
+    made: list[ParallelModel] = []
+    longest = 0
+
+    def parallelize(*given: Any, **more: Any) -> ParallelModel:
+        for model in made:
+            model.close()
+        made[:] = [zeropp.parallelize(*given, **{**more, "pp": 2, "shard": 1})]
+        return made[0]
+
+    tokens = torch.randint(3, 32, (ROWS, 6))
+    names: dict[str, Any] = {
+        "zeropp": SimpleNamespace(parallelize=parallelize, huggingface=huggingface),
+        "torch": torch,
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "mask": torch.ones_like(tokens),
+        "classes": tokens[:, 0] % 3,
+        "folder": "folder",
+        "count": 2,
+        "dataset": torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]),
+    }
+    with contextlib.chdir(place):
+        found = [*filter(is_of_a_folder, examples("training.md")), *examples("../README.md")]
+        blocks = sorted(found, key=lambda block: "Classification" in block)  # it takes a mask
+        for block in blocks:
+            exec(block.replace("import zeropp\n", ""), names)  # the page's own code
+            longest = max(longest, names["tokens"].shape[1])  # with generated tokens
+            names["tokens"] = tokens
+        saved = Path("other/folder").is_dir()
+    made[0].close()
+    return saved, len(blocks), longest
+
+
+def test_the_examples_of_transformers_run(world: World, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=2, pad_token_id=0, **sizes)
+    for folder in ("folder/of/save_pretrained", "folder"):
+        LlamaForCausalLM(config).save_pretrained(tmp_path / folder)
+    assert set(world.run(run_folders, tmp_path, size=2)) == {(True, 4, 8)}
 
 
 def run_training(folder: Path) -> tuple[list[float], int]:
@@ -77,6 +130,8 @@ def run_training(folder: Path) -> tuple[list[float], int]:
     }
     with mock.patch.object(dist, "init_process_group"):
         for block in examples("training.md"):
+            if is_of_a_folder(block):
+                continue
             exec(block.replace("import zeropp\n", ""), names)  # the page's own code
             names["model"] = made[-1]
             assert isinstance(names.get("loss", 0.0), float)
