@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 700,
 }
 MOST_LINES = 51_150
-MOST_LINES_OF_TESTS = 31_500
+MOST_LINES_OF_TESTS = 31_560
 
 
 @cache
