@@ -14,7 +14,6 @@ from dataclasses import fields
 from benchmarks.show import Request
 from benchmarks.specification import CONF
 from benchmarks.specification.command import CommandParser, command
-from benchmarks.specification.contenders import PRICED
 from zeropp.__main__ import offered
 from zeropp.schedule.build import GENERATORS
 
@@ -73,6 +72,7 @@ def _cases() -> Iterator[tuple[str, str]]:
 
     from benchmarks.explain.question import KEYS
     from benchmarks.specification.compose import groups_of, options_of
+    from benchmarks.specification.contenders import PRICED
 
     for name, config in (("run", "config"), ("tune", "tune")):
         keys = {str(key) for key in OmegaConf.load(CONF / f"{config}.yaml")} - {"defaults"}

@@ -10,7 +10,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.records.record import json_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, run_command
 
@@ -59,6 +58,8 @@ def _status() -> int:
         if (now := [(point.spec_id, point.state) for point in points]) != last:
             last = now
             if arguments.json:
+                from benchmarks.records.record import json_text  # which needs the suite
+
                 print(json_text([asdict(point) for point in points], indent=1), flush=True)
             elif not points:
                 print(
