@@ -10,6 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from html import escape
+from importlib.util import find_spec
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -55,8 +56,12 @@ h1 { font-size: 1.3rem }
 </style>"""
 
 
-def write_page(rows: pd.DataFrame, path: Path) -> None:
-    """Write the page of the simulated rows; raises ModuleNotFoundError without Altair."""
+def write_page(rows: pd.DataFrame, path: Path) -> str:
+    """Write the page of the simulated rows; returns why there is none, in one line, where Altair is
+    not installed, and else nothing."""
+    if missing := [name for name in ("altair", "vl_convert") if find_spec(name) is None]:
+        needed = "pip install altair vl-convert-python"
+        return f"{path.name} is left out: {missing[0]} is not installed ({needed})"
     page = chart(rows).to_html(
         inline=True,
         embed_options={
@@ -82,6 +87,7 @@ def write_page(rows: pd.DataFrame, path: Path) -> None:
         place, f"<h1>{escape(title)}</h1><p>{escape(text)}</p>{place}"
     )
     write_atomically(path, page)
+    return ""
 
 
 def cases(rows: pd.DataFrame) -> pd.DataFrame:

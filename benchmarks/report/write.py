@@ -25,6 +25,7 @@ from rich.console import Console
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import json_text, write_atomically
 from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
+from benchmarks.report.atlas_page import write_page
 from benchmarks.report.charts import SavedPicture, save
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
 from benchmarks.report.speedup import answers, headline_table
@@ -87,6 +88,12 @@ def write_report(
         files[1].write_text("\n".join(texts), encoding="utf-8")
         files += [path for saved in pictures.values() for p in saved for path in p.paths]
         files += write_traces(rows, folder, every=options.timelines)
+        priced = rows[rows["evidence"].str.startswith("simulated")]
+        if priced["contender"].nunique() > 1:
+            files.append(folder / "atlas.html")
+            if left_out := write_page(priced, files[-1]):
+                files.pop()
+                console.print(left_out, markup=False)
         names = [path.relative_to(folder) for path in files]
     print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)

@@ -158,7 +158,8 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
         words = [f"{key}={value}" for key, value in swept.items() if key not in given] + words
         if "points" in whole:
             listed = _listed(whole.points, given)
-            words = [word for word in words if not word.startswith("contender=")]
+            if any("contender=" in line for line in whole.points):
+                words = [word for word in words if not word.startswith("contender=")]
     if not is_sweep:
         return [words]
     (points,) = BasicSweeper.split_arguments([_parsed(word) for word in words], None)
@@ -167,7 +168,7 @@ def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Se
 
 def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
     """The words of the points that an experiment lists, one line each. The command line chooses
-    among them by their contender, and replaces what else it sets."""
+    among them by their contender, if they name one, and replaces what else it sets."""
     chosen = given.get("contender", "").partition("=")[2].split(",")
     listed = dict.fromkeys(word for line in lines for word in line.split() if "contender=" in word)
     for name in chosen if "contender" in given else ():
@@ -177,7 +178,7 @@ def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
     for line in lines:
         own = {_parsed(word).key_or_group: _any_knob(word) for word in line.split()}
         contender = own.get("contender", "").partition("=")[2]
-        if "contender" not in given or contender in chosen:
+        if "contender" not in given or not contender or contender in chosen:
             kept = own.keys() - (given.keys() - {"contender"})
             fitting.append([word for key, word in own.items() if key in kept])
     return fitting

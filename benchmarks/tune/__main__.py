@@ -10,6 +10,7 @@ with.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import command
@@ -31,6 +32,8 @@ def main() -> int:
         if all(outcome.winner is None for outcome in outcomes):
             raise SpecError("no plan of any contender fits (try more GPUs)")
         best_plans.print_commands(spec, outcomes)
+        if spec.out is not None:
+            best_plans.write_pictures(Path(spec.out), outcomes)
         if spec.arguments_as is not None:
             best_plans.print_arguments(spec.arguments_as, outcomes)
     return 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -172,6 +172,30 @@ def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
             write_atomically(path, f"# @package _global_\n{body}")
             command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
         print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
+
+
+def write_pictures(out: Path, outcomes: list[Outcome[Any]]) -> None:
+    """Write the page of the atlas for this one case, and the timelines of the best plans."""
+    import pandas as pd  # only for pictures, as what follows
+
+    from benchmarks.records.simulated import BASES, plan_record, prediction
+    from benchmarks.report.atlas_page import write_page
+    from benchmarks.report.frame import latest_ok, row_of
+    from benchmarks.report.timelines import timeline_figure
+
+    records, timelines = [], []
+    for outcome in outcomes:
+        known: dict[str, Any] = {"words": "no plan fits"}
+        if (winner := outcome.winner) is not None:
+            known = {"words": describe(winner.plan), "setting": asdict(winner.candidate)}
+            known["predicted"] = prediction(winner.result)
+            title = f"{outcome.contender.label}: {known['words']}"
+            timelines.append(replace(winner.result.timeline(), title=title))
+        name = outcome.contender.name
+        records.append(plan_record(outcome.task, name, BASES["best"], **known))
+    timeline_figure(timelines).savefig(out / "timelines.svg")
+    left_out = write_page(latest_ok(pd.DataFrame(map(row_of, records))), out / "atlas.html")
+    print(f"\n{left_out or f'{out}/atlas.html: this case as a page'}; timelines.svg: the plans")
 
 
 def print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:

@@ -87,8 +87,6 @@ def run(config: dict[str, Any]) -> int:
         raise SpecError("launcher: study=atlas simulates (use launcher=simulate)")
     if config["precision"] != "bf16":  # a line of the table does not say it
         raise SpecError(f"precision={config['precision']}: the atlas is of bf16 (use bf16)")
-    import altair  # noqa: F401  (what is missing is said before the search)
-
     out = report_folder(config)
     simulate_cells(
         spec.cells(config["precision"]),
@@ -100,11 +98,13 @@ def run(config: dict[str, Any]) -> int:
         budget_s=spec.budget_s,
         near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
     )
-    write_page(latest_ok(load_frame([out / TABLE])[0]), out / "atlas.html")
     console = Console()
+    left_out = write_page(latest_ok(load_frame([out / TABLE])[0]), out / "atlas.html")
     for name in ("first", "need"):
         console.print(atlas_tables(pd.read_csv(out / TABLE))[name], markup=False)
-    console.print(f"Written to {out}: {TABLE}, atlas.html", markup=False)
+    console.print(f"Written to {out}: {TABLE}{'' if left_out else ', atlas.html'}", markup=False)
+    if left_out:
+        console.print(left_out, markup=False)
     return 0
 
 
