@@ -145,6 +145,9 @@ def _command(row: dict[Any, Any]) -> str:
     long = f"_{seq // 1024}k"
     words = [f"model={own.removesuffix(long)}", *[f"model.seq={seq}"] * own.endswith(long)]
     words += [f"cluster={spec['cluster']['name']}", f"num_gpus={row['num_gpus']}"]
+    if (share := spec.get("bandwidth", 1.0)) != 1.0:
+        rate = share * spec["cluster"]["inter"]["bandwidth_gb_s"]
+        words.append(f"cluster.inter.bandwidth_gb_s={rate:g}")
     words += [f"global_batch={row['global_batch']}", f"precision={row['precision']}"]
     return " ".join(["zeropp run", *words, "data=synthetic", *overrides(candidate)])
 

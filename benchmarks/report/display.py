@@ -47,7 +47,9 @@ def cluster_label(name: str) -> str:
     """The label of a cluster in tables and figures: ``A800`` for ``a800``."""
     if name == "cpu_gloo":
         return "CPU (gloo)"
-    return name.upper() if re.fullmatch(r"[a-z]+\d+", name) else name
+    device, comma, network = name.partition(",")
+    upper = device.upper() if re.fullmatch(r"[a-z]+\d+", device) else device
+    return f"{upper}{comma}{network}"
 
 
 def status_label(status: str) -> str:

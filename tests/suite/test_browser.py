@@ -11,6 +11,8 @@ from playwright.sync_api import Page, Request, sync_playwright
 from rich.console import Console
 
 from benchmarks import CHECKOUT
+from benchmarks.report.atlas_page import write_page
+from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -55,6 +57,67 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield opened
         assert problems == []  # over all that the tests did: no error, no request to a network
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """The page of the atlas for two contenders on 4 and 8 GPUs, of which one lacks a plan, in the
+    browser of ``page``, so that its requests and errors are counted, too."""
+    pytest.importorskip("altair")
+    records = [
+        make_record(name, num_gpus=gpus, provenance="simulated", step_s=[0.1 * gpus])
+        for name, gpus in (("zeropp", 4), ("fsdp", 4), ("zeropp", 8))
+    ]
+    root = tmp_path_factory.mktemp("atlas")
+    write_records(records, root)
+    assert write_page(latest_ok(load_frame([root])[0]), root / "atlas.html") == ""
+    assert (root / "atlas.html").stat().st_size < 2e6
+    other = page.context.new_page()
+    problems: list[str] = []
+    other.on("console", lambda message: problems.append(message.text))
+    other.on("pageerror", lambda error: problems.append(str(error)))
+    other.on("request", lambda request: problems.extend(_of_a_network(request)))
+    other.goto((root / "atlas.html").as_uri())
+    other.wait_for_selector("svg")
+    yield other
+    assert problems == []
+
+
+def _choose(atlas: Page, name: str, value: str) -> str:
+    """The text of the charts after a choice."""
+    atlas.locator("form label, form .vega-bind").filter(has_text=name).locator(
+        "select"
+    ).first.select_option(value)
+    return " ".join(atlas.locator("svg text").all_text_contents())
+
+
+def test_the_atlas_shows_the_chosen_case_and_says_what_was_not_searched(atlas: Page) -> None:
+    on_4 = _choose(atlas, "GPUs", "4")
+    assert on_4.count("tokens/s/GPU") == 2
+    assert "zeropp run model=" in on_4
+    on_8 = _choose(atlas, "GPUs", "8")
+    assert on_8.count("tokens/s/GPU") == 1
+    assert "not searched for this choice" in on_8
+    assert "FSDP2" in on_8
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1440, "light"), (1440, "dark")])
+def test_the_atlas_fits_every_screen(atlas: Page, width: int, scheme: str) -> None:
+    atlas.set_viewport_size({"width": width, "height": 900})
+    atlas.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    atlas.reload()
+    atlas.wait_for_selector("svg")
+    assert atlas.evaluate("document.documentElement.scrollWidth") <= width
+    ink, ground = (
+        atlas.locator(place).first.evaluate(f"node => getComputedStyle(node).{name}")
+        for place, name in (("svg text", "fill"), ("body", "backgroundColor"))
+    )
+    brighter = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, ground)]
+    assert (brighter[0] > brighter[1]) == (scheme == "dark")
+    places = atlas.locator("svg .mark-group .background").evaluate_all(
+        "nodes => nodes.map(node => Math.round(node.getBoundingClientRect().x))"
+    )
+    assert (len(set(places)) > 1) == (width > 800)  # side by side where there is room
 
 
 def column(page: Page, name: str) -> list[str]:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from benchmarks.records.simulated import shape_named
+from benchmarks.launch.sweep import spec_of
+from benchmarks.records.simulated import line_of, shape_named
+from benchmarks.report.atlas_page import cases
 from benchmarks.report.display import program_label
+from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
+from benchmarks.report.scaling import published
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import ATLAS
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import preset, validated
 from benchmarks.validation.rows import read_rows, training_tables
 from benchmarks.verdict.atlas import AtlasSpec, atlas_tables
+from benchmarks.verdict.cells import Cell, CellPart
 from benchmarks.verdict.measured_pairs import measured_pairs, tokens_per_s_per_gpu
+from zeropp.choose.task import Task
+from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 PLANS = {
     "zeropp": (100.0, "shard=64 b=1"),
@@ -122,6 +132,17 @@ def test_a_pair_has_equal_work_on_both_sides() -> None:
         assert 0.5 <= a.global_batch / b.global_batch <= 2
 
 
+def test_a_pair_of_one_program_is_of_one_source_and_has_a_simulated_ratio() -> None:
+    pairs = measured_pairs(one_program=True)
+    assert len(pairs) > 15
+    assert {(p.without.program, p.without.source) for p in pairs} == {
+        (p.tensor.program, p.tensor.source) for p in pairs
+    }
+    priced = [abs(math.log(p.simulated / p.ratio)) for p in pairs if not math.isnan(p.simulated)]
+    assert len(priced) > 15
+    assert sorted(priced)[len(priced) // 2] < 0.1
+
+
 def test_tokens_follow_from_every_metric_that_needs_no_flops() -> None:
     rows = [line.row for path in training_tables() for line in read_rows(path) if line.row]
     by_metric = {row.metric: row for row in rows}
@@ -138,3 +159,68 @@ def test_tokens_follow_from_every_metric_that_needs_no_flops() -> None:
         row = one.model_copy(update={"metric": metric, "unit": unit, "value": value})
         assert tokens_per_s_per_gpu(row) == 100, metric
     assert math.isnan(tokens_per_s_per_gpu(one.model_copy(update={"metric": "mfu", "unit": "%"})))
+
+
+def _records(out: Path) -> pd.DataFrame:
+    """A small model on two numbers of GPUs, by three rows of the atlas; one has no plan."""
+    lines = []
+    for gpus in (4, 8):
+        for name in ("fsdp", "deepspeed_best", "megatron_core_tp1"):
+            task = Task(
+                shape=preset("model", "gpt_1_5b", ModelShape),
+                cluster=preset("cluster", "h100", Cluster),
+                num_gpus=gpus,
+                global_batch=2 * gpus,
+            )
+            (record,) = CellPart(Cell(task, 0.25), name, "best", 0.3).records("")
+            if (name, gpus) == ("fsdp", 8):
+                record = replace(
+                    record, status="oom", reason="no plan fits", predicted={}, step_s=[]
+                )
+            lines.append(line_of(record))
+    pd.DataFrame(lines).to_csv(out / "plans.csv", index=False)
+    return latest_ok(load_frame([out])[0])
+
+
+def test_the_page_has_every_case_with_its_command(tmp_path: Path) -> None:
+    found = cases(_records(tmp_path)).to_dict("records")
+    lines = {(case["num_gpus"], case["contender"]): case for case in found}
+    assert {line["cluster"] for line in lines.values()} == {"H100, 0.25 × its network"}
+    assert lines.pop(("8", "FSDP2"))["text"] == "FSDP2\nno plan fits"
+    assert len(lines) == 5
+    for (gpus, label), line in lines.items():
+        program, verb, *words = line["command"].split()
+        assert (program, verb) == ("zeropp", "run"), label
+        (config,) = compose("config", words)
+        spec = spec_of(config)
+        assert (spec.num_gpus, spec.global_batch) == (int(gpus), 2 * int(gpus))
+        assert spec.plan().contender == spec.contender.name
+        assert spec.cluster.inter.bandwidth_gb_s == 12.5  # a quarter of the preset's
+        assert line["low"] < line["speed"] < line["high"]
+
+
+def test_scaling_has_the_papers_numbers_without_recomputation() -> None:
+    """Its two columns of Table 2 agree: days = 8 x tokens x parameters / (GPUs x FLOP/s)."""
+    runs = published().to_dict("records")
+    (first,) = (run for run in runs if (run["layers"], run["num_gpus"]) == (24, 32))
+    assert 0.75 < first["tflops"] / first["value"] < 0.77  # 3 passes of a block for 4, and the head
+    timed = [run for run in runs if run["days_for_300b_tokens"] > 0]
+    assert len(timed) == 12
+    for run in timed:
+        parameters = {96: 174.6e9, 105: 529.6e9}[run["layers"]]
+        seconds = 8 * 300e9 * parameters / (run["num_gpus"] * run["value"] * 1e12)
+        assert run["days_for_300b_tokens"] == pytest.approx(seconds / 86400, rel=0.05), run
+
+
+@pytest.mark.parametrize("name", ["weak_scaling", "strong_scaling"])
+def test_points_of_scaling_run_with_every_contender(name: str) -> None:
+    words = [f"experiment={name}", "cluster=a100", "contender=fsdp,megatron_core"]
+    configs = compose("config", words)
+    assert {c["contender"]["name"] for c in configs} == {"fsdp", "megatron_core"}
+    sizes = {(c["model"]["layers"], c["model"]["hidden"], c["num_gpus"], c["global_batch"])
+             for c in configs}  # fmt: skip
+    assert len(configs) == 2 * len(sizes)
+    table = published()
+    table = table[table["table"].str.startswith({"w": "Table 1", "s": "Table 2"}[name[0]])]
+    rows = table[["layers", "hidden", "num_gpus", "global_batch"]]
+    assert {*rows.itertuples(index=False, name=None)} <= sizes
