@@ -72,7 +72,9 @@ def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
     write_records(records, root)
     assert write_page(latest_ok(load_frame([root])[0]), root / "atlas.html") == ""
     assert (root / "atlas.html").stat().st_size < 2e6
-    other = page.context.new_page()
+    browser = page.context.browser
+    assert browser is not None
+    other = browser.new_page()
     problems: list[str] = []
     other.on("console", lambda message: problems.append(message.text))
     other.on("pageerror", lambda error: problems.append(str(error)))
@@ -85,9 +87,8 @@ def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
 
 def _choose(atlas: Page, name: str, value: str) -> str:
     """The text of the charts after a choice."""
-    atlas.locator("form label, form .vega-bind").filter(has_text=name).locator(
-        "select"
-    ).first.select_option(value)
+    choice = atlas.locator("form label, form .vega-bind").filter(has_text=name)
+    choice.locator("select").first.select_option(value)
     return " ".join(atlas.locator("svg text").all_text_contents())
 
 

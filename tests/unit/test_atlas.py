@@ -174,9 +174,7 @@ def _records(out: Path) -> pd.DataFrame:
             )
             (record,) = CellPart(Cell(task, 0.25), name, "best", 0.3).records("")
             if (name, gpus) == ("fsdp", 8):
-                record = replace(
-                    record, status="oom", reason="no plan fits", predicted={}, step_s=[]
-                )
+                record = replace(record, plan={"words": "no plan fits"}, predicted={})
             lines.append(line_of(record))
     pd.DataFrame(lines).to_csv(out / "plans.csv", index=False)
     return latest_ok(load_frame([out])[0])
