@@ -26,6 +26,7 @@ from benchmarks.explain.measured import compare, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show, show_better
 from benchmarks.records.simulated import TABLE
+from benchmarks.report.atlas_page import write_page
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
@@ -424,6 +425,7 @@ def main() -> None:
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     pairs_figure().savefig(_IMAGES / "measured_pairs.png", dpi=150)
+    print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
     _explained(["num_gpus=16", "cluster=h100"])

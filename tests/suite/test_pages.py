@@ -3,11 +3,15 @@ in a sentence of the pages that give the answers; links lead somewhere."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.report.atlas_page import cases
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.verdict.atlas import COMMITTED
 from docs.make import PAGES, filled
 
 
@@ -23,6 +27,15 @@ def test_tables_are_what_the_records_say(page: Path) -> None:
     assert filled(page.read_text()) == page.read_text(), "run: python -m docs.make"
 
 
+def test_the_atlas_has_the_committed_rows() -> None:
+    lines = cases(latest_ok(load_frame([COMMITTED])[0]))
+    page = Path("docs/atlas.html").read_text(encoding="utf-8")
+    assert len(page) < 2e6
+    for column in ("key", "text", "plan"):
+        missing = [text for text in lines[column] if json.dumps(text) not in page]
+        assert missing == [], "run: python -m docs.make"
+
+
 def test_a_changed_number_is_found() -> None:
     page = Path("docs/index.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith("| GPT mini"))
@@ -35,7 +48,7 @@ def test_every_committed_record_says_what_made_it() -> None:
     lines = (place / "README.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     tables = "".join(table for table, *_ in cells)
-    folders = [place / name for name in ("claim_33", "memory", "validation")]
+    folders = [place / name for name in ("atlas", "claim_33", "memory", "validation")]
     paths = [path for folder in (place, *folders) for path in folder.iterdir()]
     unnamed = {path.name for path in paths if path not in folders and path.name not in tables}
     assert unnamed == {"README.md"}
