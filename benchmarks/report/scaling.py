@@ -34,7 +34,7 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     TFLOP/s per GPU of the same model, GPUs and batch on A100."""
     lines: list[dict[str, Any]] = []
     for _, cell in best_or_failed(rows).groupby(CELL, sort=False, dropna=False):
-        first, fastest = cell.iloc[0], cell.loc[cell["model_tflops_per_gpu"].fillna(0.0).idxmax()]
+        first, fastest = cell.iloc[0], cell.iloc[cell["model_tflops_per_gpu"].fillna(0.0).argmax()]
         sizes = first["source"]["spec"]["model"]
         line = {name: first[name] for name in ("evidence", "model", "cluster", *_SAME[2:])}
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
