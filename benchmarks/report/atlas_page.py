@@ -209,7 +209,7 @@ def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
     axis = alt.Axis(grid=False, title="tokens per second and GPU")
     layers = [
         base.mark_bar(height=9).encode(
-            x=alt.X("speed:Q", axis=axis), color=alt.Color("colour:N", scale=None)
+            x=alt.X("speed:Q", axis=axis, stack=None), color=alt.Color("colour:N", scale=None)
         ),
         base.mark_rule(color="#888", strokeWidth=2).encode(x="low:Q", x2="high:Q"),
         texts.mark_text(**words, fontSize=11, dy=-33).encode(text="text:N"),
@@ -218,7 +218,7 @@ def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
     none = "datum.text ? datum.text : datum.contender + '\\nnot searched for this choice'"
     return (
         _looked_up(alt.layer(*layers, data=table), lines, "datum.contender")
-        .transform_calculate(text=none)
+        .transform_calculate(text=none, plan="datum.plan || ''")
         .properties(width=_WIDTH, height={"step": 74})
     )
 

@@ -171,7 +171,7 @@ def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
     among them by their contender, if they name one, and replaces what else it sets."""
     chosen = given.get("contender", "").partition("=")[2].split(",")
     listed = dict.fromkeys(word for line in lines for word in line.split() if "contender=" in word)
-    for name in chosen if "contender" in given else ():
+    for name in chosen if listed and "contender" in given else ():
         if f"contender={name}" not in listed:
             raise SpecError(f"contender={name}: no point of this experiment ({', '.join(listed)})")
     fitting = []
