@@ -1,5 +1,5 @@
 """Every table of README and docs comes from committed records, and so does every number of a result
-in a sentence of the pages that give the answers; links lead somewhere."""
+in a sentence of the pages that give the answers; links lead somewhere; sentences are short."""
 
 from __future__ import annotations
 
@@ -103,3 +103,36 @@ def test_links_lead_somewhere() -> None:
     ]
     assert len(links) > 20
     assert [link for link in links if not link.exists()] == []
+
+
+# Pages whose sentences are held to a length, and their words, without tables and code.
+_SHORT = {"simulator.md": 2_400, "decisions.md": 100}
+_LONGEST_SENTENCE = 40
+_UNCLEAR = ("but for", "of which", "so many", "who take part", "nobody knows", "is told")
+
+
+def sentences(text: str) -> list[str]:
+    """A page's sentences, without tables, code and the targets of links."""
+    text = re.sub(r"<!-- table: .*?<!-- end of table -->|```.*?```", "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|</?[a-z][^>]*>|\]\([^)]*\)|^ *\|.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", text)
+    text = re.sub(r"^( *(?:[*-]|\d+\.) |#+ )", r"\n\n\1", text, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|(?<=[.?!:])[)\"*]*\s+", text)
+    return [" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip()]
+
+
+@pytest.mark.parametrize(("name", "most"), _SHORT.items())
+def test_pages_are_short_and_their_sentences_too(name: str, most: int) -> None:
+    text = (Path("docs") / name).read_text()
+    found = [(len(re.findall(r"\S*\w\S*", one)), one) for one in sentences(text)]
+    assert [one for length, one in found if length > _LONGEST_SENTENCE] == []
+    assert sum(length for length, _ in found) <= most
+    own = " ".join(
+        re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL).split()
+    )
+    assert [words for words in _UNCLEAR if re.search(rf"\b{words}\b", own)] == []
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = "word " * 41
+    assert [len(one.split()) for one in sentences(f"* {long}end.\nA `code x y` b.")] == [42, 3]
