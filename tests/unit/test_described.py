@@ -1,4 +1,4 @@
-"""What replays have corrected in the descriptions of programs (docs/replay.md)."""
+"""What replays have corrected in the descriptions of programs (docs/decisions.md)."""
 
 from __future__ import annotations
 
