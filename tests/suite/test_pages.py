@@ -113,6 +113,7 @@ _SHORT = {
     "gpu.md": 760,
     "schedules.md": 850,
     "replay.md": 760,
+    "explain.md": 1_250,
 }
 _LONGEST_SENTENCE = 40
 _UNCLEAR = ("but for", "of which", "so many", "who take part", "nobody knows", "is told")
