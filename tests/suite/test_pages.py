@@ -114,6 +114,8 @@ _SHORT = {
     "schedules.md": 850,
     "replay.md": 760,
     "explain.md": 1_250,
+    "metrics.md": 1_200,
+    "published_rows.md": 500,
 }
 _LONGEST_SENTENCE = 40
 _UNCLEAR = ("but for", "of which", "so many", "who take part", "nobody knows", "is told")
