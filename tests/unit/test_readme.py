@@ -1,4 +1,4 @@
-"""The README's table of where things are: what it names exists."""
+"""CONTRIBUTING's table of where things are: what it names exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 def answers() -> dict[str, str]:
     """The table's answers by question."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("| you look for | it is in |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = [row.strip("|").split("|") for row in table.splitlines()]
     return {question.strip(): answer.strip() for question, answer in rows}
@@ -56,7 +56,7 @@ def test_what_an_answer_names_exists(question: str) -> None:
 
 def test_the_reading_list_says_how_long_each_file_is() -> None:
     """Two lists of six files, each with its lines, to a fifth."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Read the code")[2]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Read the code")[2]
     files = re.findall(r"^\d\. `([\w/.]+)` \((\d+) lines\)", text, flags=re.MULTILINE)
     assert len(files) == 12
     for path, lines in files:
