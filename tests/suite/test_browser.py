@@ -79,6 +79,7 @@ def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
     other.on("console", lambda m: problems.extend([m.text] if m.type == "error" else []))
     other.on("pageerror", lambda error: problems.append(str(error)))
     other.on("request", lambda request: problems.extend(_of_a_network(request)))
+    other.set_default_timeout(200_000)
     other.goto((root / "atlas.html").as_uri())
     other.wait_for_selector("svg")
     yield other
