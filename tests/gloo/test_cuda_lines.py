@@ -22,6 +22,7 @@ from zeropp.engine.given_rows import GivenRows, RowsError
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.optimizer import Updater
+from zeropp.engine.trial import unchanged
 from zeropp.train import placing
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import Layout
@@ -58,14 +59,15 @@ def test_a_piece_seeds_the_current_device_as_the_cpu() -> None:
 
 def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> None:
     schedule = stand_in(programs=[()])
-    here = stand_in(
+    here: Any = stand_in(
         _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
-        _loss=Loss(lambda output, _: output, "mean"),
+        _loss=Loss(lambda output, _: output, "mean"), _roots=[],
+        _trial=lambda: Evaluator._trial(here),
     )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
         with StepSeeds(3, 0, GPU).drawing(0):
             pass
-        with Evaluator._evaluating(here):
+        with unchanged([], GPU, whole=False):
             pass
         Evaluator.warm_up(here, Microbatches([], []))
     assert [call.args for call in forked.call_args_list] == [([GPU],)] * 3
