@@ -72,6 +72,9 @@ CONTRACTS = {
     f"{_TRACE}: reduced gradients": ["torch:ops.c10d._reduce_scatter_base_.default"],
     f"{_TRACE}: FSDP2's gathers": ["torch:ops.fsdp.all_gather_copy_in.default"],
     f"{_TRACE}: FSDP2's reductions": ["torch:ops.fsdp.chunk_cat.default"],
+    "the engine: parameters that are made of others": [
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    ],
     "the engine: groups' timeouts": ["torch.distributed:ProcessGroup._get_backend"],
     "the engine: the host waits for the device before fused updates": [
         "torch.optim.adam:Adam#_step_supports_amp_scaling",

@@ -202,9 +202,14 @@ class ParameterUpdate:
         return norm
 
     def gather_updated(self) -> None:
-        """Start to gather what other ranks have updated."""
+        """Start to gather what other ranks have updated. An optimizer that is none of torch's may
+        change rows between steps, which a gather under way would overwrite."""
         for flat in self.flats:
             flat.gather_updated()
+        kinds = map(type, parts_of(self.updater.optimizer))
+        if any(not kind.__module__.startswith("torch.optim.") for kind in kinds):
+            for flat in self.flats:
+                flat.settle()
 
     def _scale(self, factor: Tensor) -> None:
         for flat in self.flats:

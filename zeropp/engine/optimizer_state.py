@@ -86,6 +86,9 @@ def _kept_to_be(parts: Sequence[torch.optim.Optimizer]) -> Sequence[Kept]:
             with as_before(part):
                 part.step()
                 made.append(part.state)
+            for kept in made[-1].values():
+                if isinstance(kept, dict) and "step" in kept:
+                    kept["step"] *= 0  # no update has been made
             for key, value in before.items():
                 is_of_tensor = isinstance(value, dict)
                 made[-1][key] = {**made[-1].get(key, {}), **value} if is_of_tensor else value

@@ -94,7 +94,8 @@ class _Kept:
         elif isinstance(value, FunctionType):
             self._function(value)
         elif is_root or _is_data(value):
-            inner = [vars(value), type(value).__call__ if is_root else None]
+            own = getattr(value, "__dict__", {})
+            inner = [own, type(value).__call__ if is_root else None]
         for one in inner:
             self.keep(one)
 
