@@ -162,7 +162,8 @@ def test_the_viewer_shows_the_timeline(page: Page) -> None:
 
 
 def test_every_slice_arrives_on_its_lane(page: Page, runs: list[Path], traces: list[Path]) -> None:
-    by_name = {f"{r.spec_id}_{r.provenance}": r for r in map(read_record, find_records(runs))}
+    records = map(read_record, find_records(runs))
+    by_name = {f"{r.record_id.replace('/', '_')}_{r.provenance}": r for r in records}
     assert {path.stem for path in traces} < set(by_name)
     assert len(traces) == 5  # the fastest of both contenders in two cells, and the simulated one
     transport = PageTransport(page)

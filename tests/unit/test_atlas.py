@@ -62,7 +62,7 @@ def test_the_experiment_has_every_cell_once() -> None:
     (config,) = compose("config", ["experiment=atlas"])
     spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
     cells = spec.cells("bf16")
-    assert len({cell.key for cell in cells}) == len(cells) > 100
+    assert len({cell.key for cell in cells}) == len(cells) > 50
     sequences = {cell.task.shape.name: cell.task.shape.seq for cell in cells}
     assert (sequences["llama_405b"], sequences["llama_70b_32k"]) == (8192, 32768)
     assert {cell.bandwidth for cell in cells} == {1.0, 0.25}
