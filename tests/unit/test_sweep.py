@@ -58,9 +58,10 @@ def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:
         launch_points([point], [config | {"launcher": {"kind": "local", "threads": 4}}])
 
 
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+def said_by_the_second(lock: Path) -> list[str]:
+    """What a second holder of a lock says while it waits for the first."""
     said: list[str] = []
-    lock, order = tmp_path / ".lock", []
+    order = []
 
     def second() -> None:
         with only_one(lock, "runs tests", said.append):
@@ -73,7 +74,12 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-    assert said == [f"waiting for another process, which runs tests ({lock})"]
+    return said
+
+
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+    said = said_by_the_second(tmp_path / ".lock")
+    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock'})"]
 
 
 def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
@@ -134,20 +140,7 @@ def test_a_file_system_without_locks_has_a_file_that_is_there_while_it_is_held(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(FileLock, "acquire", refused)
-    said: list[str] = []
-    order: list[str] = []
-
-    def second() -> None:
-        with only_one(tmp_path / ".lock", "runs tests", said.append):
-            order.append("second")
-
-    with only_one(tmp_path / ".lock", "runs tests", said.append):
-        thread = threading.Thread(target=second)
-        thread.start()
-        wait_until(lambda: said, "the second to wait")
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
+    said = said_by_the_second(tmp_path / ".lock")
     assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock-held'})"]
 
 
