@@ -2,7 +2,8 @@
 
 A *family* is a set of configurations that differ only in unit, activation cap and when gradients
 are reduced. It is sized with what takes the least time: no member has a smaller bound.
-Families wait in a queue, sorted by a lower bound of their step time; those that differ only in how
+Families wait in a queue, those without a pipeline first, as they are few and their winner settles
+most others; each kind is sorted by a lower bound of its step time. Families that differ only in how
 data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
 takes the first entry again and again: a family is first priced, if any member may fit into memory,
 then replaced by all members that may, and a member is simulated. It ends when no bound in the
@@ -77,6 +78,7 @@ class QueueEntry(Generic[K]):
     number: int  # unique
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
+    has_pipeline: bool
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
@@ -84,8 +86,10 @@ class QueueEntry(Generic[K]):
     price: PlanPrice | None = None  # of a member
 
     def __lt__(self, other: QueueEntry[K]) -> bool:
-        """Whether this entry comes first: the one with the lower bound, or the older one."""
-        return (self.bound_s, self.number) < (other.bound_s, other.number)
+        """Whether this entry comes first: the one without a pipeline, the one with the lower bound,
+        or the older one."""
+        mine = (self.has_pipeline, self.bound_s, self.number)
+        return mine < (other.has_pipeline, other.bound_s, other.number)
 
 
 OOM = "out of memory"
@@ -281,7 +285,7 @@ class _Search(Generic[K]):
             self._outcome.offer(evaluated)
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
-        """Take the entry with the lowest bound, until no bound is below the winner."""
+        """Take the first entry of the queue, until no bound is below the winner."""
         outcome = self._outcome
         queue = list(self._families(microbatch_size))
         heapq.heapify(queue)
@@ -292,8 +296,8 @@ class _Search(Generic[K]):
                 self._progress(number - len(queue), number, outcome.winner)
             to_beat = outcome.to_beat(runner_up)
             if entry.bound_s >= to_beat * (1.0 - tolerance):
-                outcome.rejected[SLOWER] += 1 + len(queue)
-                break
+                outcome.rejected[SLOWER] += 1
+                continue
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
                 break
@@ -362,7 +366,8 @@ class _Search(Generic[K]):
                         continue
                     bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
-                yield QueueEntry(bounds[alike], number, candidate, alike, plan=plan)
+                piped = point.degrees.pp > 1
+                yield QueueEntry(bounds[alike], number, candidate, alike, piped, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -396,7 +401,16 @@ class _Search(Generic[K]):
             price = PlanPrice(**vars(durations[later]), **vars(held))
             number += 1
             bound = entry.bound_s if plan is family else least_step_s(plan, price)
-            yield QueueEntry(bound, number, candidate, None, plan=plan, times=price, price=price)
+            yield replace(
+                entry,
+                bound_s=bound,
+                number=number,
+                candidate=candidate,
+                plan=plan,
+                members=(),
+                times=price,
+                price=price,
+            )
 
     def _that_may_fit(self, entry: QueueEntry[K], family: SizedPlan) -> Iterator[Member[K]]:
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
