@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 700,
 }
 MOST_LINES = 51_340
-MOST_LINES_OF_TESTS = 31_780
+MOST_LINES_OF_TESTS = 31_790
 
 
 @cache
