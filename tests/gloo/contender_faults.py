@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as instructions
@@ -110,7 +111,9 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
 
 
 def _reductions() -> Iterator[tuple[Any, str]]:
-    """Where reduce-scatters are called: torch's own functions, and what modules made of them."""
+    """Where reduce-scatters are called: torch's own functions, and what modules made of them. One
+    of DeepSpeed's modules keeps torch's from when it was made, and is called by its own name."""
+    yield deepspeed.comm, "reduce_scatter_fn"
     for module in (dist, *(m for n, m in sys.modules.items() if n.startswith("zeropp.engine."))):
         for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
             if hasattr(module, name):
