@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeropp
-from baselines.model import build_piece
+from baselines.model import build_piece, sliced_cross_entropy
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks import CHECKOUT
+from tests.gloo.world import on_ranks
 from tests.unit.shapes import gpt
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
 from zeropp.choose.task import Candidate, Task
 from zeropp.emulate.recorder import Recorder
 from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.walk import LayerSizes, walk
-from zeropp.price import price_plan
+from zeropp.price import model_flops_per_token, price_plan
 from zeropp.price.cluster import cluster_of
 from zeropp.schedule import event_loop
 from zeropp.schedule.plan import Plan
@@ -198,6 +201,30 @@ def test_degrees_are_chosen_for_layers_that_know_what_is_tied() -> None:
     with mock.patch.object(auto, "choose", wraps=choose) as asked:
         assert zeropp.degrees(layers, 2, **keywords, pp="auto", unit=2) == {"pp": 2}
     assert asked.call_args.args[0].tied == TiedLayers.tied
+
+
+@pytest.mark.parametrize("cluster", ["h100", None])
+@on_ranks(2)
+def test_a_step_says_its_rates(cluster: str | None) -> None:
+    shape = gpt(2, 32, 2, vocab=64, seq=16)
+    layers = [build_piece(shape, i, 0, torch.device("cpu")) for i in range(shape.num_pieces)]
+    rows = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    given: dict[str, Any] = {"sample": rows[:1], "global_batch": 4, "shard": 2}
+    with zeropp.parallelize(
+        layers, sliced_cross_entropy, cluster=cluster, dropout_seed=None, **given
+    ) as model:
+        first = model.train_step(rows, rows)
+        begin = perf_counter()
+        second = model.train_step(rows, rows)
+        took = perf_counter() - begin
+    assert first.tokens_per_s is first.mfu is None
+    assert second.tokens_per_s == pytest.approx(4 * 16 / took, rel=0.1)
+    assert second.tokens_per_s is not None
+    expected = None
+    if cluster is not None:
+        peak = 2e12 * (cluster_of(cluster).device.peak_fp32_tflops or 0.0)  # of both ranks
+        expected = pytest.approx(second.tokens_per_s * model_flops_per_token(shape) / peak)
+    assert second.mfu == expected
 
 
 def test_auto_counts_what_the_given_optimizer_keeps() -> None:

@@ -20,6 +20,7 @@ from tests.unit.simulated_task import cluster
 from zeropp.choose.layer_prices import LayerPrices, LayerState, passes_of_layer
 from zeropp.emulate.recorder import Recorder
 from zeropp.engine.walk import LayerSizes, walk
+from zeropp.price.flops import layer_flops, model_flops_per_token
 from zeropp.price.network import group_of
 from zeropp.price.price import pass_times
 from zeropp.price.programs import program_named
@@ -110,6 +111,14 @@ def test_both_prices_of_a_stage_agree(
     # Llama and no look-up of positions for GPT. It is 3 % of a block's forward at most.
     assert embedding.pop("forward") == pytest.approx(1.0, abs=0.7)
     assert_near([embedding], 0.035)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_both_counts_of_flops_are_one(model: str) -> None:
+    shape = shape_of(model)
+    recorded = [layer.operators for layer in walked(model, 4)]
+    counted = sum(layer_flops(one) for one in recorded if one is not None)
+    assert counted == 4 * shape.seq * model_flops_per_token(shape)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

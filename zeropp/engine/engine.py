@@ -100,6 +100,7 @@ class Engine:
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
     _seeds: StepSeeds | None = None  # where layers draw random numbers
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
+    elements = 0  # of the inputs of the last batch, over all data-parallel ranks
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Engine:
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 4 + self._rows.count)
+            self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
             undo.callback(self.barrier.close)
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
@@ -215,15 +216,17 @@ class Engine:
                 crc32(self.updater.described().encode()),
                 asked,
                 any(flat.is_stale for flat in self.flats),
+                sum(part.numel() for part in batch.inputs),
                 *self._rows.numbers(call, batch.whole),
             ],
         )
         digests = [digest for digest, *_ in numbers]
         self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
+        self.elements = sum(own[4] for own in numbers) // self._layout.pp
         if call == "train_step":
             self._check_optimizers([settings for _, settings, *_ in numbers])
             self._check_shapes(digests)
-        self._rows.check(call, [sums for _, _, _, _, *sums in numbers])
+        self._rows.check(call, [sums for _, _, _, _, _, *sums in numbers])
         if any(is_stale for _, _, _, is_stale, *_ in numbers):
             self.update.gather_updated()
         if call != "train_step":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from zeropp.schedule.cuts import cut_by_weight
+from zeropp.types.operators import LayerOperators
 from zeropp.types.shape import ModelShape
 
 
@@ -67,6 +68,20 @@ def model_flops_per_token(shape: ModelShape) -> int:
     """Forward and backward FLOPs of the model per token, without recomputation."""
     head = piece_forward_flops(shape, shape.num_pieces - 1)
     return 3 * (shape.layers * block_forward_flops(shape) + head)
+
+
+def layer_flops(layer: LayerOperators) -> int:
+    """The same of a recorded layer, for one microbatch: its products and its attention, and of
+    their backward what has a gradient."""
+    products = sum(
+        2 * one.m * one.k * one.n * one.batch * (1 + (one.left != "none") + (one.right != "none"))
+        for one in layer.products
+    )
+    attentions = sum(
+        4 * one.heads * one.queries * one.keys * one.width * (3 if one.has_backward else 1)
+        for one in layer.attentions
+    )
+    return products + attentions
 
 
 @lru_cache(maxsize=4096)

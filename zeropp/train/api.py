@@ -64,7 +64,12 @@ def parallelize(
         plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    return ParallelModel(engine, plan, frozenset(settings.sample_keywords), chosen)
+    named, element_mfu = frozenset(settings.sample_keywords), None
+    if settings.hardware is not None:
+        from zeropp.train.auto import element_mfu_of
+
+        element_mfu = element_mfu_of(settings, settings.hardware, sizes)
+    return ParallelModel(engine, plan, named, chosen, element_mfu)
 
 
 class _Planned(NamedTuple):

@@ -13,6 +13,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import torch.distributed as dist
+
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
 from zeropp.choose.planner import fastest
@@ -24,6 +26,8 @@ from zeropp.engine.engine import groups_of
 from zeropp.engine.settings import ParameterName, Settings, asked_for, read_keywords
 from zeropp.engine.users_optimizer import Trial
 from zeropp.engine.walk import Layer, LayerSizes, walk
+from zeropp.price.cluster import Cluster
+from zeropp.price.flops import layer_flops
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.step_plan import drafts
 from zeropp.train.stages import check_ranks, cut_plan, shape_of, size_layers, trial, whole_groups
@@ -168,6 +172,19 @@ def choose(
         f"{winner.peak_bytes / 2**30:.3g} of {usable / 2**30:.3g} usable GiB"
     )
     return layers.with_knobs(winner.candidate.knobs), chosen, winner.step_s
+
+
+def element_mfu_of(settings: Settings, cluster: Cluster, sizes: Sizes) -> float | None:
+    """The share of all ranks' dense peak that a model of these layers takes if it trains on one
+    element of its inputs per second, with sequences as long as the sample's; None where the device
+    has no known peak."""
+    device = cluster.device
+    is_bf16 = settings.precision == "bf16"
+    peak = device.peak_bf16_tflops if is_bf16 else device.peak_fp32_tflops
+    if peak is None:
+        return None
+    flops = sum(layer_flops(layer.operators) for layer in sizes if layer.operators is not None)
+    return flops / settings.microbatch[0].numel() / (peak * 1e12 * dist.get_world_size())
 
 
 def _why_none(rejected: dict[str, int], refused: str, task: Task) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, signal
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -40,9 +41,17 @@ class ParallelModel:
     chosen or are defaults.
     """
 
-    def __init__(self, engine: Engine, plan: Plan, keywords: frozenset[str], chosen: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        keywords: frozenset[str],
+        chosen: str,
+        element_mfu: float | None,
+    ) -> None:
         """``keywords`` are the names of the keyword inputs; ``chosen`` is what ``auto`` has become,
-        and the estimate behind it."""
+        and the estimate behind it; ``element_mfu`` is the MFU at one element of the inputs per
+        second."""
         self.engine, self.plan = engine, plan
         self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
         self.data_parallel_rank = plan.layout.dp_index(dist.get_rank())
@@ -52,6 +61,7 @@ class ParallelModel:
         self.rows = slice(first, first + rows)
         self._keywords = keywords
         self._save_to: Path | str | None = None
+        self._element_mfu, self._stepped_at = element_mfu, 0.0
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -59,8 +69,8 @@ class ParallelModel:
         ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,
         microbatch j is the rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose
         ``forward``, or that of a module which it hands ``**kwargs`` on to, names it, and to the
-        loss function if that names it. Returns the loss of the
-        global batch and the gradient's norm before clipping, equal on every rank.
+        loss function if that names it. Returns the loss of the global batch and the gradient's
+        norm before clipping, equal on every rank, and rates (``StepResult``).
 
         Raises ValueError for another number of rows, a batch on another device, or other rows than
         those of a rank with the same ``data_parallel_rank`` (on a GPU in the next step), TypeError
@@ -77,7 +87,15 @@ class ParallelModel:
         if self._save_to is not None and self.engine.agreed_signal:
             self.save(self._save_to)
             raise SystemExit(128 + self.engine.agreed_signal)
-        return result
+        before, self._stepped_at = self._stepped_at, perf_counter()
+        if not before:
+            return result
+        rate = self.engine.elements / (self._stepped_at - before)
+        return replace(
+            result,
+            tokens_per_s=None if inputs.is_floating_point() or inputs.dim() != 2 else rate,
+            mfu=self._element_mfu and self._element_mfu * rate,
+        )
 
     @overload
     def eval_step(

@@ -39,10 +39,16 @@ class OptimizerConfig:
 class StepResult:
     """The result of one step, on the device, equal on all ranks: the loss of the global batch (a
     contender's is the mean in nats per token), and the global L2 norm of the gradient before
-    clipping. Reading them, as with ``float``, waits for the device."""
+    clipping. Reading them, as with ``float``, waits for the device.
+
+    ``ParallelModel.train_step`` adds rates by this rank's clock, of the time since the step before
+    returned: ``tokens_per_s`` of all ranks, where inputs are integers [rows, tokens], and ``mfu``,
+    where a cluster with a known peak was named. Both are None in the first step."""
 
     loss: Tensor
     grad_norm: Tensor
+    tokens_per_s: float | None = None
+    mfu: float | None = None
 
 
 class Trainer(Protocol):
