@@ -9,11 +9,15 @@ drawn are the suite's own programs, priced by its event loop; no clock is involv
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from functools import cache
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +47,13 @@ from benchmarks.verdict.atlas import COMMITTED, atlas_tables
 from benchmarks.verdict.cells import cells_of, verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
 from benchmarks.verdict.pages import page_tables
+from zeropp.engine.settings import Settings
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
 from zeropp.types.timeline import Timeline
+from zeropp.types.training import OptimizerConfig
 
 _DOCS = Path(__file__).parent
 _IMAGES = _DOCS / "images"
@@ -354,7 +360,42 @@ def _one_gpu(name: str) -> str:
     return markdown(next(table for table in tables if table.name == name).grid())
 
 
+def _settings(name: str) -> str:
+    """The fields of a settings class, their defaults, and the text below or beside each of them; a
+    field without one has that of the class that it comes from."""
+    kind = {"Settings": Settings, "OptimizerConfig": OptimizerConfig}[name]
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        texts |= _field_texts(base)
+    rows = []
+    for each in fields(kind):
+        if each.default is not MISSING:
+            default = getattr(each.default, "__name__", repr(each.default))
+        elif each.default_factory is not MISSING:
+            default = f"{each.default_factory.__name__}()".replace("dict()", "{}")
+        else:
+            default = "must be given"
+        rows.append([f"`{each.name}`", default.replace("'", '"'), texts.get(each.name, "")])
+    return markdown_table(["keyword", "default", "what it is"], rows)
+
+
+def _field_texts(kind: type) -> dict[str, str]:
+    """The string below each field of a class, or the comment behind it, where there is one."""
+    lines = inspect.getsource(kind).splitlines()
+    (tree,) = ast.parse("\n".join(lines)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for here, below in pairwise([*tree.body, ast.Pass()]):
+        if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
+            text = lines[(here.end_lineno or 1) - 1].partition("  # ")[2]
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                text = " ".join(str(below.value.value).split()).replace("``", "`")
+            texts |= {here.target.id: text} if text else {}
+    return texts
+
+
 TABLES: dict[str, Callable[[str], str]] = {
+    "settings": _settings,
     "measured_pairs": pairs_table,
     "atlas": _atlas,
     "comparison": _comparison,

@@ -1,69 +1,89 @@
-"""Train a Hugging Face model (FOLDER, as ``save_pretrained`` writes it) on the bytes of a file.
+"""Train a causal model of Hugging Face on a text, with the model's own tokenizer.
 
-torchrun --nproc-per-node 4 scripts/examples/train.py FOLDER TEXT --out OUT --pp 2 --shard 2
+torchrun --nproc-per-node 4 scripts/examples/train.py FOLDER TEXT --out OUT --pp 2
 
-OUT gets the model and a checkpoint, from which a later run on any number of ranks goes on."""
+OUT gets the model, and checkpoints, from the last of which a later run on any ranks goes on."""
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
+from transformers import AutoTokenizer
 
 import zeropp
 from zeropp import huggingface
 
-BATCH, LENGTH, WARM_UP = 16, 32, 10  # rows per step over all ranks, tokens per row, steps
 
-
-class Bytes(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of a file's bytes, and the bytes that follow them; the file is read as it is needed."""
-
-    def __init__(self, file: Path) -> None:
-        self.text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return (len(self.text) - 1) // LENGTH
-
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        part = self.text[row * LENGTH : (row + 1) * LENGTH + 1].long()
-        return part[:-1], part[1:]
+def packed_rows(texts: list[str], tokenizer: AutoTokenizer, length: int) -> TensorDataset:
+    """Documents one after another, cut into rows: tokens, those that follow (-100 at the end of a
+    document), and their places, which begin at 0 in each, so that attention stays inside of it."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
+    tokens = torch.cat([torch.tensor(one, dtype=torch.long) for one in encoded])
+    begins = torch.cat([torch.arange(len(one)) == 0 for one in encoded])
+    count, place = (len(tokens) - 1) // length, torch.arange(length)
+    parts = tokens[:-1], tokens[1:].masked_fill(begins[1:], -100), begins[:-1]
+    inputs, targets, begins = (part[: count * length].view(count, length) for part in parts)
+    return TensorDataset(inputs, targets, place - (place * begins).cummax(1).values)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="Train a Hugging Face model on a text file.")
-    parser.add_argument("folder", help="of a model, as save_pretrained writes it")
-    parser.add_argument("text", type=Path, help="any file, read as bytes")
-    parser.add_argument("--out", type=Path, required=True, help="for checkpoint and model")
-    for name, default in (("pp", 2), ("shard", 2), ("steps", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
-    options = parser.parse_args(arguments)
-    if not dist.is_initialized():
-        dist.init_process_group()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("text", type=Path, help="documents, with separators between them")
+    parser.add_argument("--out", type=Path, required=True, help="for checkpoints and model")
+    for name, default in {
+        "separator": "<|endoftext|>", "length": 256, "batch": 16, "microbatch": 2, "pp": 1,
+        "lr": 3e-4, "steps": 100, "every": 50, "keep": 2,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=type(default), default=default, help="(%(default)s)")
+    asked = parser.parse_args(arguments)
+    dist.init_process_group()
     device = f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu"
-    layers = huggingface.layers(options.folder)
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    layers = huggingface.layers(asked.folder)
+    tokenizer = AutoTokenizer.from_pretrained(asked.folder)
+    texts = filter(str.strip, asked.text.read_text(encoding="utf-8").split(asked.separator))
+    inputs, targets, places = packed_rows([*texts], tokenizer, asked.length).tensors
+    last = len(inputs) - max(asked.batch, len(inputs) // 100)  # rows from here on are held out
     with zeropp.parallelize(
         layers, huggingface.token_loss,  # the mean over the tokens of a batch
-        sample=torch.zeros(1, LENGTH, dtype=torch.long), microbatch_size=2, global_batch=BATCH,
-        pp=options.pp, shard=options.shard, recompute="selective", device=device,
-        optimizer=zeropp.OptimizerConfig(lr=1e-3, clip_norm=1.0),
-        lr_schedule=lambda step: min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5),
+        sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp,
+        shard=dist.get_world_size() // asked.pp, recompute="selective", device=device,
+        microbatch_size=asked.microbatch, global_batch=asked.batch,
+        optimizer=zeropp.OptimizerConfig(lr=asked.lr, weight_decay=0.1, clip_norm=1.0),
+        lr_schedule=lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5),  # with a warm-up
     ) as model:  # fmt: skip
-        if (options.out / "checkpoint").exists():
-            model.load(options.out / "checkpoint")
-        loader, end = model.loader(Bytes(options.text)), model.steps_done + options.steps
-        losses: list[float] = []
+        loader = model.loader(TensorDataset(inputs[:last], targets[:last], places[:last]))
+        own = slice(last + model.data_parallel_rank, None, model.data_parallel_size)
+        held_out = [part[own].to(device) for part in (inputs, targets, places)]
+        if found := sorted(asked.out.glob("checkpoint_??????")):
+            model.load(found[-1])
+        losses, end = list[float](), model.steps_done + asked.steps
         while model.steps_done < end:  # epoch after epoch
             for batch, _ in zip(loader, range(end - model.steps_done), strict=False):
-                losses.append(float(model.train_step(*(part.to(device) for part in batch)).loss))
-        losses.append(model.eval_step(*(part.to(device) for part in next(iter(loader)))))
-        model.save(options.out / "checkpoint")
-        layers.save_pretrained(model, options.out / "model")
+                x, y, at = (part.to(device) for part in batch)
+                result = model.train_step(x, y, position_ids=at)
+                losses.append(float(result.loss))
+                line = (
+                    f"step {model.steps_done}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}"
+                )
+                rate = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
+                say(line + rate, flush=True)
+                if model.steps_done % asked.every == 0 or model.steps_done == end:
+                    held_out_loss = model.eval_step(*held_out[:2], position_ids=held_out[2])
+                    say(f"evaluation on {len(inputs) - last} rows: loss {held_out_loss:.4f}")
+                    model.save(asked.out / f"checkpoint_{model.steps_done:06}")
+                    if dist.get_rank() == 0:
+                        for old in sorted(asked.out.glob("checkpoint_??????"))[: -asked.keep]:
+                            shutil.rmtree(old)
+        layers.save_pretrained(model, asked.out / "model")
         if dist.get_rank() == 0:
-            print(f"{model.steps_done} steps, losses {losses} ({model.summary})")
-    return losses
+            tokenizer.save_pretrained(asked.out / "model")
+    return [*losses, held_out_loss]
 
 
 if __name__ == "__main__":

@@ -217,7 +217,10 @@ def test_a_step_says_its_rates(cluster: str | None) -> None:
         begin = perf_counter()
         second = model.train_step(rows, rows)
         took = perf_counter() - begin
-    assert first.tokens_per_s is first.mfu is None
+        model.eval_step(rows, rows)
+        third = model.train_step(rows, rows)
+    for behind in (first, third):
+        assert behind.tokens_per_s is behind.mfu is None
     assert second.tokens_per_s == pytest.approx(4 * 16 / took, rel=0.1)
     assert second.tokens_per_s is not None
     expected = None

@@ -80,7 +80,7 @@ class Settings(StepKnobs):
     sample has, since what fits is known only where a cluster is named (``auto``)."""
     pp: Annotated[int | Auto, AT_LEAST_1] = 1
     shard: Annotated[int | Auto, AT_LEAST_1] = 1
-    context: Annotated[int, AT_LEAST_1] = 1  # nothing chooses it
+    context: Annotated[int, AT_LEAST_1] = 1  # ranks that divide a sequence (Ulysses); never "auto"
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
     chunks: Annotated[int | Auto, AT_LEAST_1] = 1
     recompute: Recompute | Auto = "none"

@@ -61,7 +61,8 @@ class ParallelModel:
         self.rows = slice(first, first + rows)
         self._keywords = keywords
         self._save_to: Path | str | None = None
-        self._element_mfu, self._stepped_at = element_mfu, 0.0
+        self._element_mfu = element_mfu
+        self._stepped_at = 0.0  # when the last step returned; 0: something else ran since
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -128,6 +129,7 @@ class ParallelModel:
             "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
         loss, value = self.engine.evaluate(parts, outputs)
+        self._stepped_at = 0.0
         return loss if outputs is None else (loss, value)
 
     def forward_only(
@@ -234,6 +236,7 @@ class ParallelModel:
         one is complete. Raises CheckpointError where other files have that name.
         """
         self._checkpointer.save(directory)
+        self._stepped_at = 0.0
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of this topology or another, of ``save`` or of

@@ -37,7 +37,7 @@ class StepKnobs:
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
-    recompute: Recompute | Auto = "auto"
+    recompute: Recompute | Auto = "auto"  # what backwards compute again: none, selective, mlp, full
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use

@@ -19,13 +19,13 @@ class OptimizerConfig:
     """The optimizer of a run, the same for every contender. Raises ValueError, in one line, for a
     value that a field cannot have."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: Literal["adamw", "sgd"] = "adamw"  # or "sgd", without momentum
     _: KW_ONLY
-    lr: Annotated[float, AT_LEAST_0] = 1e-3
-    beta1: Annotated[float, FROM_0_TO_1] = 0.9
-    beta2: Annotated[float, FROM_0_TO_1] = 0.95
-    eps: Annotated[float, AT_LEAST_0] = 1e-8
-    weight_decay: Annotated[float, AT_LEAST_0] = 0.0
+    lr: Annotated[float, AT_LEAST_0] = 1e-3  # the learning rate, times that of `lr_schedule`
+    beta1: Annotated[float, FROM_0_TO_1] = 0.9  # of AdamW's mean of gradients
+    beta2: Annotated[float, FROM_0_TO_1] = 0.95  # of AdamW's mean of their squares
+    eps: Annotated[float, AT_LEAST_0] = 1e-8  # of AdamW's denominator
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.0  # of all parameters, norms and biases too
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # largest global gradient norm; 0: no clipping
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -43,7 +43,8 @@ class StepResult:
 
     ``ParallelModel.train_step`` adds rates by this rank's clock, of the time since the step before
     returned: ``tokens_per_s`` of all ranks, where inputs are integers [rows, tokens], and ``mfu``,
-    where a cluster with a known peak was named. Both are None in the first step."""
+    where a cluster with a known peak was named. Both are None in the first step, and in the one
+    behind an evaluation or a checkpoint."""
 
     loss: Tensor
     grad_norm: Tensor
