@@ -154,16 +154,23 @@ def least_of_family(first: SizedPlan, held: StepBytes) -> int:
     may be less in other members is left out: gradients that wait for their reduction, and all but
     one of the activations of a rank's last chunk, of which a cap that was asked for leaves room for
     fewer where units are larger."""
-    memory = tuple(replace(of, unsharded_gradients=0) for of in held.memory)
-    return least_bytes(replace(first, activation_cap=0), replace(held, memory=memory))
+    return least_bytes(replace(first, activation_cap=0), _without(held, "unsharded_gradients"))
 
 
 def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
     """The least bytes of every plan that differs from ``first`` in how data-parallel ranks are used
     (and, as above, in unit and cap): those of activations, temporaries and messages alone."""
-    none = {"parameters": 0, "optimizer": 0, "gradients": 0, "unsharded": 0}
-    memory = tuple(replace(of, **none) for of in held.memory)
-    return least_of_family(first, replace(held, memory=memory))
+    return least_of_family(
+        first, _without(held, "parameters", "optimizer", "gradients", "unsharded")
+    )
+
+
+def _without(held: StepBytes, *kinds: str) -> StepBytes:
+    """The bytes of a plan without these kinds. Equal stages share one object, and do so here."""
+    stages = {id(of): of for of in held.memory}
+    none = dict.fromkeys(kinds, 0)
+    new = {key: replace(of, **none) for key, of in stages.items()}
+    return replace(held, memory=tuple(new[id(of)] for of in held.memory))
 
 
 def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
