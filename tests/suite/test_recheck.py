@@ -87,6 +87,7 @@ def schedule(row: Row) -> dict[str, Any]:
 DRAWN: dict[str, tuple[int, Callable[[Row], dict[str, Any]]]] = {
     "validation/validation.csv": (20, validation),
     "claim_33/plans.csv": (4, plan),
+    "atlas/plans.csv": (4, plan),
     "memory/traced_vs_simulated.csv": (3, memory),
     "schedules.csv": (2, schedule),
 }
