@@ -4,7 +4,7 @@ In: the variants of ``docs/opponents.yaml``, and the cells and the committed bes
 verdict (``results/reference/claim_33/plans.csv``), at which the searches begin. Out:
 ``results/reference/opponents/variants.csv``, one line per variant and cell, from which
 ``docs/opponents.md`` has its table of medians. A variant changes what a row asks for (``knobs``) or
-how its programs are priced (``traits``).
+how its programs are priced (``traits``). A search ends after some seconds: it begins nearby.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from zeropp.schedule.plan import SizedPlan
 
 REFERENCE = CHECKOUT / "results" / "reference"
 OUT = REFERENCE / "opponents" / "variants.csv"
+_BUDGET_S = 5.0  # CPU time of a search, which ends earlier where the bounds settle it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,13 @@ class Variant:
             begin = [replace(candidate, knobs=replace(candidate.knobs, **self.knobs))]
         asked = replace(row.contender.knobs(), **self.knobs)
         found = search(
-            cell.task, contender, asked, tolerance=tolerance, runner_up=False, known=begin
+            cell.task,
+            contender,
+            asked,
+            tolerance=tolerance,
+            runner_up=False,
+            budget_s=_BUDGET_S,
+            known=begin,
         ).winner
         return {
             "variant": self.name,
