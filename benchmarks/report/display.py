@@ -34,12 +34,13 @@ def program_label(name: str) -> str:
 
 
 def model_label(name: str) -> str:
-    """The label of a model in tables and figures: ``GPT 14.6B`` for ``gpt_14_6b``."""
+    """The label of a model in tables and figures: ``GPT 14.6B`` for ``gpt_14_6b``, and
+    ``Llama 8B 32k`` for ``llama_8b_32k``."""
     family, _, size = name.partition("_")
     if family not in _FAMILIES or not size:
         return name
-    if re.fullmatch(r"\d+(_\d+)?[bm]", size):
-        size = size.replace("_", ".").upper()
+    if number := re.match(r"(\d+)(_\d+)?([bm])(?![a-z0-9])", size):
+        size = number[0].replace("_", ".").upper() + size[number.end() :]
     return f"{_FAMILIES[family]} {size.replace('_', ' ')}"
 
 
