@@ -116,20 +116,21 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     words = plans.pivot(index=CELL, columns="contender", values="plan")
     has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
     of_program = speed[[*ATLAS]].T.groupby(program_label, sort=False).max().T
+    without = speed.where(~has_tp)
     cells = pd.DataFrame(
         {
-            "ratio": speed.where(~has_tp).max(axis=1) / speed.where(has_tp).max(axis=1),
-            "fits_without": speed.where(~has_tp).notna().any(axis=1),
-            "fits_with": speed.where(has_tp).notna().any(axis=1),
+            "without": without.max(axis=1),
+            "without_fsdp": without.drop(columns="megatron_fsdp").max(axis=1),
+            "fastest": speed.max(axis=1),
+            "fastest_fsdp": speed.drop(columns="megatron_fsdp").max(axis=1),
             "over_core": speed["zeropp"] / speed["megatron_core"],
             "over_fsdp": speed["zeropp"] / speed["fsdp"],
             "core_tp1": speed["megatron_core_tp1"] / speed["megatron_core"],
         }
     )
-    # Megatron-Core's best plan may have no tensor parallelism; then no plan with it is faster.
-    cells["ratio"] = cells["ratio"].where(cells["fits_with"], np.inf)
-    cells["ratio"] = cells["ratio"].where(cells["fits_without"], 0.0)
-    cells = cells[cells["fits_with"] | cells["fits_without"]].reset_index()
+    cells = cells[cells["fastest"].notna()].reset_index()
+    for name in ("without", "without_fsdp"):  # 0: nothing without tensor parallelism fits
+        cells[name] = cells[name].fillna(0.0) / cells[name.replace("without", "fastest")]
     cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
     return {
         "short": _short(cells, of_program),
@@ -164,21 +165,15 @@ def _first(of_program: pd.DataFrame) -> str:
 
 def _need(cells: pd.DataFrame) -> str:
     """Per model, in how many cells tensor parallelism is needed, for memory or for speed."""
-    lines = []
+    reach, lines = factor(one_program=False), []
     for name, of in cells.groupby("model", sort=False):
-        ratio = of["ratio"]
-        counts = [
-            (~of["fits_without"]).sum(),
-            ((ratio < 1 / (1 + TIE)) & of["fits_without"]).sum(),
-            ratio.between(1 / (1 + TIE), 1 + TIE).sum(),
-            (ratio > 1 + TIE).sum(),
-        ]
-        lines.append(
-            [model_label(str(name)), *map(str, [len(of), *counts]), f"{ratio.median():.2f}"]
-        )
-    heads = ["model", "cells", "nothing without TP fits", f"TP faster by more than {TIE:.0%}"]
-    heads += ["within that", "slower by more", "speed without over with, median"]
-    return markdown_table(heads, lines)
+        ratio = of["without"]
+        counts = [(ratio == 0).sum(), *((ratio < 1 / least).sum() for least in (1, 1 + TIE, reach))]
+        shares = [f"{ratio.median():.2f}", f"{ratio.min():.2f}"]
+        lines.append([model_label(str(name)), *map(str, [len(of), *counts]), *shares])
+    heads = ["model", "cells", "nothing without TP fits", "the fastest has TP"]
+    heads += [f"by more than {least:.0%}" for least in (TIE, reach - 1)]
+    return markdown_table([*heads, "fastest without TP over fastest: median", "lowest"], lines)
 
 
 def _moves(cells: pd.DataFrame) -> str:
@@ -195,11 +190,17 @@ def _moves(cells: pd.DataFrame) -> str:
     for words, keys in groups.items():
         for key, of in cells.groupby(keys, sort=words != "cluster"):
             medians = [
-                of[name].median() for name in ("ratio", "core_tp1", "over_core", "over_fsdp")
+                of[name].median() for name in ("without", "core_tp1", "over_core", "over_fsdp")
             ]
             shown = f"{key:,}" if isinstance(key, int) else str(key)
             lines.append([words, shown, str(len(of)), *(f"{ratio:.2f}" for ratio in medians)])
-    heads = ["by", "", "cells", "without TP over with it", "Megatron-Core without over with"]
+    heads = [
+        "by",
+        "",
+        "cells",
+        "fastest without TP over fastest",
+        "Megatron-Core without over with",
+    ]
     return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)
 
 
@@ -210,14 +211,26 @@ def _short(cells: pd.DataFrame, of_program: pd.DataFrame) -> str:
     alone = margin > reach
     by_program = winner[alone].value_counts()
     named = ", ".join(f"{label} in {count}" for label, count in by_program.items())
-    memory = (~cells["fits_without"]).sum()
-    faster = ((cells["ratio"] < 1 / reach) & cells["fits_without"]).sum()
-    slower = (cells["ratio"] > reach).sum()
+    without = cells["without"]
+    words = [
+        f"In {(without > 0).sum()} of {len(cells)} cells of the atlas a plan without tensor "
+        f"parallelism fits. The fastest plan has it in {_with_tp(without)}",
+        f"It is slower beyond the simulator's errors, a factor of {reach:.2f} between two "
+        f"programs, in {(without < 1 / reach).sum()} cells.",
+        "No run of Megatron-FSDP has been published. Without that program the fastest plan has "
+        f"tensor parallelism in {_with_tp(cells['without_fsdp'])}",
+        f"One program is first beyond the errors in {alone.sum()} cells"
+        + (f": {named}." if named else "."),
+    ]
+    return " ".join(words)
+
+
+def _with_tp(without: pd.Series) -> str:
+    """In how many cells the fastest plan has tensor parallelism, and what the others lose there."""
+    needed = without[without < 1]
+    if needed.empty:
+        return "none of them."
     return (
-        f"Over {len(cells)} cells of the atlas the fastest plan without tensor parallelism has "
-        f"**{cells['ratio'].median():.2f}** times the speed of the fastest with it in the median. "
-        f"Beyond the simulator's errors (a factor of {reach:.2f} between two programs), tensor "
-        f"parallelism is needed for memory in **{memory}** and for speed in **{faster}** of them, "
-        f"and costs speed in **{slower}**. One program is first beyond these errors in "
-        f"{alone.sum()} cells" + (f": {named}." if named else ".")
+        f"{len(needed)}; there the fastest without it has {needed.median():.2f} times its speed in "
+        f"the median and {needed.min():.2f} at least."
     )

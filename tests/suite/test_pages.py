@@ -18,7 +18,7 @@ from docs.make import PAGES, filled
 def test_tables_are_where_numbers_are_quoted() -> None:
     with_tables = {page.name for page in PAGES if "<!-- table: " in page.read_text()}
     pages = ["index", "explain", "gpu", "measured", "opponents", "replay", "schedules", "simulator"]
-    pages += ["atlas", "verdict"]
+    pages += ["atlas", "training", "verdict"]
     assert with_tables == {"README.md", *(f"{page}.md" for page in pages)}
 
 
