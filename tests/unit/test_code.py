@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 710,
 }
 MOST_LINES = 51_430
-MOST_LINES_OF_TESTS = 31_880
+MOST_LINES_OF_TESTS = 31_960
 
 
 @cache
