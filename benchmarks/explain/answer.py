@@ -40,6 +40,7 @@ class Answer:
     question: Question
     asked: Evaluated[Any]
     own: Outcome[Any] | None  # of the search that settled what the question leaves open
+    host_s: float  # by which the step would be shorter with a host that takes no time per launch
 
     @property
     def fits(self) -> bool:
@@ -66,9 +67,12 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
         candidate, own = settled(question, search_s or SEARCH_S)
         try:
             plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
+            task, device = question.task, question.task.cluster.device
+            cluster = replace(task.cluster, device=replace(device, launch_us=0.0))
+            at_once = question.contender.simulated(replace(task, cluster=cluster), candidate)
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
-    return Answer(question, plan, own)
+    return Answer(question, plan, own, plan.step_s - at_once.step_s)
 
 
 def better(answered: Answer, search_s: float | None = None) -> Better:
@@ -130,6 +134,11 @@ def _changes(
         if (words := describe(winner.plan)) not in plans:
             plans.add(words)
             changes[knob] = winner
+    if question.reading.eager:
+        own = PRICED[question.contender.name]
+        compiled = Evaluated(now.candidate, own.simulated(question.task, now.candidate))
+        if compiled.peak_bytes <= limit and compiled.step_s < 0.999 * slowest:
+            changes["compile"] = compiled
     return dict(sorted(changes.items(), key=lambda change: change[1].step_s))
 
 

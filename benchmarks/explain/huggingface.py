@@ -325,7 +325,7 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         )
     model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
     if precision == "fp8":
-        model.named.append("mixed_precision=fp8: no price for 8-bit products; priced in bf16")
+        model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
     keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
     return model
 

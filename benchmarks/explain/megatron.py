@@ -30,7 +30,6 @@ from zeropp.schedule.plan import SizedPlan
 
 _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "--fp8-format": (None, "no price for 8-bit products; priced in bf16"),
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
     "--kv-channels": (None, "heads are priced as hidden / heads wide"),
@@ -78,9 +77,10 @@ _HARMLESS = (
     *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
     *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis", "--no-check-for-nan"),
-    *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
+    *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--fp8-recipe"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
-    *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
+    *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
+    "--eod-mask",
 )
 
 
@@ -140,6 +140,8 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
         half = True
         reading.derived.append("--fp16: priced as bf16, whose kernels and bytes are the same")
     reading.settings["precision"] = "bf16" if half else "fp32"
+    if eight := keys.given("--fp8-format"):
+        reading.multiply_in_8_bits(f"--fp8-format={eight}")
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
 

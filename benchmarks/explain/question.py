@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from benchmarks.explain import huggingface, megatron, torchtitan
+from benchmarks.explain import huggingface, megatron, neox, torchtitan
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
@@ -29,6 +29,9 @@ _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
 # Programs of Megatron's, which pad a vocabulary to a multiple of 128 x TP (training/tokenizer).
 _PADDING = ("megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble")
+# The host's time per launch of blocks in eager mode over that of plain modules, by whether there is
+# tensor parallelism and sequence parallelism: FSDP2, and with DTensor (host_time.csv).
+_EAGER_HOST = {(False, False): 2.59, (True, False): 6.88, (True, True): 9.65}
 _INNER = ("model.", "contender.", "cluster.")
 KEYS = (
     "num_gpus",
@@ -143,10 +146,7 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
             "contender=fsdp"
         )
     if {"pipe_parallel_size", "pipe-parallel-size"} & set(tree):
-        raise SpecError(
-            f"{path}: a file of GPT-NeoX is not read (give a config.json of its sizes with "
-            "contender=megatron_deepspeed and its degrees, as contender.pp)"
-        )
+        return neox.read(tree, num_gpus)
     tables = {key for key, value in tree.items() if isinstance(value, dict)}
     if {"model", "train"} <= tables:
         return megatron.read_bridge(tree, num_gpus)
@@ -208,8 +208,9 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     if left := [f"model.{key}" for key in (*_SIZES, "vocab", "seq") if model.get(key) is None]:
         why = reading.unknown or f"{', '.join(left)}: the file does not say it"
         raise SpecError(f"{why} (give {' '.join(f'{key}=N' for key in left)})")
-    if "seq" in changed:
-        reading.derived = [line for line in reading.derived if not line.endswith("give model.seq")]
+    reading.derived = [  # without what asks for a word that was given
+        line for line in reading.derived if not any(f"give {key}" in line for key in given)
+    ]
     for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
         if settings.get(key) is None:
             raise SpecError(f"{key}: the file does not say it (give {key}={example})")
@@ -226,6 +227,11 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     check_priced(spec.cluster, spec.precision)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
+    if own and reading.traits.get("eight_bit") and not spec.cluster.device.eight_bit_gain:
+        raise SpecError(
+            f"cluster={spec.cluster.name}: no products of 8 bits there (use h100, or take them out "
+            "of the file)"
+        )
     size = settings.get("microbatch_size", "auto")
     return Question(reading, spec.task, contender, knobs, size)
 
@@ -290,8 +296,12 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
         return contender
 
     def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
-        plan = contender.size(task, knobs, microbatch_size)
-        return replace(plan, program=_program(reading.program or plan.program, traits))
+        plan, own = contender.size(task, knobs, microbatch_size), traits
+        if reading.eager:
+            layout = plan.layout
+            host = _EAGER_HOST[layout.tp > 1, layout.sequence_parallel]
+            plan, own = replace(plan, compile=False), (*traits, ("launch_factor", host))
+        return replace(plan, program=_program(reading.program or plan.program, own))
 
     def families(point: SearchPoint[Any]) -> Iterator[Any]:
         return (

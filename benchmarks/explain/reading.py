@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.specification import SpecError
+from zeropp.price.programs import Scaling
 
 UNKNOWN = "not known here, left out of the price"
 
@@ -34,6 +35,7 @@ class Reading:
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     only: dict[str, Any] = field(default_factory=dict)  # knobs of which its program has one value
+    eager: bool = False  # it compiles nothing, although its contender does
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
@@ -46,6 +48,11 @@ class Reading:
                 f"{key}={slices}: priced as ring attention (arXiv 2310.01889), unless the file "
                 "says otherwise"
             )
+
+    def multiply_in_8_bits(self, key: str, scaling: Scaling = "fused") -> None:
+        """Note the 8-bit products of a key."""
+        self.traits |= {"eight_bit": True, "scaling": scaling}
+        self.derived.append(f"{key}: products in 8 bits at their measured rate (ZeroPP's in 16)")
 
 
 class Keys:

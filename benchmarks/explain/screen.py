@@ -33,6 +33,8 @@ _WRITERS = {
 }
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 
+_LEAST_HOST = 0.02  # of a step, from which on the host's share is said
+
 _LOST_TO = {"tensor": "tensor parallelism"}
 _WORDS = (
     "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
@@ -78,6 +80,12 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
         f"Time: the model's kernels alone {100 * result.limit_share:.1f} %; "
         f"lost to {lost(result, 0.005)}."
     )
+    if answer.host_s >= _LEAST_HOST * result.step_s:
+        console.print(
+            f"The host is a limit: {100 * answer.host_s / result.step_s:.0f} % of the step the "
+            "device waits for its next kernel. Larger microbatches, torch.compile or CUDA graphs "
+            "help."
+        )
 
 
 def indented(words: str, console: Console, style: str = "") -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
-from zeropp.price.programs import program_named
+from zeropp.price.programs import Scaling, program_named
 from zeropp.schedule.plan import SizedPlan
 
 # name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
@@ -51,8 +51,6 @@ _OLD = re.compile(
 )
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "model.converters": ([], "no price for 8-bit products; priced in bf16"),
-    "float8.enable_float8_linear": (False, "no price for 8-bit products; priced in bf16"),
     "model.norm_type": ("rmsnorm", "priced as RMSNorm"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
@@ -141,13 +139,31 @@ def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
         for section in ("parallelism", "compile")
     )
     if not compiled:
+        reading.eager = True
         reading.traits |= {"traffic_factor": 2.11, "fused_loss": False}
         reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
+    _eight_bits(keys, reading)
     reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
     wanted = keys.take("training.mixed_precision_param", "bfloat16")
     reading.settings["precision"] = "bf16" if wanted == "bfloat16" else "fp32"
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
+
+
+def _eight_bits(keys: Keys, reading: Reading) -> None:
+    """Converters to 8-bit products (``components/quantization``), and their scaling."""
+    recipe = keys.take("float8.recipe_name", keys.take("quantize.linear.float8.recipe_name"))
+    names = list(keys.take("model.converters", []))
+    names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
+    for name in names:
+        kind = name.lower().removeprefix("quantize.linear.")
+        if kind not in ("float8", "mx", "mxfp8"):
+            reading.named.append(f"model.converters={name}: no price; priced in bf16")
+        elif kind == "float8" and recipe == "rowwise":
+            reading.multiply_in_8_bits(f"model.converters={name}, {recipe}", "rowwise")
+        else:
+            scaling: Scaling = "tensorwise" if kind == "float8" else "mx"
+            reading.multiply_in_8_bits(f"model.converters={name}", scaling)
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:

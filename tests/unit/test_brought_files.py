@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from benchmarks.explain.answer import Answer, answer, better
 from benchmarks.explain.question import Question, ask
-from benchmarks.explain.screen import PlanLine, told_apart, written_as
+from benchmarks.explain.screen import PlanLine, show, told_apart, written_as
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
@@ -62,6 +63,23 @@ model: {dtype: bfloat16, model_config: {hidden_size: 2048, intermediate_size: 81
 optimizer: {zero_stage: 1}
 parallelism: {dp: 4, tp: 1, pp: 4, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
 tokens: {micro_batch_size: 1, batch_accumulation_per_replica: 4, sequence_length: 4096}
+"""
+NEOX = """
+pipe-parallel-size: 4
+model-parallel-size: 2
+num-layers: 44
+hidden_size: 6144
+num-attention-heads: 64
+seq-length: 2048
+norm: layernorm
+pos_emb: rotary
+no-weight-tying: true
+gpt_j_residual: true
+zero_optimization: {stage: 1, overlap_comm: True}
+train_micro_batch_size_per_gpu: 4
+gradient_accumulation_steps: 32
+checkpoint-activations: true
+fp16: {enabled: true}
 """
 SIZES = "layers=40 hidden=5120 heads=40 kv_heads=40 ffn=13824 vocab=32000"
 
@@ -160,9 +178,28 @@ def test_scripts_with_arguments_documents_and_placeholders(tmp_path: Path) -> No
         ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
 
 
-def test_gpt_neox_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="a file of GPT-NeoX is not read"):
-        asked(tmp_path, {"20B.yml": '{"pipe-parallel-size": 4, "num-layers": 44,}'})
+def test_gpt_neox(tmp_path: Path) -> None:
+    """Keys are spelled in two ways; of a gated MLP the file has three times the width."""
+    words, files = ("num_gpus=96", "model.vocab=50257"), {"20B.yml": NEOX}
+    question = asked(tmp_path, files, *words)
+    knobs, shape = vars(question.knobs), question.task.shape
+    wanted = {"pp": 4, "tp": 2, "replicate": 12, "replicate_zero": 1, "recompute": "full"}
+    assert {key: knobs[key] for key in wanted} == wanted
+    assert (question.microbatch_size, question.task.global_batch) == (4, 4 * 32 * 12)
+    assert (shape.seq, shape.ffn, shape.vocab, shape.tied_embeddings) == (2048, 24576, 50432, False)
+    assert question.contender.label == "Megatron-DeepSpeed"
+    assert not question.reading.traits["flash"]
+    assert [line.partition("=")[0] for line in question.reading.named][-1] == "gpt_j_residual"
+    gated = "num-layers: 44\nactivation: swiglu\nintermediate_size: 40960\nmlp_multiple_of: 256"
+    files = {"20B.yml": NEOX.replace("num-layers: 44", gated)}
+    assert asked(tmp_path, files, *words).task.shape.ffn == 13824
+    for old, new, said in (
+        ("seq-length: 2048", "", "seq_length=None: must be a number"),
+        ("stage: 1", "stage: 2", "--zero-stage=2: no price"),
+        ("norm: layernorm", 'attention_config: [[["mamba"], 44]]', "GPT-NeoX with mamba: no price"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            asked(tmp_path, {"20B.yml": NEOX.replace(old, new)}, *words)
 
 
 def test_words_of_nemo_in_a_script(tmp_path: Path) -> None:
@@ -252,6 +289,45 @@ def test_compile_stands_in_every_plan_and_is_tried_as_a_change(tmp_path: Path) -
     assert "compiled" not in describe(found.asked.plan)
     assert "compiled" in describe(changes["compile"].plan)
     assert changes["compile"].step_s < found.asked.step_s
+
+
+def test_a_host_that_limits_a_step_is_priced_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small microbatches of DTensor in eager mode were priced 3.5 to 4 times too fast."""
+    text = TITAN.replace("13B_company", "8B").replace("_size = 2", "_size = 1\nseq_len = 512")
+    text = text.replace("degree = 2", "degree = 8")
+    found = {}
+    for enable in ("true", "false"):
+        files = {"a.toml": f"{text}[compile]\nenable = {enable}\n"}
+        found[enable] = priced(tmp_path, files, "num_gpus=8")
+        show(found[enable], Console(), verbose=False)
+    said = capsys.readouterr().out.replace("\n", " ").split("The host is a limit: ")[1:]
+    assert [int(words.partition(" ")[0]) > 80 for words in said] == [False, True]
+    compiled, eager = found["true"].asked, found["false"].asked
+    assert 4 < eager.step_s / compiled.step_s < 8
+    assert "compiled" not in describe(eager.plan)
+    changed = better(found["false"], 0.2).changes["compile"]
+    assert describe(changed.plan) == describe(compiled.plan)
+    assert changed.step_s == pytest.approx(compiled.step_s, rel=0.05)  # which slices its loss
+
+
+@pytest.mark.parametrize(
+    ("converter", "recipe", "gain"), [("float8", "tensorwise", 1.25), ("float8", "rowwise", 1.05)]
+)
+def test_torchtitans_8_bit_products_have_their_price(
+    tmp_path: Path, converter: str, recipe: str, gain: float
+) -> None:
+    text = TITAN.replace("13B_company", "8B").replace("degree = 2", "degree = 1")
+    text += "[compile]\nenable = true\n"
+    plain = priced(tmp_path, {"a.toml": text}, "num_gpus=8").asked.step_s
+    text = text.replace('8B"', f'8B"\nconverters = ["{converter}"]')
+    text += f'[quantize.linear.float8]\nrecipe_name = "{recipe}"\n'
+    answered = priced(tmp_path, {"a.toml": text}, "num_gpus=8")
+    assert plain / answered.asked.step_s == pytest.approx(gain, rel=0.05)
+    assert not answered.question.reading.named
+    with pytest.raises(SpecError, match="cluster=a100: no products of 8 bits there"):
+        asked(tmp_path, {"a.toml": text}, "num_gpus=8", "cluster=a100")
 
 
 @pytest.mark.parametrize("name", PRICED)

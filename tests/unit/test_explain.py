@@ -106,9 +106,8 @@ def test_torchtitan_as_it_was_before_its_section_of_degrees() -> None:
     text += f"\n[experimental]\n{moved[1]}\n[float8]\nenable_float8_linear = true\n"
     old = torchtitan.read(text, 16)
     assert (old.knobs, old.settings) == (new.knobs, new.settings)
-    assert set(old.named) - set(new.named) == {
-        "float8.enable_float8_linear: no price for 8-bit products; priced in bf16"
-    }
+    assert old.traits["eight_bit"]
+    assert old.named == new.named
 
 
 def test_torchtitan() -> None:
@@ -144,9 +143,9 @@ def test_torchtitan_is_refused_in_one_line(old: str, new: str, said: str) -> Non
 
 
 def test_what_has_no_price_is_named() -> None:
-    changed = TOML.replace('"8B"', '"8B"\nconverters = ["float8"]\nnew_key = 1')
+    changed = TOML.replace('"8B"', '"8B"\nconverters = ["nvfp4"]\nnew_key = 1')
     named = " ".join(torchtitan.read(changed, None).named)
-    assert "no price for 8-bit products" in named
+    assert "model.converters=nvfp4: no price" in named
     assert "model.new_key=1: not known here" in named
 
 
@@ -545,8 +544,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     ]
     assert "--made-up=3" in asked.reading.harmless
     path.write_text(BRIDGE.replace("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"))
-    named = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.named
-    assert "no price for 8-bit products" in named[0]
+    assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.traits["eight_bit"]
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
@@ -661,5 +659,5 @@ def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> 
     degrees = [reading.knobs[name] for name in ("tp", "shard", "recompute")]
     assert degrees == [2, 4, "full"]
     assert reading.traits["overlap_tensor"]
-    assert any("8-bit products" in line for line in reading.named)
+    assert reading.traits["eight_bit"]
     assert any("made_up=1" in line for line in reading.named)
