@@ -33,7 +33,7 @@ BUDGET = {
     "benchmarks": 900,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
-    "benchmarks/explain": 2_660,
+    "benchmarks/explain": 2_790,
     "benchmarks/launch": 4_070,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_340,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_210,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_430
-MOST_LINES_OF_TESTS = 31_960
+MOST_LINES = 51_560
+MOST_LINES_OF_TESTS = 32_040
 
 
 @cache
