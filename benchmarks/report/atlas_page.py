@@ -286,5 +286,6 @@ def _winners(lines: pd.DataFrame) -> Iterator[dict[str, str]]:
         yield {
             "case": str(key),
             "shown": WITHIN if near else str(first["program"]),
-            "words": f"{first['program']}\n" + (f"{ahead:.2f} ×" if len(others) else "alone"),
+            "words": first["program"].replace("-", "-\n")  # a cell is narrow
+            + (f"\n{ahead:.2f} ×" if len(others) else "\nalone"),
         }
