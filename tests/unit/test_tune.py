@@ -86,6 +86,14 @@ def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> N
     assert again.simulated < first.simulated
 
 
+def test_a_search_that_ends_early_has_the_best_plan_without_a_pipeline() -> None:
+    asked = ZeroppKnobs(context=1, replicate_zero=0, placement="dp_inner")
+    found = search(task(16, 128), ZEROPP, asked, budget_s=0.0)
+    assert not found.is_complete
+    assert found.winner is not None
+    assert found.winner.plan.layout.pp == 1
+
+
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None
