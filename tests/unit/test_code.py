@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 710,
 }
 MOST_LINES = 51_560
-MOST_LINES_OF_TESTS = 32_040
+MOST_LINES_OF_TESTS = 32_050
 
 
 @cache
