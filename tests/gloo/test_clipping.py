@@ -195,3 +195,18 @@ def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:
     weights = [p.detach() for p in build_model(spec.model, spec.seed, CPU).parameters()]
     right = sum(float(weight.double().square().sum()) for weight in weights) ** 0.5
     assert alone.first_gradient()[2] == pytest.approx(right, rel=1e-6)
+
+
+@on_ranks(2)
+def test_torchs_clipping_in_a_hook_is_refused_where_it_sees_shards() -> None:
+    model = built(shard=2)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+    model.optimizer.register_step_pre_hook(clip)
+    said = error_of(lambda: step(model))
+    assert said.startswith("RuntimeError: torch.nn.utils.clip_grad_norm_: has the norm of this")
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    assert float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0)) > 1  # outside as ever

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
 
 from tests.gloo.layers import WIDTH, One, linear
-from tests.gloo.models import built, error_of, seeded
+from tests.gloo.models import RATE, built, error_of, seeded, steps
 from tests.gloo.world import World, on_ranks
 from zeropp.engine.users_optimizer import Trial, try_optimizer
 from zeropp.train.parallel_model import ParallelModel
@@ -449,3 +449,21 @@ def test_two_optimizers_are_scheduled_and_skipped_as_one(kind: str) -> None:
         assert int(model.skipped_steps) == 1
         whole = [flat.whole for flat in model.engine.flats if flat.whole is not None]
         assert sum(len(one.shards) for one in whole) == (2 if kind in WHOLE else 0)  # of four
+
+
+@on_ranks(2)
+def test_a_schedule_beside_another_one_is_refused_and_a_loaded_rate_is_not(tmp_path: Path) -> None:
+    """Each step sets the rate anew, and would never see the other one."""
+    model = built(shard=2, lr_schedule=lambda step: 1 / (1 + step))
+    steps(model, 0)
+    model.save(tmp_path / "one")
+    steps(model, 1)
+    model.load(tmp_path / "one")
+    steps(model, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.1)
+    scheduler.step()
+    said = error_of(lambda: steps(model, 2))
+    assert said.startswith("ValueError: lr_schedule: has set the learning rate to 0.05, and a sch")
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+    steps(model, 2)
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(RATE / 3)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +443,56 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
     world: World, rank: int, tmp_path: Path
 ) -> None:
     assert set(world.run(preempted, tmp_path, rank, size=2)) == {(3, 128 + signal.SIGTERM, 3)}
+
+
+def save_in_a_hook(model: ParallelModel, folder: Path) -> None:
+    model.optimizer.register_step_post_hook(lambda *_: model.save(folder))
+    model.train_step(*(part[model.rows] for part in data()))
+
+
+def give_a_leaf(model: ParallelModel, folder: Path) -> None:
+    inputs, targets = (part[model.rows] for part in data())
+    model.train_step(inputs.clone().requires_grad_(), targets)
+
+
+def add_parameters(model: ParallelModel, folder: Path) -> None:
+    model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def schedule_with(factor: float) -> Callable[[ParallelModel, Path], None]:
+    def run(model: ParallelModel, folder: Path) -> None:
+        model.engine.updater.lr_schedule = lambda step: factor
+        model.train_step(*(part[model.rows] for part in data()))
+
+    return run
+
+
+NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
+    (save_in_a_hook, "RuntimeError: save: a step is under way (call it between steps)"),
+    (give_a_leaf, "ValueError: inputs: needs a gradient, which no rank would add up"),
+    (add_parameters, "AttributeError: optimizer.add_param_group: no rank has other parameters"),
+    (schedule_with(-1.0), "InfeasibleError: lr_schedule: gives -1.0 after 0 steps"),
+    (schedule_with(float("nan")), "InfeasibleError: lr_schedule: gives nan after 0 steps"),
+]
+
+
+@on_ranks(2)
+def test_what_a_loop_does_and_no_step_would_see_is_refused(tmp_path: Path) -> None:
+    for call, words in NOT_SEEN:
+        model = built(shard=2)
+        said = error_of(partial(call, model, tmp_path))
+        assert said.startswith(words), said
+
+
+@on_ranks(2)
+def test_a_schedule_that_counts_its_calls_is_called_once_a_step() -> None:
+    calls: list[int] = []
+
+    def schedule(step: int) -> float:
+        calls.append(step)
+        return 1 / len(calls)
+
+    model = built(shard=2, lr_schedule=schedule)
+    for _ in range(2):
+        model.train_step(*(part[model.rows] for part in data()))
+    assert calls == [0, 1]

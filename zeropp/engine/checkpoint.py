@@ -159,6 +159,8 @@ class Checkpointer:
     def state(self, call: str = "state_dict") -> State:
         """Parameters, buffers and optimizer state of this rank, for a method that all ranks
         ``call``; tensors share memory with the engine's."""
+        if self._engine.updater.is_updating:  # steps_done is that of the step before
+            raise RuntimeError(f"{call}: a step is under way (call it between steps)")
         return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
 
     def save(self, directory: Path | str) -> None:
@@ -244,6 +246,7 @@ class Checkpointer:
         the ``optimizer``, or with the optimizer as it is."""
         engine, updater = self._engine, self._engine.updater
         engine.steps_done = int(state.steps_done)
+        updater.rates_set = []
         if engine.steps_done == sum(steps for steps, _ in state.batches):
             engine.batches = state.batches
         engine.skipped_steps.copy_(state.skipped_steps)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,12 +42,17 @@ class Updater:
 
     def __post_init__(self) -> None:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates_set: list[Any] = []  # by the schedule, unless a state was loaded since
         # Adagrad's does; a look-up may leave nothing but an empty dict.
         kept = self.optimizer.state.values()
         self.begins_with_state = any(isinstance(one, dict) and one for one in kept)
         self.is_updating = self.has_updated = False
         self.made = [dict(vars(part)) for part in parts_of(self.optimizer)]
         self.optimizer.register_step_pre_hook(self._check_moment)
+        self.optimizer.register_load_state_dict_post_hook(lambda _: self.rates_set.clear())
+
+        # What a loss reads of another parameter would be added up by no rank.
+        self.optimizer.add_param_group = _refuse_group  # type: ignore[method-assign, assignment]
 
     def _check_moment(self, *_: object) -> None:
         if not self.is_updating:
@@ -105,8 +112,24 @@ class Updater:
         """Set the learning rates of a step, if there is a schedule."""
         if self.lr_schedule is not None:
             factor = self.lr_schedule(steps_done)
+            if not 0 <= factor < math.inf:
+                raise InfeasibleError(
+                    f"lr_schedule: gives {factor} after {steps_done} steps, but a factor of the "
+                    "learning rate is a number from 0 on"
+                )
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
+            self.rates_set = [group["lr"] for group in self.optimizer.param_groups]
+
+    def check_rates(self) -> None:
+        """Raise ValueError where something else has set a learning rate that the schedule sets."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates_set, strict=False):
+            if group["lr"] is not rate and group["lr"] != rate:
+                raise ValueError(
+                    f"lr_schedule: has set the learning rate to {float(rate):g}, and a scheduler "
+                    f"or your loop to {float(group['lr']):g} since, which the next step would not "
+                    "see (leave one of the two out)"
+                )
 
     def update(self, finite: Tensor) -> None:
         """Update, if the gradients are ``finite``. The host waits for the device only if the
@@ -125,6 +148,24 @@ class Updater:
             self.has_updated = True
         finally:
             self.is_updating = False
+
+
+def _refuse_group(*_: object) -> NoReturn:
+    raise AttributeError("optimizer.add_param_group: no rank has other parameters")
+
+
+@contextmanager
+def _refusing_to_clip() -> Iterator[None]:
+    """In a hook of the optimizer, torch's clipping sees the shards of one rank."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            "torch.nn.utils.clip_grad_norm_: has the norm of this rank's shards alone (call "
+            "model.clip_grad_norm_ in the hook, or give parallelize clip_norm=)"
+        )
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", refuse):
+        yield
 
 
 @dataclass(frozen=True)
@@ -178,7 +219,8 @@ class ParameterUpdate:
         if self.updater.clip_norm:
             self._scale(clip_factor(result.grad_norm, self.updater.clip_norm))
         finite = torch.isfinite(result.grad_norm)
-        self.updater.update(finite)
+        with nullcontext() if self.world is None else _refusing_to_clip():
+            self.updater.update(finite)
         self.skipped_steps.add_(~finite)
         return result
 

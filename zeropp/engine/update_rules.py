@@ -68,12 +68,6 @@ class Optimizers(torch.optim.Optimizer):
         elif self.parts:
             raise AttributeError(f"optimizer.{name}: each of several optimizers has its own")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while this is made."""
-        if self.parts:
-            raise AttributeError("optimizer.add_param_group: no rank has other parameters")
-        super().add_param_group(param_group)
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of all, in their order."""

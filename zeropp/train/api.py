@@ -20,6 +20,7 @@ from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import agreed
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.settings import Settings, asked_for, read_keywords
+from zeropp.engine.trial import unchanged
 from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
@@ -104,7 +105,8 @@ def _planned(
     settings, sizes = _sized(layers, loss_fn, settings, asked)
     plan, chosen = make_plan(settings, asked, sizes, dist.get_world_size())
     schedule = settings.lr_schedule
-    factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
+    with unchanged([schedule]):  # which may count its calls
+        factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
     yield {
         "group_of": str(groups_of(settings, sizes)),
         "lr_schedule": str(factors),

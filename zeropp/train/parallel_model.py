@@ -292,6 +292,7 @@ class ParallelModel:
         self._check_ready()
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
+        self.engine.updater.check_rates()
         parts = self._microbatches(inputs, targets, keyword_inputs)
         rows = self.rows.stop - self.rows.start
         for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
@@ -300,10 +301,10 @@ class ParallelModel:
                     f"{name}: {len(part)} rows, but this rank trains on {rows} rows per step; give "
                     "it its own part of the global batch (see `rows`, `data_parallel_rank`)"
                 )
-            if part.grad_fn is not None:
+            if part.requires_grad:
                 raise ValueError(
-                    f"{name}: was computed from something that needs gradients, which no rank "
-                    "would add up (put that into the first layer, or detach the batch)"
+                    f"{name}: needs a gradient, which no rank would add up (put what it is "
+                    "computed from into the first layer, or detach the batch)"
                 )
         return parts
 
