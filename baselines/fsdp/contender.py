@@ -20,7 +20,7 @@ from zeropp.choose.space import (
     wire_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.price.programs import gathers
+from zeropp.price.programs import gathers, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
@@ -43,6 +43,8 @@ class FSDPKnobs:
     # Type in which gradients are sent, and in which those of microbatches are added until then.
     reduce_dtype: WireType | Auto = "fp32"
     compile: bool | Auto = "auto"  # torch.compile every block
+    reshard_after_forward: bool | Auto = "auto"  # false: parameters stay until the backward
+    reshard_after_backward: bool | Auto = "auto"  # false: until the next microbatch's forward
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -55,6 +57,8 @@ class MegatronFSDPKnobs(FSDPKnobs):
     name: Literal["megatron_fsdp"] = "megatron_fsdp"
     reduce_every: Literal["unit"] = "unit"
     compile: Literal[False] = False
+    reshard_after_forward: Literal[True] = True
+    reshard_after_backward: Literal[True] = True
 
 
 def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
@@ -73,7 +77,11 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered_pieces(pieces, microbatches),
         cuts=tuple(range(pieces + 1)),
-        program=knobs.name,
+        program=resharding(
+            knobs.name,
+            after_forward=if_auto(knobs.reshard_after_forward, True),
+            after_backward=if_auto(knobs.reshard_after_backward, True),
+        ),
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
@@ -82,6 +90,12 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         sum_dtype=sent if knobs.reduce_every == "step" else "fp32",
         compile=if_auto(knobs.compile, False),
     )
+
+
+def resharding(program: str, *, after_forward: bool, after_backward: bool = True) -> str:
+    """The program that releases parameters so."""
+    program += "" if after_forward else "+reshard_after_forward=false"
+    return program + ("" if after_backward else "+reshard_after_backward=false")
 
 
 def sent_type(task: Task, asked: WireType | Auto) -> WireType:
@@ -112,15 +126,23 @@ def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
 def programs(plan: SizedPlan) -> Schedule:
     """The program of a plan, of which there is one order."""
     stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
-    return _schedule(stages, microbatches, gathers(plan), plan.reduce_every)
+    program = program_named(plan.program)
+    kept = {Op.FORWARD: program.reshard_after_forward}
+    kept |= {Op.FULL_BACKWARD: program.reshard_after_backward}
+    stay = frozenset(op for op, released in kept.items() if not released)
+    return _schedule(stages, microbatches, gathers(plan), plan.reduce_every, stay)
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    num_stages: int, num_microbatches: int, gathers: bool, reduce_every: ReduceEvery
+    num_stages: int,
+    num_microbatches: int,
+    gathers: bool,
+    reduce_every: ReduceEvery,
+    kept: frozenset[Op],
 ) -> Schedule:
     order = accumulation(num_stages, num_microbatches)
-    return lower(order, gather=gathers, reduce_every=reduce_every)
+    return lower(order, gather=gathers, reduce_every=reduce_every, kept=kept)
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
@@ -154,7 +176,10 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
-    for reduce_every, wire, (recompute, blocks) in product(reductions, wires, list(recomputed)):
+    released = list(resharding_choices(point))
+    for reduce_every, wire, (forward, backward), (recompute, blocks) in product(
+        reductions, wires, released, list(recomputed)
+    ):
         yield at_degrees(
             asked,
             degrees,
@@ -163,7 +188,19 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
             reduce_every=reduce_every,
             reduce_dtype=wire,
             compile=if_auto(asked.compile, True),
+            reshard_after_forward=forward,
+            reshard_after_backward=backward,
         )
+
+
+def resharding_choices(point: SearchPoint[FSDPKnobs]) -> Iterator[tuple[bool, bool]]:
+    """Whether parameters are released after a forward, and after a backward, which does nothing for
+    a single microbatch. Parameters that are not sharded take no time to gather."""
+    asked, again = point.asked, (True, False) if point.degrees.shards > 1 else (True,)
+    between = again if point.num_microbatches > 1 else (True,)
+    yield from product(
+        choices(asked.reshard_after_forward, again), choices(asked.reshard_after_backward, between)
+    )
 
 
 SPACE = Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0), contexts=True)

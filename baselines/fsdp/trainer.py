@@ -22,6 +22,7 @@ from baselines.fsdp2 import (
 from baselines.model import build_piece, sliced_cross_entropy
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.update_rules import build_optimizer
+from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult
@@ -50,6 +51,7 @@ class FsdpTrainer(ActionRecorder):
         plan, model = self._plan, self._model
         assert isinstance(model, FSDPModule)
         first, last = model[0], plan.num_microbatches - 1
+        program = program_named(plan.program)
         size = plan.microbatch_size
         batches = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
         self._optimizer.zero_grad()
@@ -59,6 +61,7 @@ class FsdpTrainer(ActionRecorder):
             is_last = self._microbatch == last
             model.set_requires_gradient_sync(is_last or plan.reduce_every == "unit")
             model.set_requires_all_reduce(is_last)
+            model.set_reshard_after_backward(is_last or program.reshard_after_backward)
             if isinstance(first, FSDPModule):
                 first.set_reshard_after_backward(is_last)
             loss = sliced_cross_entropy(model(x), y) / plan.num_microbatches
@@ -101,7 +104,8 @@ class FsdpTrainer(ActionRecorder):
                 prepare_block(piece, plan, recomputed=plan.recomputes(index, index))
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
-                sharded = shard(piece, mesh, plan, reshard_after_forward=index != head)
+                again = index != head and program_named(plan.program).reshard_after_forward
+                sharded = shard(piece, mesh, plan, reshard_after_forward=again)
                 count_collectives(sharded, self._counts)
             pieces.append(piece)
         model = nn.Sequential(*pieces)

@@ -91,6 +91,8 @@ class TorchtitanKnobs(TorchPPKnobs):
     recompute_blocks: Literal["auto"] = "auto"  # all blocks: it has no key for some
     reduce_dtype: Literal["fp32"] = "fp32"  # ``mixed_precision_reduce`` has no other value
     context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # context_parallel_degree: a ring
+    # default: always without a pipeline, and never with one, where always has no price.
+    fsdp_reshard_after_forward: Literal["default", "never"] | Auto = "auto"
 
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -157,15 +159,16 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
-def _without_pipeline(plan: SizedPlan, knobs: TorchPPKnobs) -> SizedPlan:
+def _without_pipeline(plan: SizedPlan, knobs: TorchtitanKnobs) -> SizedPlan:
     """torchtitan without a pipeline: FSDP2 gathers piece by piece, as in ``baselines.fsdp``."""
-    pieces = plan.shape.num_pieces
+    pieces, program = plan.shape.num_pieces, f"{plan.program}+torch_stages=false"
+    released = knobs.fsdp_reshard_after_forward != "never"
     return replace(
         plan,
         layout=replace(plan.layout, chunks=pieces),
         schedule=fsdp.unordered_pieces(pieces, plan.num_microbatches),
         cuts=tuple(range(pieces + 1)),
-        program=f"{plan.program}+torch_stages=false",
+        program=fsdp.resharding(program, after_forward=released),
         recomputed=fsdp.recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every="unit",
     )
@@ -339,7 +342,13 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     """All knobs to try at a point, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
-    for sequence, wire, placement, schedule in product(
+    releases: tuple[dict[str, object], ...] = ({},)
+    if isinstance(asked, TorchtitanKnobs):
+        known = ("default", "never")[: 2 if degrees.pp == 1 and degrees.shards > 1 else 1]
+        tried = choices(asked.fsdp_reshard_after_forward, known)
+        releases = tuple({"fsdp_reshard_after_forward": each} for each in tried)
+    for released, sequence, wire, placement, schedule in product(
+        releases,
         sequence_choices(asked.sequence_parallel, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
@@ -350,6 +359,7 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
             yield at_degrees(
                 asked,
                 degrees,
+                **released,
                 chunks=chunks,
                 schedule=schedule,
                 sequence_parallel=sequence,

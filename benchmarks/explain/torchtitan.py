@@ -57,7 +57,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "training.enable_cpu_offload": (False, "no price for the host's memory"),
     "training.dtype": ("float32", "other bytes per parameter"),
     "training.mixed_precision_reduce": ("float32", "gradients are sent in another type"),
-    "parallelism.fsdp_reshard_after_forward": ("default", "gathers of another number"),
     "parallelism.disable_loss_parallel": (False, "every rank gathers all logits"),
     "parallelism.module_fqns_per_model_part": (None, "stages by hand; priced with equal stages"),
     "parallelism.pipeline_parallel_schedule_csv": ("", "a schedule of one's own"),
@@ -229,6 +228,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     reading.knobs |= {"chunks": chunks, "schedule": schedule}
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
     reading.knobs["placement"] = "dp_inner"
+    released = keys.take("parallelism.fsdp_reshard_after_forward", "default")
+    if released == "always" and pp > 1:
+        reading.named.append("fsdp_reshard_after_forward=always: priced as never in a pipeline")
+    is_kept = released == "never" and pp == 1  # with a pipeline, never is the default
+    reading.knobs["fsdp_reshard_after_forward"] = "never" if is_kept else "default"
     size = microbatch if pp > 1 else local
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
 
@@ -272,6 +276,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
 def written(plan: SizedPlan) -> str:
     """A plan as words on the command line of torchtitan 0.3; raises SpecError if it has none."""
     layout, stages = plan.layout, plan.layout.pp * plan.layout.chunks
+    program = program_named(plan.program)
     spelled = {name: spelling for spelling, name in _SCHEDULES.items()}
     if plan.schedule.name not in spelled and layout.pp > 1:
         raise SpecError(f"--as torchtitan: schedule={plan.schedule.name}: not in torch's pipelines")
@@ -282,7 +287,6 @@ def written(plan: SizedPlan) -> str:
             "--as torchtitan: it recomputes all blocks or none (give contender.recompute_blocks="
             f"{plan.shape.layers})"
         )
-    program = program_named(plan.program)
     local = plan.microbatch_size * (plan.num_microbatches if layout.pp > 1 else 1)
     keys: dict[str, object] = {
         "training.local_batch_size": local,
@@ -308,6 +312,8 @@ def written(plan: SizedPlan) -> str:
                 "parallelism.module_fqns_per_model_part, which has no words on a command line)"
             )
         keys["parallelism.pipeline_parallel_layers_per_stage"] = per_stage
+    if not program.reshard_after_forward:
+        keys["parallelism.fsdp_reshard_after_forward"] = "never"
     flags = {
         "training.disable_cuda_graphs": layout.pp > 1,  # which torchtitan asks of pipelines
         "parallelism.no_enable_sequence_parallel": layout.tp > 1 and not layout.sequence_parallel,

@@ -137,11 +137,16 @@ def test_compiled_blocks_have_the_same_gradients(world: World) -> None:
     check(world, plan, builder=f"{__name__}:build_in_python")
 
 
+KEPT = {"reshard_after_forward": False}
+
+
 @pytest.mark.parametrize(
     ("options", "model"),
     [
         ({"shard": 4, "recompute": "selective"}, {}),
-        ({"shard": 2, "replicate": 2, "reduce_every": "step"}, LLAMA),
+        ({"shard": 4, "reshard_after_backward": False}, {}),
+        ({"shard": 2, "replicate": 2, "reduce_every": "step", **KEPT}, LLAMA),
+        ({"shard": 2, "replicate": 2, **KEPT, "reshard_after_backward": False}, {}),
         ({"shard": 2, "replicate": 2, "recompute": "full"}, TIED),
     ],
     ids=str,

@@ -82,6 +82,20 @@ def test_what_a_framework_lacks_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("after_forward", "after_backward", "gathers"),
+    [(True, True, 6), (True, False, 4), (False, True, 3), (False, False, 1)],
+)
+def test_parameters_that_stay_are_gathered_less_often(
+    after_forward: bool, after_backward: bool, gathers: int
+) -> None:
+    released = {"reshard_after_forward": after_forward, "reshard_after_backward": after_backward}
+    plan = request(4, 12, name="fsdp", shard=4, recompute="none", **released).plan()
+    actions = [action for action in plan.schedule.programs[0] if action.stage == 1]
+    assert sum(action.op is Op.UNSHARD for action in actions) == gathers
+    assert [a.op for a in actions if not a.op.is_compute][-1] is Op.REDUCE_GRAD
+
+
 def test_fsdp_gathers_each_layer_for_each_pass() -> None:
     plan = request(4, 8, name="fsdp", shard=4, recompute="none").plan()
     (program,) = plan.schedule.programs

@@ -93,7 +93,7 @@ def test_what_is_searched_is_a_knob_with_several_values(program: str) -> None:
     for contender in OF_PROGRAM[program]:
         asked = replace(contender.knobs(), **dict.fromkeys(contender.gradient_types, "auto"))
         for degrees in LAYOUTS:
-            point = SearchPoint(TASK, asked, degrees, 1)
+            point = SearchPoint(TASK, asked, degrees, 2)
             for family in contender.space.families(point):
                 for name in knobs:
                     if hasattr(family, name):

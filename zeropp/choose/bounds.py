@@ -450,9 +450,13 @@ def _reductions(plan: SizedPlan) -> int:
 
 def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(stage, how often it is gathered at least). Each stage of a rank between its first and its
-    last is gathered once per unit; the first and the last may stay gathered from one phase to the
-    next, and phases of two units may overlap."""
-    if plan.layout.shards > 1:
-        yield from (
-            (s, plan.num_units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages)
-        )
+    last is gathered once per unit; with gradient accumulation once, and again after each release.
+    The first and the last may stay gathered from one phase to the next, and phases of two units may
+    overlap."""
+    if plan.layout.shards == 1:
+        return
+    program, between = program_named(plan.program), plan.num_units
+    if plan.schedule.name == "accumulation":
+        released = program.reshard_after_forward * between
+        between = 1 + released + program.reshard_after_backward * (between - 1)
+    yield from ((s, between if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages))

@@ -209,6 +209,8 @@ def describe(plan: SizedPlan) -> str:
         sizes |= {**ahead, "persistent": program.persistent}
     words += [f"{name}={size / 1e6:g}M" for name, size in sizes.items() if size]
     words += ["to owners"] * (layout.pp > 1 and state.bucket > 0 and not state.zero1_all_reduces)
+    words += ["kept after forwards"] * (not program.reshard_after_forward)
+    words += ["kept after backwards"] * (not program.reshard_after_backward)
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage

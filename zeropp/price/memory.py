@@ -178,11 +178,12 @@ def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
 
 def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
-    buffer of its gather or of the next one."""
+    buffer of its gather or of the next one, which counts little where all pieces stay."""
     if plan.layout.shards == 1 and sends_compute_type(plan, work.program):
         return 0  # what is resident is what compute reads
     ends = (0, plan.schedule.num_stages - 1)
-    buffers = 2 if work.program.fsdp_root and stage not in ends else 1
+    one_by_one = work.program.reshard_after_forward and work.program.reshard_after_backward
+    buffers = 2 if work.program.fsdp_root and stage not in ends and one_by_one else 1
     return buffers * element_bytes(plan.precision)
 
 

@@ -159,6 +159,10 @@ class Program:
     # just before its use; gradients are reduced per microbatch; and tied embeddings are one
     # parameter, which belongs to the root.
     fsdp_root: bool = False
+    # FSDP2 releases gathered parameters after a forward, and after a backward but a step's last one
+    # (``reshard_after_forward`` and ``set_reshard_after_backward``).
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
     # The gradients of a model chunk are summed in one flat buffer, which is allocated at the
     # chunk's first backward after a reduction and freed by the next reduction, which reads it.
     flat_chunks: bool = False

@@ -34,12 +34,17 @@ from zeropp.types.literals import ReduceEvery
 
 @collector_paused()
 def lower(
-    schedule: Schedule, *, gather: bool, prefetch: int = 1, reduce_every: ReduceEvery = "unit"
+    schedule: Schedule,
+    *,
+    gather: bool,
+    prefetch: int = 1,
+    reduce_every: ReduceEvery = "unit",
+    kept: frozenset[Op] = frozenset(),
 ) -> Schedule:
     """The programs of a schedule up to the end of its passes.
 
     ``gather``: parameters are sharded, so they are gathered ``prefetch`` windows ahead of their
-    use and released as soon as their window ends (see ``parameter_windows``).
+    use and released as soon as their window ends (see ``parameter_windows``, also for ``kept``).
     ``reduce_every``: gradients of a stage are reduced after its last weight gradient in a unit, or
     in the step. Raises ValueError on a schedule that is lowered already.
     """
@@ -47,12 +52,19 @@ def lower(
         raise ValueError(f"schedule {schedule.name} is lowered already")
     ranks = range(schedule.num_ranks)
     how = {"gather": gather, "prefetch": prefetch, "reduce_every": reduce_every}
+    how["kept"] = kept
     programs = [with_collectives(schedule, rank, **how) for rank in ranks]  # type: ignore[arg-type]
     return replace(schedule, programs=add_transfers(programs, schedule))
 
 
 def with_collectives(
-    schedule: Schedule, rank: int, *, gather: bool, prefetch: int, reduce_every: ReduceEvery
+    schedule: Schedule,
+    rank: int,
+    *,
+    gather: bool,
+    prefetch: int,
+    reduce_every: ReduceEvery,
+    kept: frozenset[Op] = frozenset(),
 ) -> RankProgram:
     """One rank's program of compute actions with gathers, releases and reductions, as in ``lower``.
     The program may be the beginning of a step; then gradients that are not complete in it are not
@@ -60,7 +72,7 @@ def with_collectives(
     m = schedule.num_microbatches
     span = schedule.unit if reduce_every == "unit" else m
     program = add_reductions(schedule.programs[rank], span, m)
-    return add_gathers(program, schedule.unit, prefetch) if gather else program
+    return add_gathers(program, schedule.unit, prefetch, kept=kept) if gather else program
 
 
 @dataclass
@@ -73,14 +85,18 @@ class Window:
 
 
 def parameter_windows(
-    program: RankProgram, unit: int, needs: frozenset[Op] = NEEDS_PARAMETERS
+    program: RankProgram,
+    unit: int,
+    needs: frozenset[Op] = NEEDS_PARAMETERS,
+    kept: frozenset[Op] = frozenset(),
 ) -> list[Window]:
     """The windows in which a rank needs each stage's parameters, ordered by their beginnings.
 
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
     where a schedule has no units), as far as they need parameters (``needs``). Two phases of a
-    stage are one window if they overlap or if no other phase begins between them: the parameters
-    stay, as where the last chunk turns to backward, and the first to the next unit.
+    stage are one window if they overlap, if no other phase begins between them, or if the first
+    ends with an action that is ``kept``: the parameters stay, as where the last chunk turns to
+    backward, and the first to the next unit.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, (stage, op, microbatch) in enumerate(program):
@@ -95,7 +111,8 @@ def parameter_windows(
     began = -1
     for phase in sorted(phases.values(), key=lambda w: w.first):
         window = open_window.get(phase.stage)
-        if window is not None and (began <= window.last or phase.first <= window.last):
+        stays = window is not None and program[window.last].op in kept
+        if window is not None and (stays or min(began, phase.first) <= window.last):
             window.last = max(window.last, phase.last)
         else:
             open_window[phase.stage] = phase
@@ -105,10 +122,14 @@ def parameter_windows(
 
 
 def add_gathers(
-    program: RankProgram, unit: int, prefetch: int, needs: frozenset[Op] = NEEDS_PARAMETERS
+    program: RankProgram,
+    unit: int,
+    prefetch: int,
+    needs: frozenset[Op] = NEEDS_PARAMETERS,
+    kept: frozenset[Op] = frozenset(),
 ) -> RankProgram:
     """Gathers and releases around the windows of a rank's program (see ``lower``)."""
-    windows, free_from = parameter_windows(program, unit, needs), dict[int, int]()
+    windows, free_from = parameter_windows(program, unit, needs, kept), dict[int, int]()
     before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, window in enumerate(windows):
         ahead = windows[max(0, number - prefetch)].first
