@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -51,9 +52,8 @@ def lower(
     if any(action[1] not in COMPUTE for program in schedule.programs for action in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
     ranks = range(schedule.num_ranks)
-    how = {"gather": gather, "prefetch": prefetch, "reduce_every": reduce_every}
-    how["kept"] = kept
-    programs = [with_collectives(schedule, rank, **how) for rank in ranks]  # type: ignore[arg-type]
+    gathered = partial(with_collectives, schedule, gather=gather, prefetch=prefetch)
+    programs = [gathered(rank, reduce_every=reduce_every, kept=kept) for rank in ranks]
     return replace(schedule, programs=add_transfers(programs, schedule))
 
 
