@@ -18,7 +18,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor, partition_uniform
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.linear import zero3_linear_wrap as zero3_linear
+from deepspeed.utils import groups
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zeropp.schedule.program import Op
 
@@ -33,6 +35,7 @@ __all__ = [
     "has_whole_gradients",
     "is_tied_copy",
     "observe_instructions",
+    "neighbours",
     "partition_uniform",
     "reduced_gradients",
     "zero3_linear",
@@ -81,6 +84,13 @@ def forbid_shared_memory_collectives() -> None:
     later run waits. On CPUs all contenders use gloo.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def neighbours(ranks: int) -> ProcessGroup:
+    """This rank's group of ``ranks`` side by side, which DeepSpeed makes once per process."""
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._create_zero_param_parallel_group(ranks)
+    return groups._get_zero_param_intra_parallel_group()  # type: ignore[no-any-return]
 
 
 def observe_instructions(engine: Any, observed: Callable[[type, Handler], Handler]) -> None:

@@ -56,6 +56,8 @@ class Zero3Knobs:
     live_parameters: Annotated[int | Auto, AT_LEAST_1] = "auto"
     # Tensors of at most so many elements are gathered once per step.
     param_persistence_threshold: Annotated[int | Auto, AT_LEAST_0] = "auto"
+    # Ranks over which a second copy of the parameters is cut (ZeRO++); 1: there is none.
+    zero_hpz_partition_size: Annotated[int | Auto, AT_LEAST_1] = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
     compile: bool | Auto = "auto"  # DeepCompile, in prices alone
@@ -79,6 +81,13 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
                 "(use fp32, or precision=bf16)",
                 "bf16 gradients need bf16",
             )
+    near = if_auto(knobs.zero_hpz_partition_size, 1)
+    if near > 1 and (near >= layout.shards or layout.shards % near):
+        raise InfeasibleError(
+            f"contender.zero_hpz_partition_size={near}: must divide the {layout.shards} ranks over "
+            "which parameters are cut, and be fewer (1 leaves it out)",
+            "no second copy of the parameters over so many ranks",
+        )
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     return SizedPlan(
         contender="deepspeed_zero3",
@@ -108,6 +117,7 @@ def _program(knobs: Zero3Knobs, task: Task, sums: WireType) -> str:
         "gathered_together": together,
         "live_parameters": if_auto(knobs.live_parameters, default.live_parameters),
         "persistent": if_auto(knobs.param_persistence_threshold, default.persistent),
+        "zero_hpz_partition_size": if_auto(knobs.zero_hpz_partition_size, 1),
     }
     chosen = {name: n for name, n in chosen.items() if n != getattr(default, name)}
     bucket = default.state(task.precision).bucket
@@ -127,13 +137,17 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
     """All knobs to try at a point. GPT has the same kernels compiled and not. Sums in 16 bits save
     memory alone. What is gathered once per step is not gathered again, so that the other settings
     of gathers have nothing to do."""
-    asked = point.asked
+    asked, node = point.asked, point.task.cluster.gpus_per_node
+    shards = point.degrees.shards
+    copies = (1, node) if shards > node > 1 and shards % node == 0 else (1,)
+    copies = choices(asked.zero_hpz_partition_size, copies)
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
-    for kept, live, (alone, together), bucket, sums, sent, (recompute, blocks) in product(
+    for kept, live, near, (alone, together), bucket, sums, sent, (recompute, blocks) in product(
         choices(asked.param_persistence_threshold, (0, 100_000, ALL)),
         choices(asked.live_parameters, (1_000_000_000, ALL)),
+        copies,
         _gathers(asked),
         choices(asked.reduce_bucket_size, _BUCKETS),
         wire_choices(asked.grad_accum_dtype, point.task.precision),
@@ -141,7 +155,9 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
         list(recomputed),
     ):
         if kept == ALL and not (
-            live in (asked.live_parameters, ALL) and (alone, together) == _gathers(asked)[0]
+            live in (asked.live_parameters, ALL)
+            and near == copies[0]
+            and (alone, together) == _gathers(asked)[0]
         ):
             continue
         yield at_degrees(
@@ -151,6 +167,7 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
             live_parameters=live,
             allgather_sequential=alone,
             prefetch_bucket_size=together,
+            zero_hpz_partition_size=near,
             reduce_bucket_size=bucket,
             grad_accum_dtype=sums,
             reduce_dtype=sent,

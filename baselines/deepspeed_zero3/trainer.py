@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
-from baselines.deepspeed_3d.private_names import zero3_linear
+from baselines.deepspeed_3d.private_names import neighbours, zero3_linear
 from baselines.model import sliced_cross_entropy
 from zeropp.price.programs import program_named
 
@@ -36,6 +36,8 @@ class Zero3Trainer(OrdinaryTrainer):
             "data_parallel_group": mpu.get_data_parallel_group(),
             "mpu": mpu,
         }
+        if (ranks := program_named(self._plan.program).zero_hpz_partition_size) > 1:
+            arguments["zero_param_parallel_group"] = neighbours(ranks)
         pieces: list[nn.Module] = []
         with mock.patch.object(F, "linear", F.linear):
             for index in range(shape.num_pieces):
@@ -61,6 +63,7 @@ class Zero3Trainer(OrdinaryTrainer):
             "stage3_max_live_parameters": program.live_parameters,
             "stage3_max_reuse_distance": program.live_parameters,
             "stage3_param_persistence_threshold": program.persistent,
+            "zero_hpz_partition_size": program.zero_hpz_partition_size,
         }
         return config
 

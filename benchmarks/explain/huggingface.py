@@ -124,7 +124,6 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
-    "zero_optimization.zero_hpz_partition_size": (1, "no second copy of the parameters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
 _DEEPSPEED_HARMLESS = (
@@ -266,13 +265,13 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
 
 def _stage3(keys: Keys) -> dict[str, Any]:
     """What the JSON says of ZeRO-3's gathers, by the contender's names."""
-    prefix = "zero_optimization.stage3_"
     names = {
-        "prefetch_bucket_size": "prefetch_bucket_size",
-        "max_live_parameters": "live_parameters",
-        "param_persistence_threshold": "param_persistence_threshold",
+        "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+        "stage3_max_live_parameters": "live_parameters",
+        "stage3_param_persistence_threshold": "param_persistence_threshold",
+        "zero_hpz_partition_size": "zero_hpz_partition_size",
     }
-    said = {knob: keys.number(f"{prefix}{name}") for name, knob in names.items()}
+    said = {knob: keys.number(f"zero_optimization.{name}") for name, knob in names.items()}
     return {knob: value for knob, value in said.items() if value is not None}
 
 

@@ -159,6 +159,11 @@ CONTRACTS = {
     f"{_DS}'s ZeRO-3: layers that save no gathered parameters": [
         "deepspeed.runtime.zero.linear:zero3_linear_wrap"
     ],
+    f"{_DS}'s ZeRO-3: a second copy of the parameters": [
+        "deepspeed.utils.groups:_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+        "deepspeed.utils.groups:_create_zero_param_parallel_group",
+        "deepspeed.utils.groups:_get_zero_param_intra_parallel_group",
+    ],
     f"{_DS}'s ZeRO-3, traced: orders of modules": [
         "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks"
     ],

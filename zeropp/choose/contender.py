@@ -204,6 +204,8 @@ def describe(plan: SizedPlan) -> str:
     sent = 2 if plan.reduce_dtype == "bf16" else state.reduced
     words += ["sums=bf16"] * (plan.sum_dtype == "bf16") + ["sent=bf16"] * (sent == 2)
     sizes = {"bucket": state.bucket}  # elements
+    if program.zero_hpz_partition_size > 1:
+        words.append(f"hpz={program.zero_hpz_partition_size}")
     if program.live_parameters:
         ahead = {"live": program.live_parameters, "together": program.gathered_together}
         sizes |= {**ahead, "persistent": program.persistent}

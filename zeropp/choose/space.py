@@ -236,6 +236,7 @@ _OF_DATA_PARALLELISM = {
     *("shard", "replicate", "replicate_zero", "placement"),
     *("reduce_dtype", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
     *("reshard_after_forward", "reshard_after_backward", "fsdp_reshard_after_forward"),
+    "zero_hpz_partition_size",
 }
 
 

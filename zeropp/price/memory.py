@@ -125,15 +125,15 @@ def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float
 
 def _zero3_gathered(plan: SizedPlan, work: Work) -> float:
     """Bytes of the parameters that DeepSpeed's ZeRO-3 has gathered: those that stay, and as many
-    others as it allows."""
+    others as it allows; and of the second copy of the others, where there is one."""
     program = work.program
     if not program.live_parameters or plan.layout.shards == 1:
         return 0.0
     tensors = sum(gradients_of(plan, work, 0), ())
     stay = sum(n for n in tensors if n <= program.persistent)
-    return element_bytes(plan.precision) * (
-        stay + min(sum(tensors) - stay, program.live_parameters)
-    )
+    others, ranks = sum(tensors) - stay, program.zero_hpz_partition_size
+    again = others / ranks * (ranks > 1)
+    return element_bytes(plan.precision) * (stay + min(others, program.live_parameters) + again)
 
 
 def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:

@@ -145,6 +145,8 @@ class Program:
     live_parameters: int = 0
     gathered_together: int = 0
     persistent: int = 0
+    # Ranks, side by side, over which it cuts a second copy of the parameters (ZeRO++, hpZ).
+    zero_hpz_partition_size: int = 1
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
     # Memory. ``zeropp/price/memory.py`` says what each trait costs.

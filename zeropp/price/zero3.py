@@ -4,7 +4,9 @@ Parameters are gathered tensor by tensor, or some of them together, on a stream 
 of their use, as far as ``max_live_parameters`` allows it (``partitioned_param_coordinator.py``,
 ``fetch_sub_module``). Tensors together are copied out of one buffer (``partition_parameters.py``,
 ``AllGatherCoalescedHandle``). A tensor is kept from its forward to its backward if fewer than
-``max_reuse_distance`` elements lie between.
+``max_reuse_distance`` elements lie between. With ``zero_hpz_partition_size`` the first release of a
+tensor in a step leaves a second copy, cut over so many ranks, from which all later gathers of the
+step come (``_partition_param_sec``); the host waits for each of these copies.
 
 A gradient is copied into a bucket, on another stream; the next one that does not fit in begins the
 bucket's reduction: its tensors are joined, divided, and reduce-scattered (``stage3.py``,
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes, stream_s
-from zeropp.price.network import gather_s, group_of, waits_s
+from zeropp.price.network import gather_s, group, group_of, waits_s
 from zeropp.price.pieces import Work
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class _Microbatch:
     plan: SizedPlan
     cluster: Cluster
     work: Work
+    near: bool = False  # parameters come from the second copy
     now: float = 0.0  # of compute
     network: float = 0.0  # is free from here on
     reduced: float = 0.0  # the end of the last reduction
@@ -82,13 +85,15 @@ class _Microbatch:
     def gather(self, tensors: Sequence[float], issued: float) -> float:
         """Gather tensors together; returns when they are there."""
         moved = sum(tensors) * element_bytes(self.plan.precision)
-        self.send(moved, issued)
+        self.send(moved, issued, near=self.near)
         copied_s = stream_s(self.work.device, 2 * moved, len(tensors)) if len(tensors) > 1 else 0.0
         return self.network + copied_s
 
-    def send(self, moved: float, issued: float) -> None:
+    def send(self, moved: float, issued: float, *, near: bool = False) -> None:
         """Gather or reduce-scatter so many bytes."""
-        among = group_of(self.cluster, self.plan.layout, *self.plan.layout.shard_axes)
+        layout, ranks = self.plan.layout, self.work.program.zero_hpz_partition_size
+        among = group_of(self.cluster, layout, *layout.shard_axes)
+        among = group(self.cluster, ranks, 1, layout.world) if near else among
         seconds = gather_s(self.cluster, among, moved)
         self.network = max(self.network, issued) + seconds
         self.busy += seconds
@@ -133,8 +138,32 @@ def exposed_s(
     forward_s: float,
     backward_s: float,
 ) -> Exposed:
-    """What gathers and reductions add to a microbatch. ``gradients`` are the elements of tensors in
-    the order in which a backward has their gradients."""
+    """What gathers and reductions add to a microbatch, on average. ``gradients`` are the elements
+    of tensors in the order in which a backward has their gradients."""
+    program, m = work.program, plan.num_microbatches
+    ranks = program.zero_hpz_partition_size
+    later = _exposed_s(plan, cluster, work, gradients, forward_s, backward_s, near=ranks > 1)
+    if ranks == 1:
+        return later
+    first = _exposed_s(plan, cluster, work, gradients, forward_s, backward_s, near=False)
+    cut = [elements for elements in gradients if elements > program.persistent]
+    moved = 3 * element_bytes(plan.precision) * sum(cut) / ranks  # cleared, read and written
+    copied_s = stream_s(work.device, moved, 2 * len(cut)) + len(cut) * work.launch_s
+    means = [(one + (m - 1) * more) / m for one, more in zip(first, later, strict=True)]
+    return Exposed(means[0] + copied_s / m, *means[1:])
+
+
+def _exposed_s(
+    plan: SizedPlan,
+    cluster: Cluster,
+    work: Work,
+    gradients: Sequence[float],
+    forward_s: float,
+    backward_s: float,
+    *,
+    near: bool,
+) -> Exposed:
+    """The same of one microbatch; ``near``: also its forward has the second copies."""
     program = work.program
     # The last gradient's tensor is tied to the one that a backward uses first.
     used = [*(gradients[-1:] if plan.shape.tied_embeddings else ()), *gradients]
@@ -143,10 +172,11 @@ def exposed_s(
     for elements in used:
         again.append(times * behind >= program.live_parameters)
         behind += elements
-    steps = _Microbatch(plan, cluster, work)
+    steps = _Microbatch(plan, cluster, work, near)
     steps.run(used[::-1], _gathers(work, used[::-1], first=True), forward_s, makes=0)
     forward = steps.now - forward_s
     gathers = _gathers(work, used, again)
+    steps.near = program.zero_hpz_partition_size > 1
     steps.run(used, gathers, backward_s, makes=len(gradients))
     steps.reduce()
     exposed = max(steps.now, steps.reduced) - forward_s - backward_s
