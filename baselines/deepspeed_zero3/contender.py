@@ -139,8 +139,8 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
     of gathers have nothing to do."""
     asked, node = point.asked, point.task.cluster.gpus_per_node
     shards = point.degrees.shards
-    copies = (1, node) if shards > node > 1 and shards % node == 0 else (1,)
-    copies = choices(asked.zero_hpz_partition_size, copies)
+    known = (1, node) if shards > node > 1 and shards % node == 0 else (1,)
+    copies = choices(asked.zero_hpz_partition_size, known)
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )

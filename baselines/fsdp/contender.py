@@ -20,7 +20,7 @@ from zeropp.choose.space import (
     wire_choices,
 )
 from zeropp.choose.task import Task
-from zeropp.price.programs import gathers, program_named
+from zeropp.price.programs import Program, gathers, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
@@ -125,24 +125,30 @@ def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
 
 def programs(plan: SizedPlan) -> Schedule:
     """The program of a plan, of which there is one order."""
-    stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
-    program = program_named(plan.program)
-    kept = {Op.FORWARD: program.reshard_after_forward}
-    kept |= {Op.FULL_BACKWARD: program.reshard_after_backward}
-    stay = frozenset(op for op, released in kept.items() if not released)
-    return _schedule(stages, microbatches, gathers(plan), plan.reduce_every, stay)
+    return accumulated(
+        plan.schedule.num_stages,
+        plan.num_microbatches,
+        program_named(plan.program),
+        gather=gathers(plan),
+        reduce_every=plan.reduce_every,
+    )
 
 
-@lru_cache(maxsize=128)
-def _schedule(
+@lru_cache(maxsize=1024)
+def accumulated(
     num_stages: int,
     num_microbatches: int,
-    gathers: bool,
+    program: Program,
+    *,
+    gather: bool = True,
     reduce_every: ReduceEvery,
-    kept: frozenset[Op],
 ) -> Schedule:
+    """``accumulation`` with gathers, releases and reductions, where every piece is a stage."""
+    released = {Op.FORWARD: program.reshard_after_forward}
+    released[Op.FULL_BACKWARD] = program.reshard_after_backward
+    kept = frozenset(op for op, is_released in released.items() if not is_released)
     order = accumulation(num_stages, num_microbatches)
-    return lower(order, gather=gathers, reduce_every=reduce_every, kept=kept)
+    return lower(order, gather=gather, reduce_every=reduce_every, kept=kept)
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:

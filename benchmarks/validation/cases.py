@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from baselines.fsdp.contender import accumulation
+from baselines.fsdp.contender import accumulated
 from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.reading import preset
@@ -27,7 +27,7 @@ from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.plan import Plan, SizedPlan
-from zeropp.schedule.program import COMPUTE, Op, RankProgram, Schedule
+from zeropp.schedule.program import Schedule
 from zeropp.types.layout import Layout
 from zeropp.types.literals import Precision, Recompute, ReduceEvery, ReplicateZero
 from zeropp.types.shape import ModelShape
@@ -48,7 +48,6 @@ class Case:
     layout: Layout
     schedule: str
     gathers: bool  # parameters are sharded, and gathered piece by piece
-    keeps_gathered: bool  # from a forward to its backward
     microbatch: int
     num_microbatches: int
     recompute: Recompute
@@ -79,7 +78,6 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         layout=_layout(row),
         schedule="1f1b" if row.schedule == "none" else row.schedule,
         gathers=_gathers(row) and not program_named(row.program).live_parameters,
-        keeps_gathered=row.zero == 2,
         microbatch=row.micro_batch,
         num_microbatches=count,
         recompute=row.recompute,
@@ -165,6 +163,7 @@ def program_of(row: PublishedRow) -> Program:
     stated = {
         "flash": None if row.attention is None else row.attention == "flash",
         "overlap_reduction": row.overlap_gradients,
+        "reshard_after_forward": False if row.zero == 2 else None,
         "overlap_tensor": row.overlap_tensor,
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
@@ -196,9 +195,9 @@ def plan_of(case: Case) -> Plan:
             return _zeropp_plan(case)
         if case.gathers and case.layout.pp == 1:
             every = "step" if case.program.reduces_once else "unit"
-            schedule, cuts = _fsdp_schedule(
-                case.shape, case.num_microbatches, every, kept=case.keeps_gathered
-            )
+            pieces, count = case.shape.num_pieces, case.num_microbatches
+            schedule = accumulated(pieces, count, case.program, reduce_every=every)
+            cuts = tuple(range(pieces + 1))
         else:
             schedule = _pipeline_schedule(case)
             cuts = _cuts(case, schedule.num_stages)
@@ -282,38 +281,6 @@ def _pipeline_schedule(case: Case) -> Schedule:
     if pp == 1 and not case.gathers:
         return made
     return lower(made, gather=case.gathers, reduce_every="step")
-
-
-@lru_cache(maxsize=1024)
-def _fsdp_schedule(
-    shape: ModelShape, count: int, reduce_every: ReduceEvery, *, kept: bool
-) -> tuple[Schedule, tuple[int, ...]]:
-    """A schedule in which every piece is a stage, which is gathered for each forward and backward,
-    or ``kept`` from one to the other, and reduced after the backward of each microbatch (``unit``)
-    or of the last one."""
-    order = accumulation(shape.num_pieces, count)
-    lowered = lower(order, gather=True, reduce_every=reduce_every)
-    if kept:
-        lowered = replace(lowered, programs=(_keeping(lowered.programs[0]),))
-    return lowered, tuple(range(shape.num_pieces + 1))
-
-
-def _keeping(program: RankProgram) -> RankProgram:
-    """The program without releases behind forwards, and without the gathers after them."""
-    last: dict[int, Op] = {}
-    held: set[int] = set()
-    left = []
-    for action in program:
-        stage, op, _ = action
-        if op in COMPUTE:
-            last[stage] = op
-        if op is Op.RESHARD and last[stage] is Op.FORWARD:
-            held.add(stage)
-        elif op is Op.UNSHARD and stage in held:
-            held.discard(stage)
-        else:
-            left.append(action)
-    return tuple(left)
 
 
 def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ OF_PROGRAM: dict[str, tuple[Contender[Any], ...]] = {
 }
 OF_PROGRAM |= {"Megatron-Core": (MEGATRON_CORE,), "torchtitan": (TORCHTITAN,)}
 LAYOUTS = (
-    Layout(shard=8),
+    Layout(shard=16),
     Layout(replicate=8),
     Layout(pp=2, tp=2, replicate=2),
     Layout(pp=2, context=2, tp=2),
