@@ -85,7 +85,7 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
     if near > 1 and (near >= layout.shards or layout.shards % near):
         raise InfeasibleError(
             f"contender.zero_hpz_partition_size={near}: must divide the {layout.shards} ranks over "
-            "which parameters are cut, and be fewer (1 leaves it out)",
+            "which parameters are cut, and be fewer (use 1, for no second copy)",
             "no second copy of the parameters over so many ranks",
         )
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3, Zero3Knobs
 from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster
+from zeropp.choose.task import Candidate, Task
 from zeropp.price import PlanPrice, balanced_cuts, parameter_count, price_plan
 from zeropp.price.activations import block_kept
+from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s, stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group_of
 from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
@@ -29,7 +32,7 @@ from zeropp.price.programs import (
 )
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.types.layout import Layout
+from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.literals import Recompute, ReduceEvery, ReplicateZero
 from zeropp.types.operators import Attention
 from zeropp.types.shape import ModelShape
@@ -441,3 +444,20 @@ def work(**traits: Any) -> Work:
         sequence_parallel=False,
         accumulated=6,
     )
+
+
+def test_a_second_copy_saves_gathers_beyond_the_node_and_takes_memory() -> None:
+    slow = replace(preset("cluster", "a800", Cluster), nics_per_node=1)
+    shape = preset("model", "gpt_14_6b", ModelShape)
+    steps = {}
+    for microbatches in (1, 4):
+        task = Task(shape=shape, cluster=slow, num_gpus=64, global_batch=64 * microbatches)
+        for ranks in (1, 8):
+            knobs = Zero3Knobs(shard=64, zero_hpz_partition_size=ranks)
+            steps[microbatches, ranks] = DEEPSPEED_ZERO3.simulated(task, Candidate(knobs, 1))
+    more = steps[1, 8].peak_bytes - steps[1, 1].peak_bytes
+    assert more == pytest.approx(2 * parameter_count(shape) / 8, rel=0.01)
+    gains = [steps[m, 1].step_s / steps[m, 8].step_s for m in (1, 4)]
+    assert 1.1 < gains[0] < gains[1]  # of later microbatches the forwards, too
+    with pytest.raises(InfeasibleError, match=r"zero_hpz_partition_size=5: must divide the 64"):
+        DEEPSPEED_ZERO3.size(task, Zero3Knobs(shard=64, zero_hpz_partition_size=5), 1)
