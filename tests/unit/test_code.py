@@ -29,7 +29,7 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_610,
+    "baselines": 4_700,
     "benchmarks": 900,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_490,
@@ -40,21 +40,21 @@ BUDGET = {
     "benchmarks/report": 5_090,
     "benchmarks/specification": 970,
     "benchmarks/tune": 260,
-    "benchmarks/validation": 2_220,
+    "benchmarks/validation": 2_190,
     "benchmarks/verdict": 2_470,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 2_040,
+    "zeropp/choose": 2_050,
     "zeropp/emulate": 3_980,
     "zeropp/engine": 7_060,
     "zeropp/huggingface": 900,
-    "zeropp/price": 3_940,
-    "zeropp/schedule": 2_590,
+    "zeropp/price": 3_980,
+    "zeropp/schedule": 2_610,
     "zeropp/train": 1_210,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_600
-MOST_LINES_OF_TESTS = 32_130
+MOST_LINES = 51_730
+MOST_LINES_OF_TESTS = 32_180
 
 
 @cache
