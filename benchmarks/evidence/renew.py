@@ -64,7 +64,7 @@ def _move_pictures() -> None:
     folder = REFERENCE / "claim_33"
     for picture in folder.glob("*.png"):
         picture.replace(CHECKOUT / "docs" / "images" / f"claim_33_{picture.name}")
-    for drawing in (*folder.glob("*.svg"), *folder.glob("*.pdf")):
+    for drawing in folder.glob("*.pdf"):
         drawing.unlink()
     shutil.rmtree(folder / "paper", ignore_errors=True)
 

@@ -55,9 +55,10 @@ def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
     of = defaultdict(lambda: defaultdict(list))
     for run in runs:
         of[run.trained][run.contender].append(run.values)
+    medians = {t: {name: _medians(values) for name, values in by.items()} for t, by in of.items()}
     found = {}
     for place, run in enumerate(runs):
-        alike = {name: _medians(values) for name, values in of[run.trained].items()}
+        alike = dict(medians[run.trained])
         if len(alike) < 3:
             del alike[run.contender]
         if why := beyond(run.values, _medians([*alike.values()]), run.precision):

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from PIL import Image
 
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed
@@ -47,7 +49,7 @@ class SavedPicture:
 
     name: str
     caption: str
-    paths: tuple[Path, Path, Path]  # PNG, SVG, PDF
+    paths: tuple[Path, Path]  # PNG, PDF
 
 
 def say_what_it_shows(picture: Picture) -> None:
@@ -59,7 +61,7 @@ def say_what_it_shows(picture: Picture) -> None:
 
 
 def save(picture: Picture, out: Path) -> SavedPicture:
-    """Write PNG (200 dots per inch), SVG and PDF, and release the figure.
+    """Write PNG (200 dots per inch) and PDF, and release the figure.
 
     The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
@@ -69,12 +71,13 @@ def save(picture: Picture, out: Path) -> SavedPicture:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
-    png, svg, pdf = (out / f"{picture.name}.{kind}" for kind in ("png", "svg", "pdf"))
-    picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # 10 % larger, but much faster
-    picture.figure.savefig(svg, metadata={"Date": None})  # equal pictures give equal files
-    picture.figure.savefig(pdf, metadata={"CreationDate": None})
+    png, pdf = (out / f"{picture.name}.{kind}" for kind in ("png", "pdf"))
+    picture.figure.savefig(png, pil_kwargs={"compress_level": 0})
+    few = Image.open(png).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
+    few.save(png)  # a quarter of the bytes, and sooner than all colours are compressed
+    picture.figure.savefig(pdf, metadata={"CreationDate": None})  # equal pictures, equal files
     plt.close(picture.figure)
-    return SavedPicture(picture.name, picture.caption, (png, svg, pdf))
+    return SavedPicture(picture.name, picture.caption, (png, pdf))
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -155,7 +158,7 @@ def _left_out(rows: pd.DataFrame) -> str:
 
 def _drawn(rows: pd.DataFrame) -> list[pd.DataFrame]:
     """The rows of every panel that is drawn."""
-    return [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
+    return [panel for _, panel in islice(rows.groupby(PANEL, sort=False), MAX_PANELS)]
 
 
 def _panels(
@@ -249,11 +252,12 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
     for suffix, evidence, group in by_evidence(best):
         worker = display.worker_word(group)
         for kind, (key, word) in _KINDS.items():
-            series = group.groupby([*_SERIES, key], sort=True, dropna=False)
-            panels = [panel for _, panel in series if panel["num_gpus"].nunique() > 1]
-            if not panels:
+            keys = [*_SERIES, key]
+            counts = group.groupby(keys, dropna=False)["num_gpus"].transform("nunique")
+            series = group[counts > 1].groupby(keys, sort=True, dropna=False)
+            kept = [panel for _, panel in islice(series, style.COLUMNS)]
+            if not kept:
                 continue
-            kept = panels[: style.COLUMNS]
             titles = [
                 f"{display.model_label(panel['model'].iloc[0])}, {word.format(worker=worker)} "
                 f"{panel[key].iloc[0]:g}"
@@ -265,12 +269,12 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             has_flops = drawn["model_tflops_per_gpu"].notna().any() and not drawn["on_cpu"].all()
             lines = ["tokens/s", *["model PFLOP/s"] * bool(has_flops), "efficiency [%]"]
             flops = " and model PFLOP/s" * bool(has_flops)
-            more = f" {len(panels) - len(kept)} more series are left out."
+            more = f" {series.ngroups - len(kept)} more series are left out."
             yield Picture(
                 name=f"scaling_{kind}_{suffix}",
                 caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
                 f"of the whole job, and throughput per {worker} over that at the contender's "
-                f"smallest {worker} count." + more * (len(panels) > len(kept)),
+                f"smallest {worker} count." + more * (series.ngroups > len(kept)),
                 figure=_curves(dict(zip(titles, kept, strict=True)), lines),
                 shown=style.shown(drawn),
             )

@@ -304,7 +304,8 @@ def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
     the base is the configuration that differs least from the contender's defaults. Raises SpecError
     if no configuration has those knobs.
     """
-    groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
+    several = rows[rows.duplicated(_GROUP, keep=False)]
+    groups = [group for _, group in several.groupby(_GROUP, sort=False)]
     lines: list[dict[Any, Any]] = []
     for group in groups:
         members: list[dict[Any, Any]] = group.to_dict("records")

@@ -38,7 +38,6 @@ from benchmarks.specification.progress import track
 
 TEN = 10  # rows of a table that is asked for are printed; its files have all
 _MANIFEST = ".report.json"  # names the files that the last report wrote
-_LARGE = 300_000  # bytes of an SVG above which its PNG is shown instead, if that is smaller
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=True,
@@ -277,10 +276,6 @@ def _page(
 
 
 def _image(picture: SavedPicture) -> dict[str, str]:
-    """The picture as a data URL: its SVG, which is sharp at every size, or its PNG if the SVG is
-    large and the PNG is smaller."""
-    png, svg, _ = picture.paths
-    large = svg.stat().st_size > max(_LARGE, png.stat().st_size)
-    path, kind = (png, "png") if large else (svg, "svg+xml")
-    address = f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    """The picture's PNG as a data URL."""
+    address = f"data:image/png;base64,{base64.b64encode(picture.paths[0].read_bytes()).decode()}"
     return {"name": picture.name, "caption": picture.caption, "address": address}

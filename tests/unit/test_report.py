@@ -253,7 +253,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     names = {path.name for path in paths.files}
     assert {"report.html", "tables.md", "throughput.csv", "speedup.tex"} <= names
     kinds = "throughput", "loss", "ablation", "speedup_zeropp"
-    for suffix in ("png", "svg"):
+    for suffix in ("png", "pdf"):
         assert {f"{kind}_measured_cpu_gloo.{suffix}" for kind in kinds} <= names
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
