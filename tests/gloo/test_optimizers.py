@@ -231,22 +231,6 @@ class Coupled(torch.optim.SGD):
         super().step(closure)
 
 
-class Anchored(OwnMuon):
-    """Pulls towards the values that parameters had when it was made."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        self.first = {id(one): one.detach().clone() for one in parameters}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.lerp_(self.first[id(parameter)], 0.1)
-
-
 class OneNumber(torch.optim.SGD):
     """Keeps one number made of all parameters, which moves slowly, as Prodigy's does."""
 
@@ -295,9 +279,6 @@ WRONG: dict[str, Any] = {
     "Adam cannot take a step": lambda groups: torch.optim.Adam(groups["all"], capturable=True),
     "Coupled updates a parameter in another way beside others than alone": (
         lambda groups: Coupled(groups["all"], lr=0.5)
-    ),
-    "Anchored needs whole parameters, and reads them when it is made": (
-        lambda groups: Anchored(groups["all"], lr=0.5)
     ),
     "OneNumber updates a parameter in another way beside others than alone": (
         lambda groups: OneNumber(groups["all"], lr=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -188,35 +187,10 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             {"group_of": (lambda name, one: "all") if rank else by_size},
         ),
         (
-            "lr_schedule: ranks differ: rank 0 has [1.0, 1.0] where",
-            {"lr_schedule": lambda step: 1.0 + rank},
-        ),
-        (
             "optimizer: ranks differ: rank 0 has",
             {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         ),
-        ("loss_fn: ranks differ: rank 0 has", {"loss_fn": F.l1_loss if rank else F.mse_loss}),
-        ("loss_fn: ranks differ: rank 0 has twice_on", {"loss_fn": twice_on(rank)}),
-        (
-            "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
-            {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
-        ),
-        (
-            "loss_fn: ranks differ: rank 0 has",
-            {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
-        ),
-        (
-            "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
-            {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
-        ),
     ]
-
-
-def twice_on(rank: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss function that is twice as large on ranks other than the first."""
-    if rank:
-        return lambda output, target: 2 * F.mse_loss(output, target)
-    return lambda output, target: F.mse_loss(output, target)
 
 
 class Borrowing(nn.Module):
@@ -299,9 +273,6 @@ def in_the_middle(layer: nn.Module) -> list[nn.Module]:
 @on_ranks(2)
 def test_a_call_at_a_wrong_moment_is_an_error_and_no_more() -> None:
     inputs, targets = data()
-    with torch.inference_mode():
-        said = error_of(lambda: built(pp=2))
-        assert said.startswith("RuntimeError: parallelize: torch.infer")
     with built(pp=2) as model:
         autocast = "RuntimeError: train_step, eval_step: torch.autocast is enabled"
         with torch.autocast("cpu", torch.bfloat16):
@@ -310,11 +281,9 @@ def test_a_call_at_a_wrong_moment_is_an_error_and_no_more() -> None:
         with torch.inference_mode():
             said = error_of(lambda: model.train_step(inputs, targets))
             assert said.startswith("RuntimeError: train_step: gradients are disabled")
-            said = error_of(lambda: model.load("nowhere"))
-            assert said.startswith("RuntimeError: load: torch.inference_")
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         said = error_of(lambda: model.train_step(inputs * scale, targets))
-        assert said.startswith("ValueError: inputs: was computed from something that")
+        assert said.startswith("ValueError: inputs: needs a gradient, which no rank would")
         said = error_of(lambda: model.train_step(inputs.to_sparse(), targets))
         assert said.startswith("TypeError: inputs: must be a dense tensor")
         said = error_of(lambda: model.optimizer.step())

@@ -1,7 +1,7 @@
 """Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
 
-The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
-forward, or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours that overrides the forward.
+The model's code stays as it is: each module of class ``nn.Linear``, or of a subclass that keeps its
+forward, gets a class of ours that overrides the forward.
 The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
 chunk's parameters may be released between its input gradients and its weight gradients. Norms,
 embeddings and biases are cheap, so their gradients are computed at once. So are those of weights
@@ -14,7 +14,6 @@ memory of the inputs of a compiled backward after it has ended, and x and dY are
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -80,9 +79,8 @@ class WeightGradStore:
 
 class _DeferredLinear(torch.autograd.Function):
     """A linear layer, from [..., in] to [..., out], or to [rows, out] with a bias, because torch
-    would return a view of these rows, which the next layer could not change in place.
-    ``transposed``: the weight is [in, out] instead of [out, in]. ``early``: without its product,
-    for which a single number stands that has the output's shape."""
+    would return a view of these rows, which the next layer could not change in place. ``early``:
+    without its product, for which a single number stands that has the output's shape."""
 
     @staticmethod
     def forward(
@@ -91,11 +89,10 @@ class _DeferredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         store: WeightGradStore,
-        transposed: bool,
         early: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.store, ctx.transposed = store, transposed
+        ctx.store = store
         # A forward during a backward is a recomputation. The chunk's backward does not run its
         # node, only a backward that a layer starts inside itself does.
         ctx.again = store.takes()
@@ -103,28 +100,26 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.parameter = weight
         if early:
             rows = x.shape[:-1] if bias is None else (x.shape[:-1].numel(),)
-            return x.new_empty(()).expand(*rows, weight.shape[int(transposed)])
-        return _product(x, weight, bias, transposed)
+            return x.new_empty(()).expand(*rows, len(weight))
+        return _product(x, weight, bias)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        left, right = (rows, grad) if ctx.transposed else (grad, rows)
         grad_weight = None
         inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
         if ctx.needs_input_grad[1] and not inner:
             parameter = ctx.parameter
-            ctx.store.put(lambda: accumulate(parameter, left, right))
+            ctx.store.put(lambda: accumulate(parameter, grad, rows))
         elif ctx.needs_input_grad[1]:
-            grad_weight = left.t() @ right
-        back = weight.t() if ctx.transposed else weight
+            grad_weight = grad.t() @ rows
         # Autocast computes in a smaller type than the weight's.
-        grad_x = (grad @ back.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_x = (grad @ weight.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -133,20 +128,17 @@ class _Product(torch.autograd.Function):
     ``checkpoint`` leaves the product out."""
 
     @staticmethod
-    def forward(
-        ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         del ctx, node
-        return _product(x, weight, bias, transposed)
+        return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grad, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    rows = x if bias is None else x.reshape(-1, x.shape[-1])
-    return F.linear(rows, weight.t() if transposed else weight, bias)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x if bias is None else x.reshape(-1, x.shape[-1]), weight, bias)
 
 
 def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -190,61 +182,41 @@ class DeferredLinear(nn.Linear):
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
             return F.linear(x, weight, self.bias)  # computed from other parameters
-        return _linear(x, weight, self.bias, self.store, transposed=False, early=self.early)
-
-
-class DeferredConv1D(nn.Module):
-    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
-
-    store: WeightGradStore
-    early = False
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
-        return _linear(x, self.weight, self.bias, self.store, transposed=True, early=self.early)
+        return _linear(x, weight, self.bias, self.store, early=self.early)
 
 
 def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    store: WeightGradStore,
-    *,
-    transposed: bool,
-    early: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, early: bool
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        return _uncompiled(x, weight, bias, store, transposed=transposed, early=early)  # type: ignore[no-any-return]
+        return _uncompiled(x, weight, bias, store, early=early)  # type: ignore[no-any-return]
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
-        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, transposed, early)  # type: ignore[no-untyped-call]
+        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, early)  # type: ignore[no-untyped-call]
         if early:
-            output = _Product.apply(output, x, weight, bias, transposed)  # type: ignore[no-untyped-call]
+            output = _Product.apply(output, x, weight, bias)  # type: ignore[no-untyped-call]
         return output if output.dim() == x.dim() else output.view(*x.shape[:-1], output.shape[-1])
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise
         # torch refuses such a function inside torch.func's transforms. The kind that it accepts
         # there (with ``setup_context``) inspects its signature at every call, which takes long.
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        return F.linear(x, weight, bias)
 
 
 _uncompiled: Any = torch.compiler.disable(_linear)  # type: ignore[no-untyped-call]
 
 
 def defer_weight_grads(
-    modules: Iterable[nn.Module], store: WeightGradStore, *, least: int = 0, warn: bool = False
+    modules: Iterable[nn.Module], store: WeightGradStore, *, least: int = 0
 ) -> list[nn.Parameter]:
     """Make all linear layers inside the modules use the store, but for those whose weights have
     fewer elements than ``least``; returns their weights.
 
     Layers with an output much larger than a hidden state (a head, with its logits) should get a
     store that is never open, because x and dY would take more memory than the rest of the chunk's
-    activations. ``warn``: warn once per class of linear layers whose weight gradients cannot be
-    delayed, because the class overrides ``forward``.
+    activations.
     """
     weights = []
     for root in modules:
@@ -261,8 +233,6 @@ def defer_weight_grads(
                 module.__class__ = delaying
                 setattr(module, "store", store)  # noqa: B010
                 weights += [weight] if is_parameter else []
-            elif warn and isinstance(module, nn.Linear) and not _computes_weight(kind):
-                _warn_once(kind)
     return weights
 
 
@@ -270,7 +240,7 @@ def save_early(modules: Iterable[nn.Module]) -> None:
     """Let linear layers inside the modules save what their backward needs before their product."""
     for root in modules:
         for module in root.modules():
-            if isinstance(module, DeferredLinear | DeferredConv1D):
+            if isinstance(module, DeferredLinear):
                 module.early = True
 
 
@@ -286,29 +256,12 @@ def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
 def _delaying(kind: type[Any]) -> type[Any] | None:
     """The class with which a module of class ``kind`` delays its weight gradients; None if it
     cannot."""
-    if issubclass(kind, DeferredLinear | DeferredConv1D):
+    if issubclass(kind, DeferredLinear):
         return kind
     if kind is nn.Linear:
         return DeferredLinear
-    if _computes_weight(kind):
-        return None
+    if isinstance(getattr(kind, "weight", None), property):
+        return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
         return type(kind.__name__, (DeferredLinear, kind), {})
-    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return type(kind.__name__, (DeferredConv1D, kind), {})
     return None
-
-
-def _computes_weight(kind: type[nn.Module]) -> bool:
-    """Whether the weight of a class of modules is computed from other parameters, as by torch's
-    ``parametrize``; the gradient then belongs to these."""
-    return isinstance(getattr(kind, "weight", None), property)
-
-
-@cache
-def _warn_once(kind: type[Any]) -> None:
-    warnings.warn(
-        f"{kind.__module__}.{kind.__qualname__}: its forward is not that of nn.Linear, so its "
-        "weight gradients cannot be delayed to fill bubbles of the pipeline",
-        stacklevel=2,
-    )

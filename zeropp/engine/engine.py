@@ -359,8 +359,8 @@ class Engine:
             wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
             inner = {part for module in wide for part in module.modules() if part is not module}
             for module in wide:
-                hooks = computing_in_fp32(module, torch.bfloat16, nested=module in inner)
-                undo.enter_context(hooks)
+                if module not in inner:
+                    undo.enter_context(computing_in_fp32(module, torch.bfloat16))
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
             stage: self._chunk(stage, sizes, plan, settings, splits=splits)
@@ -395,7 +395,7 @@ class Engine:
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
         least = 0 if splits else _LEAST_ADDED
-        deferred = defer_weight_grads(blocks, store, least=least, warn=splits)
+        deferred = defer_weight_grads(blocks, store, least=least)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(

@@ -6,14 +6,10 @@ caller runs these checks in ``errors.agreed``: all ranks raise what one of them 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from zeropp.engine.errors import gathered, together
@@ -125,14 +121,10 @@ def _check_not_shared(layers: Sequence[Layer], tied: Tied | None) -> None:
 
 
 def check_parameters(
-    kinds: Sequence[Mapping[str, ParameterKind]],
-    tied: Tied | None,
-    precision: Precision,
-    fp32_modules: tuple[type[nn.Module], ...],
+    kinds: Sequence[Mapping[str, ParameterKind]], tied: Tied | None, precision: Precision
 ) -> None:
-    """Refuse parameters of 16 bits where layers compute in fp32, parameters that are used both
-    inside and outside of ``fp32_modules``, and tied parameters that do not exist or differ in kind;
-    raises InfeasibleError. ``kinds``: every layer's parameters by name."""
+    """Refuse parameters of 16 bits where layers compute in fp32, and tied parameters that do not
+    exist or differ in kind; raises InfeasibleError. ``kinds``: every layer's parameters by name."""
     for index, layer in enumerate(kinds):
         for name, kind in layer.items():
             if precision == "fp32" and kind.dtype.is_floating_point and kind.dtype.itemsize < 4:
@@ -149,18 +141,6 @@ def check_parameters(
             f"tied={tied}: the first is {ends[0]}, but the second {ends[1]}; both must have the "
             "same shape and type, and both be trained or frozen"
         )
-    for index, layer in enumerate(kinds if precision == "bf16" else ()):
-        for name, kind in layer.items():
-            inside = [*kind.inside]
-            if (index, name) in (tied or ()):
-                inside = [one for end in ends for one in end.inside]
-            wide = {any(issubclass(one, fp32_modules) for one in path) for path in inside}
-            if len(wide) > 1:
-                raise InfeasibleError(
-                    f"fp32_modules: {name!r} of layers[{index}] is used both inside and outside of "
-                    "such a module, but computes in one number type (name the kinds of all modules "
-                    "that use it, or of none)"
-                )
 
 
 def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[frozenset[str]]) -> None:
@@ -191,21 +171,6 @@ def check_draws(draws: Sequence[bool], seed: int | None) -> None:
         )
 
 
-def describe_function(function: Any) -> str:
-    """A function's name and what tells its code from another's; what it reads elsewhere (globals,
-    what a closure keeps) is not looked at, as it may rightly differ between ranks."""
-    if isinstance(function, functools.partial):
-        given = [*function.args, *sorted(function.keywords.items())]
-        plain = [value for value in given if isinstance(value, str | float | int | tuple)]
-        return f"{describe_function(function.func)} {plain}"
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return repr(function) if isinstance(function, nn.Module) else name
-    plain = [value for value in code.co_consts if isinstance(value, str | float | int)]
-    return f"{name} {crc32(repr((code.co_code, code.co_names, plain)).encode()):08x}"
-
-
 def check_loss(loss_fn: Any) -> None:
     """Raise InfeasibleError for a loss that is no function, and for a module with parameters of its
     own."""
@@ -220,9 +185,3 @@ def check_loss(loss_fn: Any) -> None:
                     f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                     "the last layer, or freeze it)"
                 )
-
-
-def check_inference(call: str) -> None:
-    """Raise RuntimeError inside ``torch.inference_mode``, whose tensors nothing could train."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{call}: torch.inference_mode is enabled (leave it first)")

@@ -83,7 +83,7 @@ def try_optimizer(
                 flat.add(name)
         whole = tuple(name for name in shapes if name not in flat)
         if whole or elementwise:
-            _check_alone(asked, few, device, (optimizer, tried), whole)
+            _check_alone(asked, few, device, (optimizer, tried))
         return Trial(whole, state_bytes)
 
 
@@ -133,59 +133,38 @@ def _check_alone(
     few: Shapes,
     device: torch.device,
     beside: tuple[optim.Optimizer, Groups],
-    whole: Sequence[str],
 ) -> None:
-    """Refuse optimizers that update tensors in another way ``beside`` others than alone, and those
-    that read the ``whole`` ones before they are."""
+    """Refuse optimizers that update tensors in another way ``beside`` others than alone."""
     optimizer, tried = beside
-    kind = _kind(optimizer)
-    for late in (True, False):
-        alone, tensors = _steps(asked, few, device, late=whole if late else ())
-        same = all(all(map(_same, group, tried[name])) for name, group in tensors.items())
-        if same and late:
-            break
-        if same:
-            raise InfeasibleError(
-                f"optimizer: {kind} needs whole parameters, and reads them when it is made, but "
-                "they are whole in its steps alone (let it read them in its first step, or, if it "
-                "updates every element by itself, say elementwise=True)"
-            )
+    alone, tensors = _steps(asked, few, device)
+    same = all(all(map(_same, group, tried[name])) for name, group in tensors.items())
     numbers = [
         [{k: v for k, v in g.items() if is_plain(v)} for g in one.param_groups]
         for one in (optimizer, alone)
     ]
     if not same or any(repr(a) != repr(b) for a, b in zip(*numbers, strict=False)):
         raise InfeasibleError(
-            f"optimizer: {kind} updates a parameter in another way beside others than alone, "
-            "but no rank has all parameters (take one that updates each by itself; clip_norm= "
-            "clips by the norm of all)"
+            f"optimizer: {_kind(optimizer)} updates a parameter in another way beside others than "
+            "alone, but no rank has all parameters (take one that updates each by itself; "
+            "clip_norm= clips by the norm of all)"
         )
 
 
 def _steps(
-    asked: OptimizerConfig | MakeOptimizer,
-    shapes: Shapes,
-    device: torch.device,
-    *,
-    late: Sequence[str] = (),
+    asked: OptimizerConfig | MakeOptimizer, shapes: Shapes, device: torch.device
 ) -> tuple[optim.Optimizer, Groups]:
     """An optimizer of tensors of these shapes, by group, after two steps. The numbers of a group
-    are the same in any shapes; tensors have them, or in the groups ``late`` they are NaN until the
-    optimizer is made."""
+    are the same in any shapes."""
     groups: dict[str, list[nn.Parameter]] = {}
-    numbers: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parts in shapes.items():
         generator, sizes = torch.Generator().manual_seed(0), [prod(shape) for shape in parts]
         drawn = torch.randn(_DRAWN, 2, generator=generator)[: sum(sizes)].T.to(device)
         groups[name] = []
         for shape, piece in zip(parts, torch.split(drawn, sizes, dim=1), strict=True):
             values, gradient = (row.reshape(shape).clone() for row in piece)
-            given = values * torch.nan if name in late else values.clone()
-            groups[name].append(nn.Parameter(given))
-            numbers.append((groups[name][-1], values, gradient))
+            groups[name].append(nn.Parameter(values))
+            groups[name][-1].grad = gradient
     optimizer = made_optimizer(asked, groups)
-    for parameter, values, gradient in numbers:
-        parameter.data, parameter.grad = values, gradient
     with refusal(f"optimizer: {_kind(optimizer)} cannot take a step"):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + _LR

@@ -108,11 +108,9 @@ def split_rows(
 
 
 @contextmanager
-def computing_in_fp32(module: nn.Module, outside: torch.dtype, *, nested: bool) -> Iterator[None]:
+def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
     """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
-    the type ``outside``; where it is ``nested`` in another such module, only if an input has that
-    type, because otherwise the other module calls it."""
-    casts = True
+    the type ``outside``."""
 
     def to(dtype: torch.dtype, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -121,16 +119,11 @@ def computing_in_fp32(module: nn.Module, outside: torch.dtype, *, nested: bool) 
         return value.to(dtype) if is_number else value
 
     def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        nonlocal casts
-        types = {x.dtype for x in (*args, *named.values()) if isinstance(x, Tensor)}
-        casts = not nested or outside in types
         return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
 
     hooks = (
         module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(
-            lambda _, args, output: to(outside, output) if casts else None
-        ),
+        module.register_forward_hook(lambda _, args, output: to(outside, output)),
     )
     try:
         yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -65,13 +65,11 @@ Owners = Mapping[int, Owner]  # by the parameter's identity
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A parameter without its values; ``inside``: for each of its names in the layer, the kinds of
-    the modules that it is in."""
+    """A parameter without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    inside: Sequence[tuple[type[nn.Module], ...]] = field(default=(), compare=False, repr=False)
 
     def empty(self) -> nn.Parameter:
         """Such a parameter on the meta device."""
@@ -201,7 +199,6 @@ def _walk(
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            _check_recurrent(module, index, recompute)
             with refused(
                 f"{where}: cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
@@ -375,17 +372,6 @@ def _recomputed(
             raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
 
 
-def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
-            )
-
-
 def check_layer(module: nn.Module, index: int) -> None:
     """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that
     has no shape yet or is not plain, or that something else trains in parallel."""
@@ -413,18 +399,9 @@ def check_layer(module: nn.Module, index: int) -> None:
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
-    inside: dict[int, list[tuple[type[nn.Module], ...]]] = {}
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters:
-        steps = name.split(".")
-        paths = (".".join(steps[:depth]) for depth in range(len(steps)))
-        kinds = tuple(type(module.get_submodule(path)) for path in paths)
-        inside.setdefault(id(parameter), []).append(kinds)
     return {
-        name: ParameterKind(
-            tuple(parameter.shape), parameter.dtype, parameter.requires_grad, inside[id(parameter)]
-        )
-        for name, parameter in parameters
+        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
+        for name, one in module.named_parameters(remove_duplicate=False)
     }
 
 

@@ -20,7 +20,6 @@ from zeropp.engine.engine import Engine, groups_of
 from zeropp.engine.errors import agreed
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.settings import Settings, asked_for, read_keywords
-from zeropp.engine.trial import unchanged
 from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
@@ -92,24 +91,18 @@ def _planned(
     """Read, check and plan; yields what must be equal on all ranks."""
     check_call(Settings, positional, keywords)
     settings, asked = read_keywords(layers, keywords, loss_fn), asked_for(keywords)
-    preflight.check_inference("parallelize")
     preflight.check_layers(layers, settings.weights, settings.tied)
     yield {
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(asked)),
-        "loss_fn": preflight.describe_function(loss_fn),
     }
     device = device_of(settings.device, settings.mesh)
     settings = replace(settings, device=device)
     settings, sizes = _sized(layers, loss_fn, settings, asked)
     plan, chosen = make_plan(settings, asked, sizes, dist.get_world_size())
-    schedule = settings.lr_schedule
-    with unchanged([schedule]):  # which may count its calls
-        factors = None if schedule is None else [float(schedule(step)) for step in (0, 1)]
     yield {
         "group_of": str(groups_of(settings, sizes)),
-        "lr_schedule": str(factors),
         "optimizer": str(plan.whole_groups),
     }
     return _Planned(settings, device, sizes, plan, chosen)
@@ -152,7 +145,7 @@ def _sizes(
     named = [keywords_of(loss_fn) | every, *(layer.names for layer in sizes)]
     preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
     kinds = [layer.kinds for layer in sizes]
-    preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
+    preflight.check_parameters(kinds, settings.tied, settings.precision)
     preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
     return sizes
 

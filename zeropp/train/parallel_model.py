@@ -18,7 +18,6 @@ from torch import Tensor
 from zeropp.engine.engine import Batches, Engine
 from zeropp.engine.evaluator import Outputs
 from zeropp.engine.loss import Microbatches
-from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import Value, cut_rows, split_rows
 from zeropp.schedule.plan import Plan
 from zeropp.train.loader import make_loader
@@ -225,7 +224,6 @@ class ParallelModel:
         Raises ValueError, the same on every rank and before anything is changed, if a name is
         missing, if no rank knows it, or if its tensor has another shape.
         """
-        self.engine.on_all_ranks("load_state_dict", lambda: check_inference("load_state_dict"))
         self._checkpointer.load_named(state_dict)
 
     def save(self, directory: Path | str) -> None:
@@ -244,7 +242,6 @@ class ParallelModel:
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
         where a file of ``save`` is missing or is not as it was written, or where it has other
         layers or another optimizer's state."""
-        self.engine.on_all_ranks("load", lambda: check_inference("load"))
         self._checkpointer.load(directory, weights_only=weights_only)
 
     def save_on_signal(
