@@ -74,11 +74,6 @@ def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[Parameter
     }
 
 
-def group_names(settings: Settings, sizes: Sequence[LayerSizes]) -> list[str]:
-    """The optimizer groups of a model, in the order of their first parameters."""
-    return list(dict.fromkeys(groups_of(settings, sizes).values()))
-
-
 def shapes_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
     """The shapes of a model's trained parameters, by optimizer group, each parameter once."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
@@ -371,7 +366,7 @@ class Engine:
             self.flats,
             settings.optimizer,
             self._device,
-            group_names(settings, sizes),
+            groups_of(settings, sizes).values(),
             whole=plan.whole_groups,
             clip_norm=settings.clip_norm,
             lr_schedule=settings.lr_schedule,

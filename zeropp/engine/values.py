@@ -66,25 +66,25 @@ def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
     """The parameter names of a function, or of a module's ``forward``; none where Python does not
     know them (functions written in C). A module that takes ``**kwargs`` has those of the modules
     right inside it, too, to which it hands them on, as wrappers do."""
-    module = function if isinstance(function, nn.Module) else None
-    try:
-        names = inspect.signature(module.forward if module is not None else function).parameters
-    except ValueError:
-        return frozenset()
-    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
-    if module is None or not (hands_on or isinstance(module, nn.ModuleList | nn.ModuleDict)):
-        return frozenset(names)
-    return frozenset(names).union(*map(keywords_of, module.children()))
+    names = frozenset(_parameters(function))
+    if not isinstance(function, nn.Module):
+        return names
+    if not (takes_all(function) or isinstance(function, nn.ModuleList | nn.ModuleDict)):
+        return names
+    return names.union(*map(keywords_of, function.children()))
 
 
 def takes_all(function: Callable[..., Any]) -> bool:
     """Whether a function, or a module's ``forward``, takes ``**kwargs``."""
-    called = function.forward if isinstance(function, nn.Module) else function
+    return any(one.kind is one.VAR_KEYWORD for one in _parameters(function).values())
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        names = inspect.signature(called).parameters.values()
+        called = function.forward if isinstance(function, nn.Module) else function
+        return inspect.signature(called).parameters
     except ValueError:
-        return False
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
+        return {}
 
 
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:

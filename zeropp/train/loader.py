@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from zeropp.engine.engine import Batches
 from zeropp.engine.errors import agreed
-from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
 
-
-class Model(Protocol):
-    """What a loader reads of a model that trains."""
-
-    plan: Plan
-    rows: slice
-
-    @property
-    def batches(self) -> Batches:
-        """How many steps the model has made, and its checkpoint had, with how many rows each."""
-        ...
+if TYPE_CHECKING:
+    from zeropp.train.parallel_model import ParallelModel
 
 
 class RowsOfSteps(Sampler[list[int]]):
@@ -36,7 +25,9 @@ class RowsOfSteps(Sampler[list[int]]):
     are left over then, fewer than a batch, are others in every epoch that is shuffled.
     """
 
-    def __init__(self, model: Model, count: int, *, shuffle: bool, seed: int, resume: bool) -> None:
+    def __init__(
+        self, model: ParallelModel, count: int, *, shuffle: bool, seed: int, resume: bool
+    ) -> None:
         self._model, self._count, self._shuffle, self._seed = model, count, shuffle, seed
         self._resume = resume
 
@@ -67,7 +58,7 @@ class RowsOfSteps(Sampler[list[int]]):
 
 
 def make_loader(
-    model: Model, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
+    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
 ) -> DataLoader[Any]:
     """See ``ParallelModel.loader``."""
 
