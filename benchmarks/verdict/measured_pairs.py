@@ -140,7 +140,7 @@ def pairs_figure() -> Figure:
             color=style.WARM,
             label="simulated, the same two plans" if place == 0 else None,
         )
-        sides = ({getattr(p, side).program for p in own} for side in ("without", "tensor"))
+        sides = ({_program(getattr(p, side)) for p in own} for side in ("without", "tensor"))
         words = " / ".join(", ".join(sorted(names)) for names in sides)
         axis.text(1.01, place, words, transform=axis.get_yaxis_transform(), va="center", fontsize=7)
     axis.set_yticks(range(len(groups)), [", ".join(key) for key in groups], fontsize=8)
@@ -175,15 +175,19 @@ def _precision(row: PublishedRow) -> str:
     return {"bf16": "16 bits", "fp16": "16 bits", "fp8": "8 bits"}.get(row.dtype, row.dtype)
 
 
+def _program(row: PublishedRow) -> str:
+    """The program that ran, which a row's remark names where its entry has another name."""
+    ran = re.match(r"real program: ([^,;(]+?)(?= *[,;(]|$)", row.remark)
+    return ran[1] if ran else row.program
+
+
 def _side(row: PublishedRow) -> tuple[str, str]:
-    """The program that ran, which a row's remark names where it is priced as another, with its
-    degrees; and its tokens/s/GPU."""
+    """The program that ran, with its degrees; and its tokens/s/GPU."""
     degrees = [("tp", row.tp), ("pp", row.pp), ("cp", row.cp)]
     words = [f"{name}={degree}" for name, degree in degrees if degree > 1]
     words += [f"zero{row.zero}"] if row.zero else []
     each = row.global_batch / row.num_gpus
-    ran = re.match(r"real program: ([^,;(]+?)(?= *[,;(]|$)", row.remark)
     return (
-        f"{ran[1] if ran else row.program} {' '.join(words)}, {each:g} sequences per GPU",
+        f"{_program(row)} {' '.join(words)}, {each:g} sequences per GPU",
         f"{tokens_per_s_per_gpu(row):,.0f}",
     )

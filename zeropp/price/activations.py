@@ -93,6 +93,9 @@ def block_kept(work: Work) -> float:
     attended = (2 * h + 2 * kv) * e + FP32 * shape.heads
     if work.recompute == "mlp":
         return boundary_bytes(work) + work.tokens * (attended / work.tp + h * e)
+    if work.program.selective in ("qkv", "qkv_out"):  # what attention gave is made again
+        out = h * e * (work.program.selective == "qkv_out")
+        return boundary_bytes(work) + work.tokens * ((h + 2 * kv) * e / work.tp + out)
     if work.program.selective == "scores":
         return block_saved(work)
     if work.program.selective == "half":

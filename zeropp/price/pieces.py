@@ -184,6 +184,7 @@ class KernelSeconds:
     mlp: float = 0.0  # of all forward ones, those of the MLP and of the norm before it
     wide: float = 0.0  # of all forward ones, the products whose input or output is the widest
     last: float = 0.0  # of all forward ones, the last product
+    behind: float = 0.0  # of all forward ones, the product behind attention
 
 
 def _block_kernels(work: Work) -> KernelSeconds:
@@ -212,6 +213,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
         accumulation=stream_s(device, work.accumulated * parameters, added),
         biases=_late_biases_s(work),
         last=products[-1],
+        behind=products[-mlp - 1],
         wide=sum(products[len(products) - mlp :]),
         mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
@@ -237,13 +239,15 @@ def passes_of(
     forward = forward + host_s if in_line else max(forward, host_s)
     whole = forward - kernels.last if program.stops_recomputing else forward
     again = {"none": 0.0, "selective": 0.0, "mlp": 0.0, "full": whole - forward_tp + again_tp}
+    wide = kernels.wide - (kernels.last if program.stops_recomputing else 0.0)
     if recompute == "mlp":
-        left_out = kernels.last if program.stops_recomputing else 0.0
-        again["mlp"] = elementwise + kernels.wide - left_out + again_tp
+        again["mlp"] = elementwise + wide + again_tp
     if recompute == "selective":
         scores = 0.0 if program.flash else core
         parts = {"scores": scores, "elementwise": elementwise + again_tp}
         parts |= {"half": forward / 2, "alternate": forward / 2}
+        parts["qkv_out"] = core + elementwise + wide + again_tp
+        parts["qkv"] = parts["qkv_out"] + kernels.behind
         parts["mlp"] = max(kernels.mlp + again_tp, host_s / 2)
         again["selective"] = parts[program.selective]
     weight = kernels.weights + kernels.accumulation + kernels.biases
