@@ -379,6 +379,8 @@ def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     assert backward("selective", "half") < backward("full", "half")
     assert backward("selective", "elementwise") < backward("selective", "mlp")
     assert backward("selective", "mlp") < backward("full", "mlp")
+    assert backward("selective", "mlp") < backward("selective", "qkv_out")
+    assert backward("selective", "qkv_out") < backward("selective", "qkv") < backward("full", "qkv")
 
 
 def test_recomputed_mlps_run_one_of_two_tensor_parallel_sums_again() -> None:
