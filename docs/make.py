@@ -292,7 +292,8 @@ def _replays(name: str) -> str:
         cells = [contender_label(str(contender)), str(len(own))]
         for column in ("ratio", "compute", "peak"):
             low, middle, high = own[column].quantile([0.0, 0.5, 1.0])
-            cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+            ends = f" ({low:.3f} to {high:.3f})" * (len(own) > 1)
+            cells.append(f"{middle:.3f}{ends}")
         lines.append(cells)
     return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
 

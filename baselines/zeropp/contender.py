@@ -93,7 +93,7 @@ def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    check_stages(task, layout)
+    check_stages(task, layout, lone_ends=layout.pp <= task.shape.layers)
     check_context(task.shape, layout)
     return layout
 
@@ -123,13 +123,13 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     So the lower bound on a family's step time holds for all that ``members`` yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
-    # Chunks of one block each have the smallest buffers.
-    most = -(-point.task.shape.layers // degrees.pp)
+    layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
+    most = -(-layers // degrees.pp)
     for zero, wire, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
-        choices(asked.chunks, sorted({*_CHUNKS, max(1, point.task.shape.layers // degrees.pp)})),
+        choices(asked.chunks, sorted({*_CHUNKS, max(1, pieces // degrees.pp)})),
     ):
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most

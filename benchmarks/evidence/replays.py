@@ -9,6 +9,10 @@ cells that now have other plans. Plans with few passes come first, two at a time
 written once it is there.
 
     python -m benchmarks.evidence.replays --minutes 60 [results/reference/replays.csv]
+    python -m benchmarks.evidence.replays --context results/reference/context_replays.csv
+
+``--context`` compares small plans of ZeroPP that divide sequences instead. No other contender's
+trainer divides them here: Megatron-Core needs Transformer Engine for it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 
 import pandas as pd
 
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.evidence.renew import REFERENCE
 from benchmarks.launch.replay import replayed_plan, trace_pipeline
 from benchmarks.records.environment import git_state
@@ -33,7 +38,8 @@ from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.specification.reading import preset
 from benchmarks.verdict.cells import CELL, Cell, candidate_of
-from zeropp.choose.task import Task
+from zeropp.choose.contender import describe
+from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import SimResult, simulate
 from zeropp.schedule.plan import Plan
@@ -92,6 +98,29 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
         turns[key] = earlier[key[0]]
         earlier[key[0]] += 1
     return {key: found[key] for key in sorted(turns, key=turns.__getitem__)}
+
+
+# Blocks, tokens of a sequence, and knobs: heads are exchanged inside a node, and over two.
+_CONTEXT: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (2, 32768, 8, {"pp": 1, "context": 8, "shard": 1, "chunks": 2, "recompute": "full"}),
+    (4, 32768, 8, {"pp": 2, "context": 4, "shard": 1, "unit": 2, "recompute": "mlp"}),
+    (2, 65536, 16, {"pp": 1, "context": 16, "shard": 1, "chunks": 4, "recompute": "full"}),
+    (4, 32768, 16, {"pp": 2, "context": 2, "shard": 4, "unit": 2, "recompute": "selective"}),
+)
+
+
+def context_plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
+    """ZeroPP's plans of Llama 8B with few blocks that divide sequences, as ``plans`` gives them."""
+    llama, cluster = preset("model", "llama_8b", ModelShape), preset("cluster", "h100", Cluster)
+    found = {}
+    for layers, seq, gpus, knobs in _CONTEXT:
+        shape = replace(llama, layers=layers, seq=seq)
+        batch = 2 * gpus // knobs["context"]
+        task = Task(shape=shape, cluster=cluster, num_gpus=gpus, global_batch=batch)
+        own = ZeroppKnobs(**knobs, replicate=1, compile=False)
+        plan = ZEROPP.simulated(task, Candidate(own, 1)).plan
+        found[(f"zeropp {describe(plan)}",)] = [(Cell(task, 1.0), plan)]
+    return found
 
 
 def rows_of(row: str, shared: list[tuple[Cell, Plan]]) -> list[dict[str, Any]]:
@@ -159,13 +188,16 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="begin no further plan after so many"
     )
+    parser.add_argument(
+        "--context", action="store_true", help="small plans that divide sequences, not the best"
+    )
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     table = pd.read_csv(options.out) if options.out.exists() else pd.DataFrame(columns=_KEY)
     known = set(table[_KEY].itertuples(index=False, name=None))
     todo = {
         key: shared
-        for key, shared in plans().items()
+        for key, shared in (context_plans() if options.context else plans()).items()
         if not known.issuperset((*cell.key, key[0]) for cell, _ in shared)
     }
 

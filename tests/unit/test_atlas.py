@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.launch.sweep import spec_of
 from benchmarks.records.simulated import line_of, shape_named
 from benchmarks.report.atlas_page import cases
@@ -25,7 +26,7 @@ from benchmarks.validation.rows import read_rows, training_tables
 from benchmarks.verdict.atlas import AtlasSpec, atlas_tables
 from benchmarks.verdict.cells import Cell, CellPart
 from benchmarks.verdict.measured_pairs import measured_pairs, tokens_per_s_per_gpu
-from zeropp.choose.task import Task
+from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
 from zeropp.types.shape import ModelShape
 
@@ -225,3 +226,21 @@ def test_points_of_scaling_run_with_every_contender(name: str) -> None:
     table = table[table["table"].str.startswith({"w": "Table 1", "s": "Table 2"}[name[0]])]
     rows = table[["layers", "hidden", "num_gpus", "global_batch"]]
     assert {*rows.itertuples(index=False, name=None)} <= sizes
+
+
+@pytest.mark.parametrize(("gpus", "millions"), [(1, 0.01), (8, 0.664), (32, 3.015)])
+def test_the_longest_sequences_are_those_of_docs_atlas(gpus: int, millions: float) -> None:
+    cluster, llama = preset("cluster", "h100", Cluster), preset("model", "llama_8b", ModelShape)
+
+    def gib(share: float) -> float:
+        tokens = 1024 * gpus * max(1, int(share * millions * 1e6 / 1024 / gpus))
+        shape = replace(llama, seq=tokens)
+        task = Task(shape=shape, cluster=cluster, num_gpus=gpus, global_batch=1)
+        knobs = ZeroppKnobs(
+            pp=1, context=gpus, shard=1, replicate=1, chunks=34, recompute="full", compile=True
+        )
+        return ZEROPP.simulated(task, Candidate(knobs, 1)).peak_bytes / 2**30
+
+    most = cluster.device.usable_bytes / 2**30
+    assert gpus == 1 or gib(1.0) < most
+    assert gib(1.02) > (most if gpus > 1 else 1.5 * most)

@@ -70,12 +70,16 @@ def test_auto_degrees_always_make_up_the_ranks(num_gpus: int, gpus_per_node: int
     [
         ({"pp": 3}, r"contender.pp=3: .* multiply to num_gpus=4"),
         ({"pp": 2, "shard": 1, "replicate": 1}, r"num_gpus=4: .* multiply to 2"),
-        ({"pp": 2, "chunks": 4}, r"2 x chunks=4 = 8 stages, .* \(try contender.chunks <= 2\)"),
+        ({"pp": 2, "chunks": 4}, r"2 x chunks=4 = 8 stages, .* \(try contender.chunks <= 3\)"),
     ],
 )
 def test_degrees_that_cannot_be(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words):
         sized(request(4, **knobs))
+
+
+def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
+    assert sized(request(4, pp=2, chunks=3)).cuts == tuple(range(7))
 
 
 def test_batch_must_divide() -> None:

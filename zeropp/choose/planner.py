@@ -106,16 +106,18 @@ def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
     return degrees
 
 
-def check_stages(task: Task, layout: Layout) -> None:
-    """Raise InfeasibleError if there are more stages than the model has blocks."""
+def check_stages(task: Task, layout: Layout, *, lone_ends: bool = False) -> None:
+    """Raise InfeasibleError if there are more stages than the model has blocks; with ``lone_ends``
+    embedding and head may be stages of their own."""
     stages, layers = layout.pp * layout.chunks, task.shape.layers
-    if stages <= layers:
+    most = layers + 2 * lone_ends
+    if stages <= most:
         return
     if layout.pp <= layers:
         message = (
             f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
             f"but {task.shape.name} has model.layers={layers} "
-            f"(try contender.chunks <= {layers // layout.pp})"
+            f"(try contender.chunks <= {most // layout.pp})"
         )
     else:
         message = (

@@ -313,7 +313,10 @@ class _Machine:
         ready, _, issued, part = heapq.heappop(self._complete)
         links: list[Hashable] = [part.ends]
         if not part.ends:
-            links = [(rank, part.among) for rank in self._links.holders[part.key]]
+            # One for which compute waits runs beside those of other streams, as with tensor
+            # parallelism, whose ranks no other collective has.
+            waits = issued.stream == COMPUTE
+            links = [(rank, part.among, waits) for rank in self._links.holders[part.key]]
         begin = max([ready, *(self._free[link] for link in links)])
         end = begin + self._links.seconds(issued, part)
         self._free |= dict.fromkeys(links, end)

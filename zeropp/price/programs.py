@@ -27,8 +27,9 @@ from zeropp.types.literals import Precision
 # attention (``zeropp/engine/chunk.py``). "half": every second block (``selective_checkpointing`` of
 # fms-fsdp). "alternate": everything but attention and every second product, from the first one on
 # (``selective_ac_option`` of torchtitan). "mlp": the MLP and the norm before it
-# (``recompute_modules`` of Megatron-Core). "qkv": everything but queries, keys and values; "qkv_out":
-# nor the product behind attention (``save_qkv_proj`` and ``save_dot_except_mlp`` of MaxText).
+# (``recompute_modules`` of Megatron-Core). "qkv": everything but queries, keys and values.
+# "qkv_out": not the product behind attention, either (MaxText's ``save_qkv_proj`` and
+# ``save_dot_except_mlp``).
 Selective = Literal["scores", "elementwise", "half", "alternate", "mlp", "qkv", "qkv_out"]
 # How ranks get the parameters that the others have updated under ZeRO-1. "gather": one all-gather.
 # "broadcasts": a broadcast per rank, one after the other. "slices": an all-gather into a buffer,
