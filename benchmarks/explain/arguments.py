@@ -35,7 +35,7 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 _OF_A_MODEL = ("--num-layers", "--hidden-size", "model.num_layers", "model.hidden_size")
 _WORD = re.compile(r"\+*([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # Hydra's, as NeMo has them
 _SETTING = re.compile(rf"--|{_WORD.pattern}")
-_PLACEHOLDER = re.compile(r"(?<!<)<[A-Z]{2,} [^<>\n|&;]+>")  # such as <PATH TO DATA>
+_PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 

@@ -53,6 +53,8 @@ _expanded() {
     local first=${command%%$'\n'*}
     [[ $first == *'<<'* && $first == *[0-9\ ]'>'* ]] && return 1  # a document into a file
     while [[ $command =~ $file ]]; do
+        local quotes=${BASH_REMATCH[0]//[^\"]/}
+        ((${#quotes} % 2)) && break  # it stands in a text
         command=${command%"${BASH_REMATCH[0]}"}${BASH_REMATCH[2]}
     done
     if [[ $command == '. '* ]]; then

@@ -109,12 +109,13 @@ _NANOTRON_NEUTRAL: dict[str, tuple[Any, str]] = {
     "parallelism.tp_recompute_allgather": (True, "gathered inputs are not kept"),
     "parallelism.recompute_layer": (False, "recomputation"),
 }
-_NANOTRON_MODEL = ("is_", "_attn_implementation", "z_loss", "no_rope_layer", "_use_")
+_NANOTRON_MODEL = ("is_", "_fused_", "_attn_implementation", "z_loss", "no_rope_layer", "_use_")
 _NANOTRON_HARMLESS = (
     *("checkpoints.", "data_stages", "general.", "lighteval", "logging.", "profiler", "tokenizer."),
     *("optimizer.learning_rate", "optimizer.optimizer_factory", "optimizer.clip_grad"),
     *("optimizer.weight_decay", "model.init_method", "tokens.train_steps", "tokens.val_", "s3_"),
-    *("tokens.limit_", "model.ddp_bucket_cap_mb", "metrics_logging", "optimizer.adam"),
+    *("data.", "doremi.", "optimizer.torch_adam", "tokens.limit_"),
+    *("model.ddp_bucket_cap_mb", "metrics_logging", "optimizer.adam"),
 )
 _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {

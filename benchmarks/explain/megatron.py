@@ -80,7 +80,7 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--fp8-recipe"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
-    "--eod-mask",
+    *("--eod-mask", "--num-experts"),
 )
 
 
@@ -127,7 +127,7 @@ def read_words(words: list[str], num_gpus: int | None) -> Reading:
 def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> Reading:
     """What Megatron's flags say; ``stated``: the user has given the number of GPUs."""
     for flag, why in _REFUSED.items():
-        if values.get(flag):
+        if values.get(flag) and str(values[flag]) != "1":  # one expert is a dense MLP
             raise SpecError(f"{flag}={values[flag]}: {why}")
     keys = Keys(values)
     reading = Reading(dialect="megatron", contender="megatron_core")
@@ -140,7 +140,7 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
         half = True
         reading.derived.append("--fp16: priced as bf16, whose kernels and bytes are the same")
     reading.settings["precision"] = "bf16" if half else "fp32"
-    if eight := keys.given("--fp8-format"):
+    if eight := keys.take("--fp8-format"):
         reading.multiply_in_8_bits(f"--fp8-format={eight}")
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading

@@ -178,6 +178,15 @@ def test_scripts_with_arguments_documents_and_placeholders(tmp_path: Path) -> No
         ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
 
 
+def test_a_command_kept_in_a_variable_and_placeholders_in_words(tmp_path: Path) -> None:
+    """As Megatron-DeepSpeed's scripts end; ``<Specify path>`` is Megatron-LM's placeholder."""
+    text = "DATA=<Specify path and file prefix>_text\n"
+    flags = f"{FLAGS} --num-experts 1"  # a dense model
+    text += f'run="deepspeed --num_gpus 8 a/pretrain_gpt.py {flags} &> ${{OUT}}/log/a.log"\n'
+    text += "echo ${run}\neval ${run}\n"
+    assert asked(tmp_path, {"run.sh": text}).task.num_gpus == 8
+
+
 def test_gpt_neox(tmp_path: Path) -> None:
     """Keys are spelled in two ways; of a gated MLP the file has three times the width."""
     words, files = ("num_gpus=96", "model.vocab=50257"), {"20B.yml": NEOX}
