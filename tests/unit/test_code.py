@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 710,
 }
 MOST_LINES = 51_620
-MOST_LINES_OF_TESTS = 32_110
+MOST_LINES_OF_TESTS = 32_120
 
 
 @cache
