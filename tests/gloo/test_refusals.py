@@ -190,6 +190,10 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             "optimizer: ranks differ: rank 0 has",
             {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         ),
+        (
+            "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
+            {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
+        ),
     ]
 
 

@@ -199,6 +199,7 @@ def _walk(
         _check_outputs(value, index)
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
+            _check_recurrent(module, index, recompute)
             with refused(
                 f"{where}: cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
@@ -370,6 +371,17 @@ def _recomputed(
     for name, one in module.named_buffers():
         if before.get(name) != (id(one), one._version):
             raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
+
+
+def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
+    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
+    products in place where torch does not notice it, and gradients would be wrong."""
+    for part in module.modules():
+        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
+                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
+            )
 
 
 def check_layer(module: nn.Module, index: int) -> None:
