@@ -135,6 +135,7 @@ _DEEPSPEED_HARMLESS = (
         "torch_autocast.lower",
         "zero_allow_untested",
         "zero_optimization.contiguous_gradients",
+        "zero_optimization.zero_hpz",  # without stage 3
     ),
     *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
@@ -233,7 +234,7 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
             if degree > 1:
                 raise SpecError(f"{key}={degree}: no price with ZeRO-3 (use 1)")
         reading.contender = "deepspeed_zero3"
-        reading.knobs = {"shard": num_gpus, **_stage3(keys)}
+        reading.knobs = {"shard": num_gpus, **_stage3(keys, num_gpus)}
     else:
         reading.contender = "deepspeed_3d"
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
@@ -264,8 +265,9 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
     return reading
 
 
-def _stage3(keys: Keys) -> dict[str, Any]:
-    """What the JSON says of ZeRO-3's gathers, by the contender's names."""
+def _stage3(keys: Keys, num_gpus: int) -> dict[str, Any]:
+    """What the JSON says of ZeRO-3's gathers, by the contender's names. A second copy over all
+    ranks is the first one."""
     names = {
         "stage3_prefetch_bucket_size": "prefetch_bucket_size",
         "stage3_max_live_parameters": "live_parameters",
@@ -273,6 +275,8 @@ def _stage3(keys: Keys) -> dict[str, Any]:
         "zero_hpz_partition_size": "zero_hpz_partition_size",
     }
     said = {knob: keys.number(f"zero_optimization.{name}") for name, knob in names.items()}
+    if not 0 < (said["zero_hpz_partition_size"] or 0) < num_gpus:
+        said["zero_hpz_partition_size"] = None
     return {knob: value for knob, value in said.items() if value is not None}
 
 

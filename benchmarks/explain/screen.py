@@ -82,9 +82,9 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     )
     if answer.host_s >= _LEAST_HOST * result.step_s:
         console.print(
-            f"The host is a limit: {100 * answer.host_s / result.step_s:.0f} % of the step the "
-            "device waits for its next kernel. Larger microbatches, torch.compile or CUDA graphs "
-            "help."
+            f"The host is a limit: with a host that is never late the step is "
+            f"{100 * answer.host_s / result.step_s:.0f} % shorter. Larger microbatches"
+            f"{'' if result.plan.compile else ', torch.compile'} or CUDA graphs help."
         )
 
 

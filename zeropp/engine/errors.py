@@ -127,6 +127,7 @@ class ErrorBarrier:
 
     def __init__(self, timeout: timedelta | None, count: int) -> None:
         self._count = count
+        self.calls = 0  # how often ranks have met
         backend = "gloo" if "nccl" in str(dist.get_backend_config()) else None
         self._groups = [
             dist.new_group(backend=backend, timeout=timeout, group_desc=f"zeropp {name}")
@@ -145,6 +146,7 @@ class ErrorBarrier:
         Raises RuntimeError on every rank if other ranks are in another ``call``, and on the ranks
         that have waited for others until the timeout.
         """
+        self.calls += 1
         result, failure = _attempt(work)
         code = sum(map(ord, call))
         # As many in every call, because ranks that are in different calls meet here, too.

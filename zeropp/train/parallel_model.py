@@ -61,7 +61,8 @@ class ParallelModel:
         self._keywords = keywords
         self._save_to: Path | str | None = None
         self._element_mfu = element_mfu
-        self._stepped_at = 0.0  # when the last step returned; 0: something else ran since
+        self._stepped_at = 0.0  # when the last step returned
+        self._calls = -1  # how many calls there had been by then
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -88,7 +89,8 @@ class ParallelModel:
             self.save(self._save_to)
             raise SystemExit(128 + self.engine.agreed_signal)
         before, self._stepped_at = self._stepped_at, perf_counter()
-        if not before:
+        calls, self._calls = self._calls, self.engine.barrier.calls
+        if self._calls != calls + 1:  # something else took a part of this time
             return result
         rate = self.engine.elements / (self._stepped_at - before)
         return replace(
@@ -128,7 +130,6 @@ class ParallelModel:
             "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
         loss, value = self.engine.evaluate(parts, outputs)
-        self._stepped_at = 0.0
         return loss if outputs is None else (loss, value)
 
     def forward_only(
@@ -234,7 +235,6 @@ class ParallelModel:
         one is complete. Raises CheckpointError where other files have that name.
         """
         self._checkpointer.save(directory)
-        self._stepped_at = 0.0
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of this topology or another, of ``save`` or of
