@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     texts = filter(str.strip, asked.text.read_text(encoding="utf-8").split(asked.separator))
     inputs, targets, places = packed_rows([*texts], tokenizer, asked.length).tensors
     last = len(inputs) - max(asked.batch, len(inputs) // 100)  # rows from here on are held out
+    if last < asked.batch:
+        raise SystemExit(f"{asked.text}: {len(inputs)} rows, fewer than two batches of --batch")
     with zeropp.parallelize(
         layers, huggingface.token_loss,  # the mean over the tokens of a batch
         sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp,
@@ -62,15 +64,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
         held_out = [part[own].to(device) for part in (inputs, targets, places)]
         if found := sorted(asked.out.glob("checkpoint_??????")):
             model.load(found[-1])
-        losses, end = list[float](), model.steps_done + asked.steps
+        losses, end, held_out_loss = list[float](), model.steps_done + asked.steps, float("nan")
         while model.steps_done < end:  # epoch after epoch
             for batch, _ in zip(loader, range(end - model.steps_done), strict=False):
                 x, y, at = (part.to(device) for part in batch)
                 result = model.train_step(x, y, position_ids=at)
                 losses.append(float(result.loss))
-                line = (
-                    f"step {model.steps_done}: loss {result.loss:.4f}, norm {result.grad_norm:.3f}"
-                )
+                line = f"step {model.steps_done}: loss {losses[-1]:.4f}, norm {result.grad_norm:.3}"
                 rate = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
                 say(line + rate, flush=True)
                 if model.steps_done % asked.every == 0 or model.steps_done == end:
