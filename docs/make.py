@@ -37,6 +37,7 @@ from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
 from benchmarks.report.ratio_errors import FEWEST_RUNS
+from benchmarks.report.scaling import as_table
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
@@ -348,6 +349,10 @@ def _atlas(name: str) -> str:
     return atlas_tables(pd.read_csv(COMMITTED))[name]
 
 
+def _scaling(name: str) -> str:
+    return markdown(as_table(pd.read_csv(_REFERENCE / "scaling" / f"{name}.csv")).grid())
+
+
 def _opponents(program: str) -> str:
     """The settings of an opponent, or how far those that were searched move the verdict."""
     if program == "moved":
@@ -399,6 +404,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "settings": _settings,
     "measured_pairs": pairs_table,
     "atlas": _atlas,
+    "scaling": _scaling,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,
