@@ -142,10 +142,15 @@ def exposed_s(
     of tensors in the order in which a backward has their gradients."""
     program, m = work.program, plan.num_microbatches
     ranks = program.zero_hpz_partition_size
-    later = _exposed_s(plan, cluster, work, gradients, forward_s, backward_s, near=ranks > 1)
+
+    def alone(near: bool) -> Exposed:  # whether also the forward has the second copies
+        steps = _Microbatch(plan, cluster, work, near)
+        return _exposed_s(steps, gradients, forward_s, backward_s)
+
+    later = alone(ranks > 1)
     if ranks == 1:
         return later
-    first = _exposed_s(plan, cluster, work, gradients, forward_s, backward_s, near=False)
+    first = alone(False)
     cut = [elements for elements in gradients if elements > program.persistent]
     moved = 3 * element_bytes(plan.precision) * sum(cut) / ranks  # cleared, read and written
     copied_s = stream_s(work.device, moved, 2 * len(cut)) + len(cut) * work.launch_s
@@ -154,16 +159,10 @@ def exposed_s(
 
 
 def _exposed_s(
-    plan: SizedPlan,
-    cluster: Cluster,
-    work: Work,
-    gradients: Sequence[float],
-    forward_s: float,
-    backward_s: float,
-    *,
-    near: bool,
+    steps: _Microbatch, gradients: Sequence[float], forward_s: float, backward_s: float
 ) -> Exposed:
-    """The same of one microbatch; ``near``: also its forward has the second copies."""
+    """The same of one microbatch, which has not begun."""
+    plan, work = steps.plan, steps.work
     program = work.program
     # The last gradient's tensor is tied to the one that a backward uses first.
     used = [*(gradients[-1:] if plan.shape.tied_embeddings else ()), *gradients]
@@ -172,7 +171,6 @@ def _exposed_s(
     for elements in used:
         again.append(times * behind >= program.live_parameters)
         behind += elements
-    steps = _Microbatch(plan, cluster, work, near)
     steps.run(used[::-1], _gathers(work, used[::-1], first=True), forward_s, makes=0)
     forward = steps.now - forward_s
     gathers = _gathers(work, used, again)
