@@ -219,7 +219,9 @@ def test_a_step_says_its_rates(cluster: str | None) -> None:
         took = perf_counter() - begin
         model.eval_step(rows, rows)
         third = model.train_step(rows, rows)
-    for behind in (first, third):
+        model.forward_only(rows)
+        fourth = model.train_step(rows, rows)
+    for behind in (first, third, fourth):
         assert behind.tokens_per_s is behind.mfu is None
     assert second.tokens_per_s == pytest.approx(4 * 16 / took, rel=0.1)
     assert second.tokens_per_s is not None

@@ -439,6 +439,18 @@ def test_trainers_around_a_model_of_hugging_face(
     assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
 
 
+@pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, "auto"), (32, "auto"), (0, "auto")])
+def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
+    ranks: int, read: int | str, tmp_path: Path
+) -> None:
+    key = f', "zero_hpz_partition_size": {ranks}}}'
+    for stage, expected in ((3, read), (2, None)):
+        text = DEEPSPEED.replace(": 2}", f": {stage}{key}")
+        asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
+        assert getattr(asked.knobs, "zero_hpz_partition_size", None) == expected
+        assert not any("hpz" in line for line in asked.reading.named)
+
+
 @pytest.mark.parametrize(
     ("text", "precision", "derived"),
     [
