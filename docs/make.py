@@ -45,9 +45,11 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.cells import cells_of, verdict_spec
+from benchmarks.verdict.cells import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
 from benchmarks.verdict.pages import page_tables
+from benchmarks.verdict.pictures import pictures_of
+from benchmarks.verdict.uncertainty import judged
 from zeropp.engine.settings import Settings
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
@@ -108,10 +110,14 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
+    plans, repriced, spec = _verdict_records()
+    return page_tables(plans, repriced, [cell.key for cell in cells_of(spec, "bf16")])
+
+
+def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame, VerdictSpec]:
     plans, repriced = (pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED))
     (config,) = compose("config", ["experiment=claim_33"])
-    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
-    return page_tables(plans, repriced, [cell.key for cell in cells])
+    return plans, repriced, verdict_spec(config["verdict"])
 
 
 def _accuracy(which: str) -> str:
@@ -473,6 +479,9 @@ def main() -> None:
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     pairs_figure().savefig(_IMAGES / "measured_pairs.png", dpi=150)
+    plans, repriced, spec = _verdict_records()
+    for picture in pictures_of(plans, *judged(plans, repriced), spec):
+        picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
     print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})

@@ -55,17 +55,15 @@ def main() -> int:
         if status:
             return status
         if path == "claim_33/plans.csv":
-            _move_pictures()
+            _remove_pictures()
     return 0
 
 
-def _move_pictures() -> None:
-    """Move the verdict's pictures to where the pages show them, and remove what no page shows."""
+def _remove_pictures() -> None:
+    """Remove what is drawn beside the verdict's rows: ``docs.make`` draws what pages show."""
     folder = REFERENCE / "claim_33"
-    for picture in folder.glob("*.png"):
-        picture.replace(CHECKOUT / "docs" / "images" / f"claim_33_{picture.name}")
-    for drawing in folder.glob("*.pdf"):
-        drawing.unlink()
+    for picture in (*folder.glob("*.png"), *folder.glob("*.pdf")):
+        picture.unlink()
     shutil.rmtree(folder / "paper", ignore_errors=True)
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
 
 from benchmarks.report import display, style
-from benchmarks.report.charts import Picture, save, time_breakdown
+from benchmarks.report.charts import Picture, time_breakdown
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import BandwidthSpec, VerdictSpec
 from benchmarks.verdict.judge import (
     BASELINES,
     CLAIM,
-    JUDGED,
     LABELS,
     OPPONENTS,
     with_shared_plans,
@@ -28,58 +24,18 @@ from benchmarks.verdict.uncertainty import Array, Uncertainty
 from zeropp.price.lost_time import TimeBreakdown
 
 
-def draw(
-    plans: pd.DataFrame,
-    verdicts: pd.DataFrame,
-    uncertainty: Uncertainty,
-    spec: VerdictSpec,
-    out: Path,
-) -> list[Path]:
-    """Write all pictures into a folder."""
-    pictures = [
-        *_maps(verdicts, spec),
-        assumptions_picture(uncertainty),
-        _losses(plans, spec),
-    ]
-    paths = list[Path]()
-    for picture in pictures:
-        paths += save(picture, out).paths
-    return paths
-
-
-def _maps(verdicts: pd.DataFrame, spec: VerdictSpec) -> Iterator[Picture]:
-    """The speed-ups over all rows, and the maps that have more than one column."""
-    best = verdicts[verdicts["mode"] == "best"]
-    grid, band = spec.map, spec.bandwidth
-    own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
-    own = own[own.num_gpus.isin(grid.num_gpus) & own.sequences_per_gpu.isin(grid.sequences_per_gpu)]
-    wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
-    wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
-    wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
-    where = f"{display.model_label(grid.model)} on {display.cluster_label(grid.cluster)}"
-    yield _speedups(best[best.bandwidth == 1])
-    if own.num_gpus.nunique() > 1:
-        yield _map(
-            own,
-            column="num_gpus",
-            label="GPUs",
-            title=f"{where}, best plans, simulated",
-            name="map_gpus_batch",
-        )
-    if wires.bandwidth.nunique() > 1:
-        yield _map(
-            wires,
-            column="bandwidth",
-            label="inter-node bandwidth, multiples of the cluster's own",
-            title=_place(band),
-            name="map_bandwidth_batch",
-        )
+def pictures_of(
+    plans: pd.DataFrame, verdicts: pd.DataFrame, uncertainty: Uncertainty, spec: VerdictSpec
+) -> list[Picture]:
+    """All pictures of the verdict."""
+    best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1)]
+    return [_speedups(best), assumptions_picture(uncertainty), _losses(plans, spec)]
 
 
 def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
     """What every row's best plan loses against the compute limit.
 
-    It is drawn for the model, cluster and GPU count of the bandwidth's map, with one panel per
+    It is drawn for the model, cluster and GPU count of the bandwidth's cells, with one panel per
     batch and one bar per row.
     """
     band = spec.bandwidth
@@ -125,35 +81,6 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     return Picture(name="speedups", caption=title, figure=figure)
-
-
-def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
-    figure, axes = plt.subplots(1, len(JUDGED), figsize=(15.0, 3.2), layout="constrained")
-    for axis, over in zip(axes, JUDGED, strict=True):
-        table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
-        _panel(axis, table)
-        axis.set_title(f"ZeroPP over {BASELINES[over]}")
-    figure.supxlabel(label, fontsize=10)  # one for all panels, beside which it would be cut
-    axes[0].set_ylabel("sequences per GPU and step")
-    figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
-    return Picture(name=name, caption=title, figure=figure)
-
-
-def _panel(axis: Axes, table: pd.DataFrame) -> None:
-    """Draw a heat map with its numbers: blue where ZeroPP is faster, grey where nothing fits."""
-    axis.grid(visible=False)
-    axis.set_facecolor("#cccccc")
-    norm = TwoSlopeNorm(1.0, vmin=0.67, vmax=1.33)
-    axis.imshow(table.to_numpy(), cmap="RdBu", norm=norm, aspect="auto", origin="lower")
-    axis.set_xticks(range(table.shape[1]), [f"{value:g}" for value in table.columns])
-    axis.set_yticks(range(table.shape[0]), [f"{value:g}" for value in table.index])
-    for y, values in enumerate(table.to_numpy()):
-        for x, value in enumerate(values):
-            text = "no fit" if pd.isna(value) else f"{value:.2f}"
-            dark = not pd.isna(value) and abs(value - 1.0) > 0.22
-            axis.text(
-                x, y, text, ha="center", va="center", color="white" if dark else "black", fontsize=8
-            )
 
 
 def assumptions_picture(uncertainty: Uncertainty) -> Picture:

@@ -27,6 +27,7 @@ from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import RunRecord, write_atomically
 from benchmarks.records.simulated import TABLE, commit_of, line_of
+from benchmarks.report.charts import save
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
@@ -49,7 +50,7 @@ from benchmarks.verdict.cells import (
 from benchmarks.verdict.given_settings import GIVEN
 from benchmarks.verdict.judge import with_own, with_shared_plans
 from benchmarks.verdict.pages import short
-from benchmarks.verdict.pictures import draw
+from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
 
 REFERENCE = CHECKOUT / "results" / "reference"
@@ -134,7 +135,8 @@ def write_verdict(
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    paths = draw(plans, verdicts, uncertainty, spec, out)
+    pictures = pictures_of(plans, verdicts, uncertainty, spec)
+    paths = [path for picture in pictures for path in save(picture, out).paths]
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
     names = [TABLE, REPRICED, "verdict.csv", *(path.name for path in paths)]
