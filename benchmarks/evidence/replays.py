@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,7 +50,8 @@ OUT = REFERENCE / "replays.csv"
 _KEY = [*CELL, "contender"]
 _CLIPPED = OptimizerConfig(kind="adamw", clip_norm=1.0)  # as the simulator prices an update
 
-# Megatron-Core's plans are replayed with its own layers, as nothing here has Transformer Engine.
+# Megatron-Core's plans are replayed with its own layers, as nothing here has Transformer Engine,
+# and ZeRO-3's without DeepCompile.
 _OWN_LAYERS = {"megatron_core": "megatron_core_local"}
 
 
@@ -62,6 +63,8 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
     for record in read_table(REFERENCE / "claim_33" / TABLE):
         name = record.spec["contender"]["name"]
         if record.basis != BASES["best"] or not record.step_s or name not in COMPARED:
+            continue
+        if name == "deepspeed_zero3":  # DeepSpeed's best has its plans
             continue
         program = COMPARED[name].contender.name
         known = CONTENDERS.get(_OWN_LAYERS.get(program, program))
@@ -82,8 +85,13 @@ def plans() -> dict[tuple[Any, ...], list[tuple[Cell, Plan]]]:
                 known = contender
             else:
                 name = known.name
-                knobs = known.knobs(**vars(candidate.knobs) | {"name": name})
-                candidate = replace(candidate, knobs=knobs)
+                if candidate.knobs.context not in (1, "auto"):
+                    continue  # with Transformer Engine alone
+                given = vars(candidate.knobs)
+                same = {each.name: given[each.name] for each in fields(known.knobs)}
+                candidate = replace(candidate, knobs=known.knobs(**same | {"name": name}))
+            if known.name == "deepspeed_zero3":  # DeepCompile is in prices alone
+                candidate = replace(candidate, knobs=replace(candidate.knobs, compile=False))
             plan = known.simulated(cell.priced, candidate).plan
             key = (name, record.spec["model"]["name"], record.plan["words"], cell.task.num_gpus)
             found[key].append((cell, plan))

@@ -32,7 +32,7 @@ BUDGET = {
     "baselines": 4_700,
     "benchmarks": 900,
     "benchmarks/calibrate": 790,
-    "benchmarks/evidence": 1_520,
+    "benchmarks/evidence": 1_530,
     "benchmarks/explain": 2_800,
     "benchmarks/launch": 4_070,
     "benchmarks/measured": 590,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_190,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_580
-MOST_LINES_OF_TESTS = 32_150
+MOST_LINES = 51_590
+MOST_LINES_OF_TESTS = 32_170
 
 
 @cache
