@@ -9,7 +9,7 @@ LIMIT_S = 400.0  # ends what hangs; nothing is expected to take nearly as long
 
 
 def wait_until(condition: Callable[[], object], what: str, every_s: float = 0.2) -> None:
-    """Ask every so many seconds until the condition holds; raises TimeoutError that names what did
+    """Ask every few seconds until the condition holds; raises TimeoutError that names what did
     not come."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():

@@ -122,7 +122,7 @@ def _program(
     (``runtime/engine.py``: ``_do_optimizer_sanity_check``). Raises InfeasibleError for what
     DeepSpeed does not have.
 
-    Sums that are sent in fp32 are copied as often as in 16 bits, but for casts: ``BF16_Optimizer``
+    Sums that are sent in fp32 are copied as often as in 16 bits, except casts: ``BF16_Optimizer``
     scales them where they are (8 bytes per parameter moved), and ZeRO-2, which divides its 16-bit
     bucket (4), casts it (6), and casts what it has received back (6).
     """

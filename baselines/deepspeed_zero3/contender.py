@@ -54,7 +54,7 @@ class Zero3Knobs:
     # Both ``max_live_parameters`` and ``max_reuse_distance``: elements that may be gathered ahead,
     # and those within which a tensor is kept for its next use.
     live_parameters: Annotated[int | Auto, AT_LEAST_1] = "auto"
-    # Tensors of at most so many elements are gathered once per step.
+    # Tensors of at most this many elements are gathered once per step.
     param_persistence_threshold: Annotated[int | Auto, AT_LEAST_0] = "auto"
     # Ranks over which a second copy of the parameters is cut (ZeRO++); 1: there is none.
     zero_hpz_partition_size: Annotated[int | Auto, AT_LEAST_1] = "auto"
@@ -86,7 +86,7 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
         raise InfeasibleError(
             f"contender.zero_hpz_partition_size={near}: must divide the {layout.shards} ranks over "
             "which parameters are cut, and be fewer (use 1, for no second copy)",
-            "no second copy of the parameters over so many ranks",
+            "no second copy of the parameters over this many ranks",
         )
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     return SizedPlan(

@@ -8,7 +8,7 @@ is the CPU (``run_on_cpu``): only the global name ``torch`` of modules ``megatro
 replaced, so that torch itself and other contenders in the process stay as they are. Two methods of
 tensors, ``.cuda()`` and ``.type()`` (with which Megatron-Core checks that a parameter is on a GPU),
 are replaced only while ``tensors_say_cuda`` is open. Nothing that is computed, sent or reduced is
-replaced, but for the norm of gradients, where Megatron-Core would use neither Transformer Engine's
+replaced, except the norm of gradients, where Megatron-Core would use neither Transformer Engine's
 kernel nor Apex's.
 """
 

@@ -194,7 +194,7 @@ def main() -> int:
         "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="begin no further plan after so many"
+        "--minutes", type=float, default=60.0, help="begin no further plan after this many"
     )
     parser.add_argument(
         "--context", action="store_true", help="small plans that divide sequences, not the best"

@@ -78,7 +78,7 @@ def plans(task: Task) -> Iterator[tuple[str, Plan]]:
 
 
 def in_units(plan: Plan, unit: int) -> Plan:
-    """A plan of torch's runtime in ZeroPP's order with so many microbatches per unit."""
+    """A plan of torch's runtime in ZeroPP's order with this many microbatches per unit."""
     compute = build(
         "zeropp", num_ranks=PIPELINE, chunks=STAGES, num_microbatches=MICROBATCHES, unit=unit
     )

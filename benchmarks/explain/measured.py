@@ -202,7 +202,7 @@ def _distance(row: PublishedRow, question: Question) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """A training of so many tokens: its days and GPU-hours, and the boards' energy if their nominal
+    """A training of some tokens: its days and GPU-hours, and the boards' energy if their nominal
     power is known."""
 
     tokens: float
@@ -322,7 +322,7 @@ def _print_nearest(comparison: Comparison, console: Console) -> None:
 def show_training(
     tokens: float, answer: Answer, comparison: Comparison | None, console: Console
 ) -> None:
-    """Print how long the question's plan takes for so many tokens."""
+    """Print how long the question's plan takes for this many tokens."""
     task, step_s = answer.question.task, answer.asked.step_s
     training = Training.of(tokens, task, step_s)
     words = (

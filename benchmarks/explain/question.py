@@ -244,7 +244,7 @@ def _follow(
     given: Mapping[str, Any],
 ) -> None:
     """Adjust what the file derives to what the words replace: the free data-parallel degree, the
-    global batch of so many sequences per replica, and "all blocks" of the recomputation."""
+    global batch of this many sequences per replica, and "all blocks" of the recomputation."""
     if chosen.get("recompute", "none") not in ("none", "auto"):
         chosen.setdefault("recompute_blocks", model.get("layers"))
     degrees = [name for name in ("tp", "pp", "context", "shard", "replicate") if name in chosen]

@@ -31,7 +31,7 @@ class Reading:
     free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
     batch_per_replica: int | None = None  # where the global batch follows from it
     unknown: str = ""  # a model of which the words must give the sizes, and those that are known
-    pads: int | None = None  # the vocabulary, to a multiple of so many x TP; None: by the contender
+    pads: int | None = None  # the vocabulary, to a multiple of this x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
     program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
     only: dict[str, Any] = field(default_factory=dict)  # knobs of which its program has one value

@@ -39,7 +39,7 @@ STATES = (*get_args(Status), *UNDER_WAY, "missing", "corrupt")
 _POINT = re.compile(r".+-\d+gpu-[0-9a-f]{10}")  # the name of a point's folder, see RunSpec.spec_id
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _NOT_ENDED = ("running", "suspended", "waiting", "missing")  # their detail is a few words
-_INDENT = "    "  # of what is told of the point above
+_INDENT = "    "  # of what is said of the point above
 _FILE_WIDTH = 10_000  # letters per line where the output is no terminal, so that none is folded
 
 

@@ -36,7 +36,7 @@ def distance(losses: Sequence[float], right: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a run; ``trained`` names all that they depend on but for the contender."""
+    """The losses of a run; ``trained`` names all that they depend on except the contender."""
 
     trained: str
     contender: str
@@ -49,7 +49,7 @@ def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
     and where, in words.
 
     What is right is the median of the contenders that trained the same, each by the median of its
-    runs. Of two that differ nobody knows which is wrong, and both are named.
+    runs. Which of two that differ is wrong is not known, and both are named.
     """
     of: defaultdict[str, defaultdict[str, list[Sequence[float]]]]
     of = defaultdict(lambda: defaultdict(list))

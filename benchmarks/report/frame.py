@@ -128,7 +128,7 @@ _OWN += ["contender", "microbatch_size"]
 
 
 def settings_of(record: RunRecord) -> dict[str, str]:
-    """The whole specification but for the contender's, and the kind of machine, as words by key:
+    """The whole specification except the contender's, and the kind of machine, as words by key:
     ``model.layers``, ``machine.processor``. ``machine`` names what a machine may follow from."""
     words = _DEFAULTS | flat_spec(record.spec)
     words = {k: v for k, v in words.items() if not k.startswith("contender.")}
@@ -186,7 +186,7 @@ def source_of(record: RunRecord) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Derived:
     """The columns that follow from a record; a number that is not known is NaN. The fields of the
-    record itself are columns, too (``row_of``), but for those in ``_LEFT_OUT``.
+    record itself are columns, too (``row_of``), except those in ``_LEFT_OUT``.
     """
 
     model: str
@@ -210,7 +210,7 @@ class Derived:
     software: str  # whose runs may be repeats of each other; empty if it is not known
     path: str
     samples_step_s: list[float]
-    trained: str  # what losses depend on but for the contender; empty where masks are drawn
+    trained: str  # what losses depend on except the contender; empty where masks are drawn
     unchecked: str  # how the gate was left out or loosened; empty if it was not
     has_spans: bool
     is_lone: bool

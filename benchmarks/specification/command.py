@@ -132,8 +132,8 @@ def check_writable(field: str, directory: Path) -> None:
 
 @contextmanager
 def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
-    """A pool of so many processes, started as multiprocessing's ``start`` says. If the body is left
-    by an error or by Ctrl-C, they end at once."""
+    """A pool of ``count`` processes, started as multiprocessing's ``start`` says. If the body is
+    left by an error or by Ctrl-C, they end at once."""
     import multiprocessing  # these imports take a tenth of what a command's --help takes
     from concurrent.futures import ProcessPoolExecutor
 

@@ -159,7 +159,7 @@ def _first(of_program: pd.DataFrame) -> str:
         counts = [len(own), (own > 1 + TIE).sum(), (own > factor(one_program=False)).sum()]
         fits = f"{of_program[label].notna().sum()}"
         lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
-    heads = ["fastest of all programs", f"in so many of {len(margin)} cells"]
+    heads = ["fastest of all programs", f"in how many of {len(margin)} cells"]
     heads += [f"by more than {TIE:.0%}", f"by more than {factor(one_program=False) - 1:.0%}"]
     return markdown_table([*heads, "cells in which it fits"], lines)
 

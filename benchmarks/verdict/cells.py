@@ -136,7 +136,7 @@ def winner_of(
     own: bool = False,
     budget_s: float = float("inf"),
 ) -> Evaluated[Any] | None:
-    """A row's best plan; None if none fits. The search begins with the settings ``known``, but for
+    """A row's best plan; None if none fits. The search begins with the settings ``known``, except
     those whose knobs the contender no longer has or the row does not allow. ``own``: the types of
     gradients are chosen, too. ``budget_s``: the CPU time after which the best so far is taken."""
     begin = []

@@ -332,7 +332,7 @@ def check(
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest difference over the largest magnitude, the worst parameter's.
 
-    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
+    Some gradients are zero except rounding (a key's bias): a thousandth of the model's largest
     magnitude is the least to divide by.
     """
     magnitudes = {name: float(value.abs().max()) for name, value in expected.items()}

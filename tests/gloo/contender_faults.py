@@ -34,7 +34,7 @@ _TIED = (
 
 
 def tied_gradients(times: int) -> Fault:
-    """The gradients of tied weights are summed so many times: 0 leaves each end its own half."""
+    """The gradients of tied weights are summed this many times: 0 leaves each end its own half."""
 
     @contextmanager
     def fault(place: Place) -> Iterator[Prepare]:
@@ -57,7 +57,7 @@ def tied_gradients(times: int) -> Fault:
 
 
 def _repeated(function: Callable[..., Any], times: int) -> Callable[..., None]:
-    """A function that runs so many times whenever it is called."""
+    """A function that runs this many times whenever it is called."""
 
     def repeated(*arguments: Any, **keywords: Any) -> None:
         for _ in range(times):

@@ -106,7 +106,7 @@ def _narrow_wire(place: Place, types: Any) -> Any:
 
 
 def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
-    """Gathers send the masters of so many updates before (0: the first ones, for ever), in the last
+    """Gathers send the masters of some updates before (0: the first ones, for ever), in the last
     ``part`` of a flat buffer; in bf16 runs only, unless ``always``."""
 
     def make(place: Place, original: Callable[[flat.FlatParameters], None]) -> Any:

@@ -41,7 +41,7 @@ SMALL = gpt(6, 512, 8, vocab=1000, seq=512)
 def cut_on(
     world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any
 ) -> tuple[Plan, list[LayerSizes]]:
-    """The plan of so many ranks, and the sizes of the layers."""
+    """The plan of this many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
     sizes = walk(layers, sample, {}, recorder=Recorder)
     return make_plan(settings, frozenset(), sizes, world)[0], sizes

@@ -75,7 +75,7 @@ Course = tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]
 @cache
 def alone(family: str, size: int, length: int = LENGTH) -> Course:
     """Losses and evaluations, the parameters behind the last step, and what the model then gives,
-    in one process with microbatches of so many rows."""
+    in one process with microbatches of this many rows."""
     model = nn.Sequential(*made(family))
     numbers = []
     optimizer = torch.optim.SGD(model.parameters(), lr=SGD.lr)

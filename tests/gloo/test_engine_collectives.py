@@ -60,7 +60,7 @@ class WatchedLane:
 
 
 def below(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    """All operators that an event contains, but for what a collective does inside (gloo reduces
+    """All operators that an event contains, except what a collective does inside (gloo reduces
     and scatters a copy)."""
     for child in event.cpu_children:
         yield child

@@ -115,7 +115,7 @@ def test_a_lone_rank_keeps_the_sums_of_its_only_chunk(chunks: int) -> None:
 
 @on_ranks(2)
 def test_a_buffer_is_used_and_freed_only_after_its_gather() -> None:
-    """The order is a step's, but for what is refused."""
+    """The order is a step's, except what is refused."""
     flat = build_model_of(Case(pp=1, shard=2)).engine.flats[0]
     missing = "RuntimeError: parameters are used or freed without being gathered"
     twice = "RuntimeError: parameters are gathered while they are gathered already"

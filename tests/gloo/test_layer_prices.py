@@ -104,7 +104,7 @@ def test_both_prices_of_a_stage_agree(
     assert_near(ratios(*asked, (0, 2, 4, 6)), 0.02)  # embedding with a block, blocks, head
     embedding, block, head = ratios(*asked, (0, 1, 5, 6))
     assert_near([block, head], 0.02)
-    if "llama" in model:  # GPT has no chain that torch.compile fuses; of layers nobody knows
+    if "llama" in model:  # GPT has no chain that torch.compile fuses; of layers that is not known
         _, eager, _ = ratios(*asked, (0, 1, 5, 6), compiled=False)
         assert_near([eager], 0.025)
     # The suite's formula has one price for both families, which counts a sum with positions for

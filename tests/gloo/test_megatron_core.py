@@ -82,7 +82,7 @@ class Curve:
 
 
 def curve(spec: RunSpec, steps: int, gate: bool) -> Curve:
-    """On a rank: the gate, if it is asked for, then so many steps of a spec's run."""
+    """On a rank: the gate, if it is asked for, then this many steps of a spec's run."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     contender, batches = CONTENDERS[spec.contender.name], open_batches(spec)
     passed = gate and run_gate(spec, contender, batches, CPU)["passed"]
@@ -144,7 +144,7 @@ def _of_megatron() -> Iterator[tuple[Any, str]]:
 
 
 def actions_in_other_groups(spec: RunSpec, group: int) -> list[str]:
-    """The actions of a step whose interleaving sends so many microbatches through a chunk before
+    """The actions of a step whose interleaving sends this many microbatches through a chunk before
     the next one, instead of the planner's number."""
     batches, plan = open_batches(spec), spec.plan()
     trainer = megatron.MegatronTrainer(plan, spec.optimizer, CPU, spec.seed)

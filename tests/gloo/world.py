@@ -150,7 +150,7 @@ class World:
 
 
 def on_ranks(size: int | Callable[..., int]) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function that runs on so many ranks of ``world``, and must hold on each;
+    """Make a test of a function that runs on this many ranks of ``world``, and must hold on each;
     ``size`` may be a function of the test's first parameter."""
 
     def test_of(body: Callable[..., None]) -> Any:

@@ -271,7 +271,7 @@ class SlurmCluster:
 
 
 def _free_ports(number: int) -> int:
-    """The first of so many free ports in a row, where neither ranks nor outgoing connections of
+    """The first of this many free ports in a row, where neither ranks nor outgoing connections of
     this machine take any."""
     while True:
         first = random.randrange(10_000, 20_000 - number)

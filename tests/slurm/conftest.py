@@ -144,7 +144,7 @@ class Suite:
         return int(json.loads((attempt / "spec.json").read_text())["num_gpus"])
 
     def wait_for_all_steps(self, number: int) -> dict[int, Path]:
-        """Wait until all ranks of so many attempts have measured two steps; the attempts by the
+        """Wait until all ranks of this many attempts have measured two steps; the attempts by the
         seeds of their points."""
 
         def stepping() -> dict[int, Path]:
@@ -160,7 +160,7 @@ class Suite:
         return stepping()
 
     def wait_for_lost(self, number: int) -> None:
-        """Wait until ``benchmarks.status`` has recorded so many attempts as lost."""
+        """Wait until ``benchmarks.status`` has recorded this many attempts as lost."""
 
         def lost() -> bool:
             self.status()

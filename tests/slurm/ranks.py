@@ -24,7 +24,7 @@ class StandIn(subprocess.Popen[bytes]):
         return self.poll()
 
     def join(self, timeout: float) -> None:
-        """Wait for its end, at most so many seconds."""
+        """Wait for its end, at most this many seconds."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(timeout)
 

@@ -20,7 +20,7 @@ def test_no_controller_at_submit(suite: Suite) -> None:
         assert line.endswith("; nothing was submitted")
         (point,) = suite.status(expect=1).values()
         assert (point.state, point.detail.split()[0]) == ("running", "step")
-        assert suite.records() == []  # of points that nobody knows anything of
+        assert suite.records() == []  # of points that are not known
     finally:
         suite.cluster.start_controller()
     (suite.directory / "calm").touch()

@@ -150,7 +150,7 @@ class _Step:
 
 
 def with_early_receives(programs: tuple[RankProgram, ...], places: int) -> tuple[RankProgram, ...]:
-    """The programs with every receive moved forward by so many compute actions."""
+    """The programs with every receive moved forward by this many compute actions."""
     found = []
     for program in programs:
         out = list(program)

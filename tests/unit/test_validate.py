@@ -233,7 +233,7 @@ def test_zero_2_is_neither_zero_1_nor_zero_3(program: str) -> None:
 
 
 def test_attention_ends_at_documents() -> None:
-    """Causal attention over 8 documents has an eighth of the scores, and of the time but for whole
+    """Causal attention over 8 documents has an eighth of the scores, and of the time except whole
     tiles on the diagonal."""
     plain = value(**LLAMA_8B, device="h100")
     assert value(**LLAMA_8B, device="h100", document="8192") == plain

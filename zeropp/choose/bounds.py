@@ -249,7 +249,7 @@ def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
 
 def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
     """The least bytes of the forwards of ``group`` or more microbatches in every chunk but the
-    last, and of ``last`` forwards after them, as far as a step of ``m`` microbatches has so many:
+    last, and of ``last`` forwards after them, as far as a step of ``m`` microbatches has this many:
     up to ``group`` are in the last chunk, and the others may be in any."""
     others = min(last - group, (m - group) * len(sizes)) if last > group else 0
     return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)

@@ -3,7 +3,7 @@
 Durations are those of the operators that the walk over the layers has recorded, and of a loss like
 torch's cross-entropy over the last layer's outputs. Every operator has the price that it has in the
 suite's models (``zeropp.price.kernels``), whose operators are known by the model's shape. On these
-models the prices of stages agree to 2 %, but for a stage of the embedding alone
+models the prices of stages agree to 2 %, except a stage of the embedding alone
 (``tests/gloo/test_layer_prices.py``). Communication has the formulas of the suite's plans.
 
 A stage keeps of a microbatch what autograd keeps of its layers, until its weight gradients are
@@ -243,7 +243,7 @@ class LayerPrices:
             bounds = (plan.cuts[stage : stage + 2] for stage in held)
             whole = sum(state.whole for begin, end in bounds for state in self.states[begin:end])
             if plan.step_end.gathers_whole:
-                # A rank sends its share but for what it keeps: to one rank what a gather sends on.
+                # A rank sends its share except what it keeps: to one rank what a gather sends on.
                 moved_s = gather_s(cluster, slowest, whole / layout.shards / zero)
                 stages[held[0]] = replace(
                     stages[held[0]], gather_whole=2 * moved_s, gather_updated=moved_s

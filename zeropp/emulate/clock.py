@@ -2,7 +2,7 @@
 
 Every host issues its log, one kernel or communication after another, and waits where its log says.
 A stream is a queue. A kernel runs after its stream's earlier ones and its launch; a message or a
-collective when all who take part and are here have come to it and its link is free. Ranks that are
+collective when all that take part and are here have come to it and its link is free. Ranks that are
 not here do what their like here does at the same time. Prices are the simulator's
 (``zeropp.price``): of kernels by what they compute and move, of communication by bytes and links.
 While collectives move bytes, compute takes ``overlap_slowdown`` longer, spread evenly over a rank's
@@ -304,7 +304,7 @@ class _Machine:
         self._todo.extend(self._waiting.pop(key, ()))
 
     def _arrive(self, part: RankPart, time: float) -> bool:
-        """One of those who take part has come; whether it was the last one that is here."""
+        """One of those that take part has come; whether it was the last one that is here."""
         arrived = self._arrived[part.key]
         arrived.append(time)
         return len(arrived) == len(self._links.holders[part.key])

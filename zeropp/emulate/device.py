@@ -181,7 +181,7 @@ class VirtualDevice:
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells a virtual device of every operator and collective that runs inside this context.
 
-    What an operator reads and writes is told by its schema. One outside of torch's own (``aten``)
+    What an operator reads and writes stands in its schema. One outside of torch's own (``aten``)
     that gives back memory which it was given is taken to have written it.
     """
 

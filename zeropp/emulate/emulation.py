@@ -69,7 +69,7 @@ class _Event:
         return True
 
     def elapsed_time(self, end_event: _Event) -> float:
-        """Milliseconds, which nobody knows here; not 0, by which programs divide."""
+        """Milliseconds, which are not known here; not 0, by which programs divide."""
         del end_event
         return 1.0
 
@@ -245,13 +245,14 @@ def _told_where_it_hangs(log: Log) -> Iterator[None]:
 
 
 def watch(work: Callable[[], object], *, times: int = 1) -> Report:
-    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
-    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
+    """Run ``work`` ``times`` times under emulation, on all ranks of the default process group
+    (gloo, tensors on CPUs), and report what was found on any of them; every rank gets the
+    same report.
 
     A rank on which nothing moves for 20 seconds, or whose ``work`` fails, prints to standard error
     which collectives and messages it has entered and not left, and goes on waiting.
 
-    Streams that ``work`` uses must be made in it, but for those of a ``zeropp.ParallelModel``, such
+    Streams that ``work`` uses must be made in it, except those of a ``zeropp.ParallelModel``, such
     as the one whose ``train_step`` it calls. All ranks must call this together.
     """
     begin, device = 0, VirtualDevice(Races())

@@ -74,7 +74,7 @@ def name_of(key: Any) -> str:
 
 class Kernel(NamedTuple):
     """What one kernel computes: a matrix product or an attention, or neither, whose elements have
-    so many bytes, and so many bytes that it reads and writes beside those of the product."""
+    this many bytes, and this many bytes that it reads and writes beside those of the product."""
 
     name: str
     moved: int = 0
@@ -144,7 +144,7 @@ class Log:
     def collective(
         self, stream: str, group: Hashable, ranks: int, what: str, moved: int = 0, size: str = ""
     ) -> None:
-        """A collective of a group of so many ranks, with so many bytes on each; those of one group
+        """A collective of a group of ranks, with this many bytes on each; those of one group
         are matched by order. ``size``: what must be equal on all ranks beside ``what``."""
         part = RankPart(self._next(group), ranks, f"{what}{size}", moved)
         self._communicate(stream, (part,), what)
@@ -181,7 +181,7 @@ class Log:
         self.issued.append(Issued("sync", stream, event, what=what))
 
     def meet(self, key: Hashable, ranks: int) -> None:
-        """The host waits for the hosts of so many ranks, as where a communicator is made."""
+        """The host waits for the hosts of this many ranks, as where a communicator is made."""
         part = RankPart(self._next(key), ranks, "")
         self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
 

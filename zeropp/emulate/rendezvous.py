@@ -1,7 +1,7 @@
 """Does what all ranks have issued to their devices come to an end?
 
 The simulation runs the logs of all ranks with the rules of CUDA and NCCL. A stream is a queue. A
-message or a collective is a kernel that stays on the device until all who take part have theirs
+message or a collective is a kernel that stays on the device until all that take part have theirs
 there, too; a message does not leave before its receiver is ready, which is what NCCL promises for
 large ones. Nothing has a duration, so an order that ends here ends with any durations. It imports
 no torch.
@@ -54,7 +54,7 @@ def unmatched(logs: Logs) -> list[str]:
     for key, parts in has.items():
         among = {rank for part in parts.values() for rank in part.among}
         missing = sorted((among & logs.keys()) - parts.keys())
-        # A message is so many bytes, of whatever shape.
+        # A message is this many bytes, of whatever shape.
         kinds = {part.moved if part.ends else part.content for part in parts.values()}
         if len(kinds) > 1 or (missing and key in early):
             ranks = [

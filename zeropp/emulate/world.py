@@ -240,7 +240,7 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 
 
 def taken_for_granted(number: Tensor) -> float:
-    """What a host reads where nobody knows the value: 0, but 1 of long integers. By one torch's
+    """What a host reads where the value is not known: 0, but 1 of long integers. By one torch's
     pipeline stages ask whether their neighbour knows the shapes; flags are short."""
     if is_taken_for_true(number):
         return True

@@ -1,7 +1,7 @@
 """Sequences that a group of ranks divides (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 Ranks of a context group have the same rows, and each a slice of their tokens. Layers compute token
-by token, but for attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
+by token, except attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
 stand-in that does so, whoever calls it. Before the first step layers run on slices of a thousand
 tokens and on all of them at once (``Context.compare``), so that what the stand-in does not reach

@@ -211,7 +211,7 @@ _uncompiled: Any = torch.compiler.disable(_linear)  # type: ignore[no-untyped-ca
 def defer_weight_grads(
     modules: Iterable[nn.Module], store: WeightGradStore, *, least: int = 0
 ) -> list[nn.Parameter]:
-    """Make all linear layers inside the modules use the store, but for those whose weights have
+    """Make all linear layers inside the modules use the store, except those whose weights have
     fewer elements than ``least``; returns their weights.
 
     Layers with an output much larger than a hidden state (a head, with its logits) should get a

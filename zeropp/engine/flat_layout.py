@@ -73,7 +73,7 @@ class FlatLayout:
 
     @property
     def owned(self) -> ElementRange:
-        """The range that this rank updates, but for what is updated whole."""
+        """The range that this rank updates, except what is updated whole."""
         return self.all_owned[self.rank]
 
     def groups(self) -> Iterator[tuple[str, ElementRange]]:

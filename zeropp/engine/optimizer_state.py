@@ -45,7 +45,7 @@ def states(kept: Iterable[Kept], flats: Iterable[FlatParameters]) -> Iterator[Op
 def take_over(
     updater: Updater, kept: Sequence[Kept], read: Iterable[OptimizerState], updates: int
 ) -> None:
-    """Let an optimizer go on from what has been read into these states after so many steps that
+    """Let an optimizer go on from what has been read into these states after this many steps that
     were not skipped, or, after none, from the start."""
     if not updates and not updater.begins_with_state:
         for part in parts_of(updater.optimizer) if updater.has_updated else ():

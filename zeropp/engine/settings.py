@@ -100,7 +100,7 @@ class Settings(StepKnobs):
     tensors are flat shards, too, where a trial does not show otherwise."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
-    down to it. 0: no clipping, but for that of an ``OptimizerConfig``."""
+    down to it. 0: no clipping, except that of an ``OptimizerConfig``."""
     group_of: GroupOf = one_group
     """The optimizer group of a parameter, given its (layer, name) and itself."""
     precision: Precision = "fp32"

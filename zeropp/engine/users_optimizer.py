@@ -123,7 +123,7 @@ def _alike(
     if settings(-1) != first:
         raise InfeasibleError(
             "optimizer: gives parameters settings by their place among others, but no rank has "
-            "all of them (give them groups by group_of=, which is told layers and names)"
+            "all of them (give them groups by group_of=, which gets layers and names)"
         )
     return {name: group[0][0] for name, group in first.items() if len(set(group)) == 1}
 

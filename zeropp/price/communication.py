@@ -484,7 +484,7 @@ def _zero3_bytes(gradient: int) -> int:
 
 
 def _joined_bytes(gradient: int) -> int:
-    """Bytes per element that DeepSpeed's ZeRO moves to hand gradients of so many bytes to Adam:
+    """Bytes per element that DeepSpeed's ZeRO moves to hand gradients of this many bytes to Adam:
     their scaling, their joining and, if they are not fp32, their cast."""
     return 4 * gradient + (0 if gradient == _FP32 else gradient + _FP32)
 

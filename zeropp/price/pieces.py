@@ -361,7 +361,7 @@ def _elementwise_kernels(work: Work) -> tuple[int, int]:
 
 def block_traffic(work: Work) -> float:
     """Bytes that element-wise kernels move in a block's forward: two norms, two residual adds, the
-    layout changes around attention (none with separate projections, but for rotary embedding, which
+    layout changes around attention (none with separate projections, except rotary embedding, which
     reads and writes queries and keys), and the MLP's non-linearity."""
     if work.program.eager:
         return work.tokens * _eager(work, "forward").moved(work.shape)
@@ -485,7 +485,7 @@ def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int
 
     flash-attention's loss reads the logits, and then reads them and overwrites them with their
     gradient. Others cast logits to fp32 and their gradient back. Between the casts, torch's own
-    loss reads logits and writes log-probabilities, later writes a gradient of zeros but for the
+    loss reads logits and writes log-probabilities, later writes a gradient of zeros except the
     targets, and reads both for the gradient of the logits. Megatron's (``cross_entropy.py``) reads
     the logits for their maximum, subtracts it, exponentiates, sums and divides in a kernel each,
     and later multiplies by the loss's gradient.
@@ -506,7 +506,7 @@ def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int
 def loss_s(
     device: Device, program: Program, precision: Precision, logits: int, tp: int = 1
 ) -> tuple[float, float]:
-    """Seconds of the loss's forward and backward over so many logits on one rank."""
+    """Seconds of the loss's forward and backward over this many logits on one rank."""
     forward, backward = loss_bytes(program, precision, tp)
     return (
         stream_s(device, logits * forward, kernels=4),

@@ -67,8 +67,8 @@ class StateBytes:
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
-    # The most gradients that ZeRO reduces at once, from one of two buffers of so many into which it
-    # copies them; a larger parameter goes alone. 0: all of a stage, without buffers.
+    # The most gradients that ZeRO reduces at once, from one of two buffers of this many into which
+    # it copies them; a larger parameter goes alone. 0: all of a stage, without buffers.
     bucket: int = 0
     copied: int = 0  # moved through memory by a reduction over the replicas: casts, copies, mean
 
@@ -202,7 +202,7 @@ class Program:
         return hash(self.name)
 
     def loss_in_place(self, tp: int) -> bool:
-        """Whether the loss is Megatron's, with so many tensor-parallel ranks."""
+        """Whether the loss is Megatron's, with this many tensor-parallel ranks."""
         return self.loss_gradient == "in_place" or (
             self.loss_gradient == "in_place_under_tp" and tp > 1
         )

@@ -5,7 +5,7 @@ of their use, as far as ``max_live_parameters`` allows it (``partitioned_param_c
 ``fetch_sub_module``). Tensors together are copied out of one buffer (``partition_parameters.py``,
 ``AllGatherCoalescedHandle``). A tensor is kept from its forward to its backward if fewer than
 ``max_reuse_distance`` elements lie between. With ``zero_hpz_partition_size`` the first release of a
-tensor in a step leaves a second copy, cut over so many ranks, from which all later gathers of the
+tensor in a step leaves a second copy, cut over this many ranks, from which all later gathers of the
 step come (``_partition_param_sec``); the host waits for each of these copies.
 
 A gradient is copied into a bucket, on another stream; the next one that does not fit in begins the
@@ -90,7 +90,7 @@ class _Microbatch:
         return self.network + copied_s
 
     def send(self, moved: float, issued: float, *, near: bool = False) -> None:
-        """Gather or reduce-scatter so many bytes."""
+        """Gather or reduce-scatter this many bytes."""
         layout, ranks = self.plan.layout, self.work.program.zero_hpz_partition_size
         among = group_of(self.cluster, layout, *layout.shard_axes)
         among = group(self.cluster, ranks, 1, layout.world) if near else among

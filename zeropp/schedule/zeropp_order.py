@@ -34,7 +34,7 @@ _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 _MANY_ACTIONS = 100_000  # for longer steps, the policy is chosen on this many units:
 _SAMPLED_UNITS = 3
-_BEGUN_UNITS = 2  # in so many units a rank usually fills its memory
+_BEGUN_UNITS = 2  # in this many units a rank usually fills its memory
 _LARGEST_BEGINNING = 0.6  # the largest share of a step that is a beginning and not almost all of it
 
 

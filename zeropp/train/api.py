@@ -158,8 +158,8 @@ def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:
 def make_plan(
     settings: Settings, asked: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
 ) -> tuple[Plan, str]:
-    """The plan of a step on so many ranks, and one line about the choice of what was ``asked`` for
-    as ``auto``; raises InfeasibleError where there is none."""
+    """The plan of a step on this many ranks, and one line about the choice of what was ``asked``
+    for as ``auto``; raises InfeasibleError where there is none."""
     chosen = ""
     if _is_priced(settings, asked):
         from zeropp.train import auto  # the tuner and all prices, which nothing else here needs

@@ -50,9 +50,9 @@ class _LayerKnobs(StepKnobs):
 
 
 def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict[str, Any]:
-    """What ``zeropp.parallelize`` would choose on so many ranks for these layers and keywords: the
-    values of those that are ``auto``, by name, to be given to it in their place. Needs no process
-    group.
+    """What ``zeropp.parallelize`` would choose on this many ranks for these layers and keywords:
+    the values of those that are ``auto``, by name, to be given to it in their place. Needs no
+    process group.
 
     Raises InfeasibleError, in one line, for keywords or layers that do not fit.
     """
@@ -138,7 +138,7 @@ def sized_microbatch(
 def choose(
     settings: Settings, auto_names: frozenset[str], sizes: Sizes, num_ranks: int
 ) -> tuple[Settings, str, float]:
-    """The settings with a value for each of ``auto_names``, for so many ranks, one line about the
+    """The settings with a value for each of ``auto_names``, for this many ranks, one line about the
     choice, and the estimated seconds per step. The size of microbatches is not chosen here.
 
     Raises InfeasibleError where no cluster was named, where no setting makes up the ranks and the

@@ -34,8 +34,8 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
     """The plan of a step without a cluster: the one that was given, or stages of about equal
     weight in the order for equal durations.
 
-    Raises InfeasibleError where the plan is not for so many layers or for other tied ones, or where
-    batch and layers do not go together with the degrees.
+    Raises InfeasibleError where the plan is not for this many layers or for other tied ones, or
+    where batch and layers do not go together with the degrees.
     """
     whole = whole_groups(settings, sizes)
     if settings.plan is None:

@@ -167,7 +167,7 @@ def submit(script: Path, owned: Collection[str], *flags: str) -> str:
     except SlurmError as error:
         try:
             job = find_job(script.stem)
-        except SlurmError:  # nobody knows whether there is a job
+        except SlurmError:  # whether there is a job is not known
             raise NoAnswerError(str(error)) from None
         if not job:
             raise
@@ -251,7 +251,7 @@ def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
 
 def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
     """The endings of jobs, oldest first, and the present state of jobs that have not ended; by
-    accounting, or else by what slurmctld remembers. Jobs that nobody knows are left out."""
+    accounting, or else by what slurmctld remembers. Unknown jobs are left out."""
     by_job = accounted(jobs) if jobs else {}
     for job in jobs:
         if job not in by_job and (last := last_state(job)):

@@ -146,7 +146,7 @@ def launch(
 
 def wait(points: Sequence[Point], runs_dir: Path, before: Collection[str]) -> list[RunRecord]:
     """Wait until none of the points is under way, also while Slurm does not answer; returns their
-    records but for those with the ids ``before``, or else a success of the point if there is one.
+    records except those with the ids ``before``, or else a success of the point if there is one.
     Raises LaunchError if one has left none."""
     left, records = {point.spec.spec_id: point for point in points}, []
     with SweepProgress(len(left)) as progress:
