@@ -94,6 +94,18 @@ def test_a_search_that_ends_early_has_the_best_plan_without_a_pipeline() -> None
     assert found.winner.plan.layout.pp == 1
 
 
+def test_a_search_in_a_hurry_begins_with_what_holds_least() -> None:
+    asked = ZeroppKnobs(pp=4, context=1, replicate_zero=0, placement="dp_inner")
+    at_ease = search(task(16, 128), ZEROPP, asked, runner_up=False)
+    hurried = search(task(16, 128), ZEROPP, asked, budget_s=0.0)
+    assert at_ease.is_complete
+    assert not hurried.is_complete
+    assert at_ease.winner is not None
+    assert hurried.winner is not None
+    assert at_ease.winner.plan.recompute != "full"
+    assert (hurried.winner.plan.recompute, hurried.winner.candidate.microbatch_size) == ("full", 1)
+
+
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None

@@ -32,7 +32,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, get_args
 
 from zeropp.choose.bounds import (
     exceeds,
@@ -52,7 +52,7 @@ from zeropp.price.simulator import SimResult, simulate_within
 from zeropp.schedule.plan import Draft, Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.literals import Auto
+from zeropp.types.literals import Auto, Recompute
 
 
 def adds_later(plan: SizedPlan) -> bool:
@@ -78,7 +78,7 @@ class QueueEntry(Generic[K]):
     number: int  # unique
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
-    has_pipeline: bool
+    turn: int  # those of a lower one come first, whatever their bounds
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
@@ -86,10 +86,8 @@ class QueueEntry(Generic[K]):
     price: PlanPrice | None = None  # of a member
 
     def __lt__(self, other: QueueEntry[K]) -> bool:
-        """Whether this entry comes first: the one without a pipeline, the one with the lower bound,
-        or the older one."""
-        mine = (self.has_pipeline, self.bound_s, self.number)
-        return mine < (other.has_pipeline, other.bound_s, other.number)
+        """Whether this entry comes first: by its turn, by its bound, or as the older one."""
+        return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
 
 
 OOM = "out of memory"
@@ -244,7 +242,8 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner, if there is one. ``known``: candidates that are
+    which the best so far is the winner, if there is one; where half of it has found nothing that
+    fits, what recomputes most comes first. ``known``: candidates that are
     simulated first, such as the winners of an earlier search, so that fewer others have a bound
     below the best.
     """
@@ -269,6 +268,7 @@ class _Search(Generic[K]):
         budget_s: float,
     ) -> None:
         self._ends = process_time() + budget_s
+        self._hurries = process_time() + budget_s / 2  # if nothing has been found by then
         self._task = task
         self._contender = contender
         self._asked = asked
@@ -301,6 +301,10 @@ class _Search(Generic[K]):
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
                 break
+            if not outcome.winner and process_time() > self._hurries:
+                self._hurries = float("inf")
+                queue = self._smallest_first([entry, *queue])
+                continue
             if entry.price is not None:
                 self._evaluate(entry, outcome.slowest(runner_up))
                 continue
@@ -309,6 +313,20 @@ class _Search(Generic[K]):
                 heapq.heappush(queue, child)
         self._recompute_less()
         return outcome
+
+    def _smallest_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
+        """The queue with those first that recompute most, of these those of the fewest sequences
+        per microbatch: what fits, where little does."""
+        thrifts: dict[object, tuple[int, int]] = {}
+        for entry in queue:
+            if entry.alike not in thrifts and (plan := entry.plan or self._sized(entry.candidate)):
+                blocks = sum(plan.recomputed_per_stage)
+                remade = blocks * get_args(Recompute).index(plan.recompute)
+                thrifts[entry.alike] = (remade, -entry.candidate.microbatch_size)
+        most = max(thrifts.values(), default=None)
+        turned = [replace(e, turn=-1) if thrifts.get(e.alike) == most else e for e in queue]
+        heapq.heapify(turned)
+        return turned
 
     def _recompute_less(self) -> None:
         """Recompute as few blocks as fit in the winner.
@@ -366,8 +384,8 @@ class _Search(Generic[K]):
                         continue
                     bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
-                piped = point.degrees.pp > 1
-                yield QueueEntry(bounds[alike], number, candidate, alike, piped, plan=plan)
+                turn = int(point.degrees.pp > 1)
+                yield QueueEntry(bounds[alike], number, candidate, alike, turn, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
