@@ -165,16 +165,20 @@ def _p90(row: pd.Series | dict[Any, Any], name: str = "p90") -> str:
 
 def _strangers(quantity: str) -> str:
     """The errors of every source in sample, and of its runs as strangers, for speed or memory."""
-    frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv").query("quantity == @quantity")
+    folder = _REFERENCE / "validation"
+    frame = pd.read_csv(folder / "strangers.csv").query("quantity == @quantity")
+    before = pd.read_csv(folder / "strangers_before.csv").query("quantity == @quantity")
+    medians = before.set_index("source")["median"]
     lines = []
     for _, row in frame.iterrows():
         texts = [f"{row['median_in_sample']:.1%}", _p90(row, "p90_in_sample")]
         texts += [f"{row['median']:.1%}", _p90(row)]
         texts += [f"{row['bias']:+.1%}", f"{row['inside']:.0%}", f"{row['interval']:.0%}"]
+        texts.append(f"{medians[row['source']]:.1%}" if row["source"] in medians else "")
         lines.append([row["source"], f"{row['runs']:,}", *texts])
     heads = ["source left out", "runs", "in sample: median", "90th percentile"]
     heads += ["as a stranger: median", "90th percentile", "bias", "inside the interval"]
-    return markdown_table([*heads, "interval, ±"], lines)
+    return markdown_table([*heads, "interval, ±", "median before"], lines)
 
 
 def _errors_by_source(kind: str) -> str:
