@@ -114,6 +114,8 @@ _CONTEXT: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (4, 32768, 8, {"pp": 2, "context": 4, "shard": 1, "unit": 2, "recompute": "mlp"}),
     (2, 65536, 16, {"pp": 1, "context": 16, "shard": 1, "chunks": 4, "recompute": "full"}),
     (4, 32768, 16, {"pp": 2, "context": 2, "shard": 4, "unit": 2, "recompute": "selective"}),
+    (2, 32768, 8, {"pp": 1, "context": 4, "shard": 2, "chunks": 2, "recompute": "none"}),
+    (2, 65536, 16, {"pp": 2, "context": 8, "shard": 1, "unit": 2, "recompute": "full"}),
 )
 
 
