@@ -138,7 +138,7 @@ def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context(start)
-    pool = ProcessPoolExecutor(count, context, leave_interrupts_to_parent)
+    pool = ProcessPoolExecutor(count, context, _begin_worker)
     try:
         yield pool
     except BaseException:
@@ -150,6 +150,18 @@ def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def leave_interrupts_to_parent() -> None:
-    """Ignore Ctrl-C in a worker process: the command that started it reports it in one line."""
+def _begin_worker() -> None:
+    """Ignore Ctrl-C in a worker process: the command that started it reports it in one line. End
+    with that command, however it ends: one that was killed has ended none of its workers."""
+    from multiprocessing import parent_process  # as in ``workers``
+    from threading import Thread
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=end_with_parent, daemon=True).start()

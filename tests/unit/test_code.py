@@ -38,7 +38,7 @@ BUDGET = {
     "benchmarks/measured": 590,
     "benchmarks/records": 1_340,
     "benchmarks/report": 5_090,
-    "benchmarks/specification": 970,
+    "benchmarks/specification": 990,
     "benchmarks/tune": 260,
     "benchmarks/validation": 2_190,
     "benchmarks/verdict": 2_410,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_190,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_610
-MOST_LINES_OF_TESTS = 32_180
+MOST_LINES = 51_630
+MOST_LINES_OF_TESTS = 32_210
 
 
 @cache

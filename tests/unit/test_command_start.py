@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import CHECKOUT
+from tests.waiting import wait_until
 from zeropp.__main__ import COMMANDS, FOLDERS
 
 SLOW = "pandas", "matplotlib", "torch", "scipy", "deepspeed"  # seconds of imports
@@ -129,3 +131,26 @@ def test_commands_import_what_may_be_missing_only_when_they_run() -> None:
     names = [f"benchmarks.{FOLDERS.get(name, name)}" for name in COMMANDS]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     python("-S", "-c", code, *names)  # without site-packages
+
+
+_KILLED = """
+import os, signal, time
+from benchmarks.specification.command import workers
+if __name__ == "__main__":
+    with workers(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 600)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_command_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    begun = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert begun.returncode == -signal.SIGKILL
+    worker = int(begun.stdout)
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "the end of the worker")
