@@ -205,7 +205,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def sliced_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same, of which no more than a slice of the tokens is in fp32 at a time."""
+    """The same, with no more than a slice of the tokens in fp32 at a time."""
     return in_slices(_sum_of_tokens, logits.flatten(0, 1), targets.flatten()) / targets.numel()
 
 

@@ -28,7 +28,7 @@ class Zero3Trainer(OrdinaryTrainer):
     """
 
     def _arguments(self, seed: int) -> dict[str, Any]:
-        """The model, of which each piece is cut before the next one is made."""
+        """The model; each piece is cut before the next one is made."""
         shape = self._plan.shape
         mpu = PipelineParallelGrid(self._topology)
         arguments = {

@@ -124,7 +124,7 @@ def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
 
 
 def programs(plan: SizedPlan) -> Schedule:
-    """The program of a plan, of which there is one order."""
+    """The program of a plan, in its one order."""
     return accumulated(
         plan.schedule.num_stages,
         plan.num_microbatches,

@@ -25,8 +25,8 @@ from zeropp.types.shape import ModelShape
 
 _LEAST_S = 0.15  # of repetitions of one kernel
 _MOST = 200  # repetitions
-_TINY = 300  # kernels in a row, of which one takes the gap between launches
-_LAUNCHED = 100  # blocks, of which the first fifth warms up
+_TINY = 300  # kernels in a row; one takes the gap between launches
+_LAUNCHED = 100  # blocks; the first fifth warms up
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)  # bytes of a collective's result
 _ON_CPU = 2**22  # the largest of them on CPUs
 
@@ -169,8 +169,8 @@ def collectives(
     device: torch.device,
     tell: Callable[[str], None],
 ) -> None:
-    """Time collectives and messages by size on each of the groups, of which this rank is a
-    member."""
+    """Time collectives and messages by size on each of the groups that this rank belongs
+    to."""
     watch = Stopwatch(device)
     for name, group in groups.items():
         size, rank = dist.get_world_size(group), dist.get_rank(group)

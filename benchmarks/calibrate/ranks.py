@@ -140,7 +140,7 @@ def _page(
     ranks: list[Times], constants: list[Constant], like: Cluster, machine: str, shape: ModelShape
 ) -> str:
     """The constants beside the preset's, what looks wrong, and every time that was measured."""
-    from benchmarks.report.table import markdown_table  # pandas, of which the other ranks need none
+    from benchmarks.report.table import markdown_table  # pandas, which the other ranks do not need
 
     first, heads = ranks[0], ["constant", "measured", "spread", like.name]
     kinds = ["kind", "group", "MiB", "us", "GB/s"]

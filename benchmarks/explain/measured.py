@@ -110,7 +110,7 @@ def compare(
 
 
 def _stated(question: Question) -> set[str]:
-    """The causes of which the configuration itself says that they are not so."""
+    """The causes that the configuration itself excludes."""
     reading = question.reading
     left_open = any(line.startswith("recomputation: ") for line in reading.derived)
     settled_so = getattr(question.knobs, "recompute", "auto") != "auto" and not left_open

@@ -8,7 +8,7 @@ sweep runs on it. Ranks are started without
 torchrun, so that the record can name the rank that ended first and the signal that killed it.
 
 No rank outlives its attempt: it leads a session of its own, and ends it when the *parent pipe*
-closes, of which only the launcher has the writing end.
+closes. Only the launcher has the writing end of this pipe.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _wait_all(processes: Processes, seconds: float) -> None:
 
 
 def _free_port() -> int:
-    """A free port below those that Linux gives to outgoing connections, one of which could
+    """A free port below those that Linux gives to outgoing connections: such a connection could
     otherwise take it before rank 0 listens."""
     while True:
         port = random.randrange(20_000, 32_000)

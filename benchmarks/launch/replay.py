@@ -1,8 +1,8 @@
 """Replays points: runs the contender's own code for every rank of one pipeline, each alone on an
 emulated device with fake tensors, and puts what they issue on one clock.
 
-The records have provenance ``replayed``: a step time, of which every kernel, collective and message
-has the simulator's price, while which there are and in what order the code itself has said.
+The records have provenance ``replayed``: a step time in which every kernel, collective and message
+has the simulator's price. Which there are, and their order, comes from the code itself.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def print_points(points: list[PointStatus]) -> None:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """The lines of a text, of which only a single word may be wider than ``width``."""
+    """The lines of a text; only a single word may be wider than ``width``."""
     return textwrap.wrap(
         text,
         width,

@@ -7,8 +7,8 @@ the simulator's own error, so each variant has a likelihood, a cause has the mea
 and Bayes's rule with equal priors says how probable each cause is, beside the simulator's error
 alone and a cause that is not among these. Within a cause every constant and every switch counts the
 same, and the places of a constant share its weight as the normal prior of the fit has it. With
-several runs a variant must explain all of them. A cause of which the file says that it is not so is
-less probable before.
+several runs a variant must explain all of them. A cause that the file excludes is less
+probable before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def explain(runs: Sequence[Run], stated: Collection[str] = ()) -> list[Explanati
         if any(abs(log(a / b)) > _UNCHANGED for a, b in zip(changed, steps, strict=True)):
             entry = (_likelihood(runs, changed), variant, changed)
             found.setdefault(variant.cause, []).append(entry)
-    # Gaps of which nothing is known, on the scale of the other likelihoods.
+    # Gaps without any known cause, on the scale of the other likelihoods.
     unknown = _likelihood(runs, steps, _ANY) * (RUN_ERROR / _ANY) ** len(runs)
     weights = {NO_CAUSE: nothing, OTHER: unknown}
     for cause, of in found.items():

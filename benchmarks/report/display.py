@@ -87,8 +87,8 @@ def worker_word(rows: pd.DataFrame) -> str:
 
 
 def unsettled(reasons: Iterable[str]) -> str:
-    """What the mark ``~`` says before numbers with these reasons for doubt, each of which may be
-    empty; empty if all are."""
+    """What the mark ``~`` says before numbers with these reasons for doubt. Each may be empty;
+    the result is empty if all are."""
     told = " ".join(reasons)
     kinds = {
         "interval": "an interval that includes 1",

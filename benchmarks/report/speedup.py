@@ -33,7 +33,7 @@ _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7"
 
 def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
     """The ``speedup`` of a row over its base, with ``speedup_low`` and ``speedup_high`` if both
-    were measured; ``speedup_unsettled`` has the reasons for doubt, of which the base itself has
+    were measured; ``speedup_unsettled`` has the reasons for doubt; the base itself has
     none. ``memory_ratio`` is known where both peaks are of the same kind."""
     same_kind = row["memory_kind"] == base["memory_kind"]
     fields = {

@@ -75,7 +75,7 @@ class Column:
     _: KW_ONLY
     form: Form | None = None  # how a number becomes text; None: the column is text
     interval: bool = False  # show name_low and name_high if they are known
-    instead: str = ""  # name of a column of statuses, one of which is shown for a missing number
+    instead: str = ""  # name of a column of statuses, which are shown for missing numbers
     unsettled: bool = False  # put a "~" before the number where name_unsettled has a reason
     is_key: bool = False  # names the row, and moves into the caption if it never varies
     hidden: bool = False  # is in the files of numbers, but not in the text

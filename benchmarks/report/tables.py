@@ -160,7 +160,7 @@ _KINDS = {
 
 
 def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """The columns of a contender's group, of which the best value of a line is set in bold."""
+    """The columns of a contender's group; the best value of a line is set in bold."""
     flops = display.flops_unit(rows["model_tflops_per_gpu"])
     memory = display.memory_unit(rows["peak_gib"])
     return (
@@ -173,7 +173,7 @@ def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
 
 
 _KEYS = ("model", "num_gpus", "cluster", "global_batch", "seq", "precision")
-# The columns of the paper's table of which ``Options.columns`` chooses; others are empty then.
+# ``Options.columns`` chooses among these columns of the paper's table; others are empty then.
 _CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
 _ALWAYS = ("model", "num_gpus")
 _WITH_INTERVALS = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "speedup")

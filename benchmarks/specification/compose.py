@@ -78,7 +78,7 @@ def _parser() -> CommandParser:
 
 
 def _refuse_what_runs_less(override: Override) -> None:
-    """Refuse a list of a group's options, of which Hydra takes the last, and a sweep over
+    """Refuse a list of a group's options (Hydra takes the last one) and a sweep over
     nothing."""
     word, value = override.input_line or "", override.value()
     options = value.list if isinstance(value, ChoiceSweep) else [value]
@@ -115,7 +115,7 @@ def _options(groups: Sequence[str]) -> Iterator[str]:
 
 
 def groups_of(config_name: str) -> list[str]:
-    """The groups of which a configuration has one option each."""
+    """The groups that give a configuration one option each."""
     defaults = OmegaConf.load(CONF / f"{config_name}.yaml").defaults
     named = [str(key) for entry in defaults if isinstance(entry, DictConfig) for key in entry]
     return [name for name in named if " " not in name]  # without "override hydra/help"
@@ -194,7 +194,7 @@ def _parsed(word: str) -> Override:
 
 
 def _refuse_doubled(parsed: Sequence[Override]) -> None:
-    """Refuse words of which one would be ignored silently: a key that is set twice, and both the
+    """Refuse words where one would be ignored silently: a key that is set twice, and both the
     global batch and sequences per GPU."""
     seen: dict[str, str] = {}
     for override in parsed:

@@ -55,7 +55,7 @@ class Compared:
     name: str
     label: str
     contender: Contender[Any]
-    allows: Callable[[Any], bool]  # of a contender's knobs, none of which is auto
+    allows: Callable[[Any], bool]  # of a contender's knobs, where none is auto
     others: tuple[Contender[Any], ...] = ()
 
     @property

@@ -297,8 +297,8 @@ def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[
 
 
 def module_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Cuts with equally many modules per stage: embedding, blocks, final norm and head, of which
-    the last two are one piece. The first stages get the remainder."""
+    """Cuts with equally many modules per stage: embedding, blocks, final norm and head. The last
+    two are one piece. The first stages get the remainder."""
     modules = shape.num_pieces + 1
     if modules < 2 * stages:
         raise ValueError(f"{stages} stages for {modules} modules: the head would be a stage alone")

@@ -66,7 +66,7 @@ def at_rate(device: Device, factor: float) -> Device:
 
 
 def with_peak(device: Device, tflops: float) -> Device:
-    """The device with another dense 16-bit peak in TFLOP/s, of which it reaches the same share.
+    """The device with another dense 16-bit peak in TFLOP/s. It reaches the same share of it.
     Raises UnpredictableError where the device's own peak is not known."""
     if device.peak_bf16_tflops is None:
         raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
@@ -96,7 +96,7 @@ def flops_per_token(row: PublishedRow) -> float:
 
 
 def peak_flops(row: PublishedRow, device: Device) -> float:
-    """The FLOP/s of one GPU of which the row's utilisation is a share: those that the row states,
+    """The FLOP/s of one GPU that the row's utilisation is a share of: those that the row states,
     or the dense peak of ``device``. Raises UnpredictableError if neither is known."""
     known = device.peak_fp32_tflops if row.dtype == "fp32" else device.peak_bf16_tflops
     peak = row.utilization_peak_tflops or known

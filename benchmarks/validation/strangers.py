@@ -12,7 +12,7 @@ few constants that are no field of a device or program.
 It writes two tables. ``stranger_runs.csv`` has one line per run: its error in sample, with the
 constants and the entry of ``conf/``, and as a stranger. ``strangers.csv`` has one line per source
 and one for all. Errors are those of speed, predicted over measured minus 1, or of memory. The
-interval is the 90th percentile of absolute errors over all other sources, each of which weighs the
+interval is the 90th percentile of absolute errors over all other sources, which all weigh the
 same; ``inside`` is the share of a source's runs that are in it.
 """
 

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 scripts/examples/train.py FOLDER TEXT --out OUT --pp 2
 
-OUT gets the model, and checkpoints, from the last of which a later run on any ranks goes on."""
+OUT gets the model, and checkpoints. A later run on any ranks goes on from the last one."""
 
 import argparse
 import shutil

@@ -23,7 +23,7 @@ WIDTH, ROWS, MICROBATCHES = 16, 4, 4
 
 
 class Loop:
-    """GPipe over two stages, each of which FSDP2 shards over two ranks."""
+    """GPipe over two stages; FSDP2 shards each over two ranks."""
 
     def __init__(self, forget: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))

@@ -4,7 +4,7 @@ peers: while a kernel spins on one stream, a kernel on another must end.
     python scripts/gpu/queues.py
 
 Lanes are made by the engine. The streams of messages are made as NCCL makes those of the engine's
-groups, of which a rank with two neighbours has four: from torch's pool with high priority.
+groups (a rank with two neighbours has four): from torch's pool with high priority.
 """
 
 from __future__ import annotations

@@ -150,10 +150,10 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
 
 
 def least_of_family(first: SizedPlan, held: StepBytes) -> int:
-    """The least bytes of every member of a family, of which ``first`` has the smallest unit. What
+    """The least bytes of every member of a family; ``first`` has the smallest unit of them. What
     may be less in other members is left out: gradients that wait for their reduction, and all but
-    one of the activations of a rank's last chunk, of which a cap that was asked for leaves room for
-    fewer where units are larger."""
+    one of the activations of a rank's last chunk. Where units are larger, a cap that was asked for
+    leaves room for fewer of these."""
     return least_bytes(replace(first, activation_cap=0), _without(held, "unsharded_gradients"))
 
 

@@ -238,7 +238,7 @@ def search(
 ) -> Outcome[K]:
     """Find the winner and the runner-up; both are None if nothing fits.
 
-    ``asked``: knobs, of which those that are ``auto`` are searched; by default all are. A
+    ``asked``: knobs; those that are ``auto`` are searched, and by default all are. A
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
@@ -256,7 +256,7 @@ def search(
 
 
 class _Search(Generic[K]):
-    """One search, with its queue of entries, of which the lowest bound is first."""
+    """One search, with its queue of entries; the lowest bound is first."""
 
     def __init__(
         self,
@@ -448,7 +448,7 @@ class _Search(Generic[K]):
                 return
 
     def _too_large(self, alike: object, first: SizedPlan, held: StepBytes) -> bool:
-        """Whether no member of a family fits, of which ``first`` needs the fewest activations; if
+        """Whether no member of a family fits; ``first`` is the one with the fewest activations; if
         these alone are too many, no family fits that is ``alike``."""
         if least_of_family(first, held) <= self._limit:
             return False

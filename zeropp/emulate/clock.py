@@ -205,7 +205,7 @@ class _Stream:
 
 
 class _Rank:
-    """What one rank has done so far. Seconds are by step, of which the first is what comes before
+    """What one rank has done so far. Seconds are by step; the first entry is what comes before
     all steps."""
 
     def __init__(self) -> None:

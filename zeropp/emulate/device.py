@@ -106,7 +106,7 @@ class VirtualDevice:
         return self.races.faults if self.races else []
 
     def has_values(self, operands: object) -> bool:
-        """Whether there are tensors among the operands, all of which keep their values."""
+        """Whether there are tensors among the operands, and all of them keep their values."""
         tensors = all_tensors_in(operands) if self.is_faked else []
         return bool(tensors) and not any(map(is_fake, tensors))
 

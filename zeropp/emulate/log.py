@@ -121,7 +121,7 @@ class Log:
         self._counts: Counter[Hashable] = Counter()
 
     def kernel(self, stream: str, what: Kernel | None = None) -> None:
-        """Compute on a stream. Several kernels in a row of which nothing is known are one, as they
+        """Compute on a stream. Several kernels in a row without a description are one, as they
         end alike."""
         kernel = Issued("kernel", stream, kernel=what)
         if what is not None or not self.issued or self.issued[-1] != kernel:

@@ -65,7 +65,7 @@ class Allocations:
 
     def __init__(self) -> None:
         self.kind: Kind | None = None
-        # By the identity of the storage's Python object, of which torch keeps one while it lives.
+        # By the identity of the storage's Python object: torch keeps one while the storage lives.
         self._live: dict[int, tuple[_Allocation, Any]] = {}
         self._events: list[tuple[_Allocation, int]] = []
         self._pass, self._run = 0, -1

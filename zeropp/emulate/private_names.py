@@ -82,7 +82,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether an operator is made of others, of which autograd knows the gradients."""
+    """Whether an operator is made of others, for which autograd has gradients."""
     return bool(operator._can_decompose())
 
 

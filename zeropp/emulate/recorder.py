@@ -68,7 +68,7 @@ class _Value:
 
     @property
     def source(self) -> _Value:
-        """The tensor in memory of which it is made."""
+        """The tensor in memory that it is made of."""
         return self.made_by.source if self.made_by else self
 
     @property
@@ -322,7 +322,7 @@ def _joint(operator: str, read: Mapping[_Value, int], results: Sequence[Tensor])
 
 
 def _sources(read: Mapping[_Value, int]) -> set[_Value]:
-    """The tensors of which an operator's result is made, given what it reads: without the smaller
+    """The tensors that an operator's result is made of, given what it reads: without the smaller
     ones, unless the largest is a parameter."""
     largest = max(read.values())
     sources = {value.source for value, size in read.items() if size == largest}

@@ -34,7 +34,7 @@ def mismatches(logs: Logs) -> list[str]:
 
 
 def unmatched(logs: Logs) -> list[str]:
-    """The same in logs of some ranks alone, each of which ends with a rank's last step: those who
+    """The same in logs of some ranks alone. Each log ends with a rank's last step. Ranks that
     are not here take part in everything, and what one issues in its last step may be what another
     issues in the next."""
     last = {

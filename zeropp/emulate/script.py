@@ -403,7 +403,7 @@ class _CudaIsHere(TorchFunctionMode):
             return torch.device("cpu") if by_index else _on_cpu(function(*args, **kwargs))
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if function == _IS_CUDA:  # a wrapper, of which there is a new one whenever it is asked for
+        if function == _IS_CUDA:  # a wrapper; torch makes a new one at each access
             return True
         if function is Tensor.__format__ and not args[0].dim():
             return format(args[0].item(), args[1])

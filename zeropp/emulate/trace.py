@@ -38,7 +38,7 @@ from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.types.training import OptimizerConfig, Trainer
 
-_STEPS = 2  # of a script's optimizer, of which the first makes its state
+_STEPS = 2  # of a script's optimizer; the first one makes its state
 
 
 class Program(Protocol):

@@ -82,7 +82,7 @@ class Context:
         return value.chunk(self.size, 1)[self.rank]
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's tokens of all tensors of a batch, the first of which are its inputs, and, if
+        """This rank's tokens of all tensors of a batch (its inputs come first) and, if
         layers take them and the batch has none, the positions of its tokens. Raises InfeasibleError
         if tokens do not divide."""
         first = next(iter(whole.values()))
@@ -146,7 +146,7 @@ class Context:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The tensor of which each rank has a part in a dimension; without gradients."""
+        """The tensor whose parts in a dimension the ranks have; without gradients."""
         if self.group is None:
             return torch.cat([part] * self.size, dim)
         first = as_sent(part.detach().movedim(dim, 0))
@@ -183,7 +183,7 @@ class Context:
     ) -> Tensor:
         if dropout_p:
             raise InfeasibleError(
-                f"context={self.size}: attention drops weights (dropout_p={dropout_p}), of which a "
+                f"context={self.size}: attention drops weights (dropout_p={dropout_p}), and a "
                 "rank with some of the heads would drop others (set it to 0)"
             )
         q, k, v = self._to_heads(query, key, value)
@@ -204,7 +204,7 @@ class Context:
         if not training or not p or input.dim() < 2:
             dropped: Tensor = self._dropout(input, p, training, inplace)
             return dropped
-        # Drawn for all tokens, of which one process draws the same; this takes their memory.
+        # Drawn for all tokens, as one process draws; this takes their memory.
         shape = [*input.shape]
         shape[1] *= self.size
         self.drops = True
@@ -251,7 +251,7 @@ class Context:
 
     def _whole_mask(self, mask: Tensor, length: int, heads: int) -> Tensor:
         """A mask [.., queries, keys] for all tokens and this rank's heads; ``length``: the tokens
-        of a slice, of which a mask may be over the keys."""
+        of a slice; a mask may have only its keys."""
         rows, columns = mask.shape[-2:]
         if rows == 1 and columns == length:
             mask = self.whole(mask, mask.dim() - 1)

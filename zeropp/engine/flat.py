@@ -1,8 +1,8 @@
 """Parameters of a chunk in one flat buffer: gathered, summed, reduced and updated as one tensor.
 
-Every shard rank keeps an equal part of the fp32 master parameters. A gather writes into the buffer
-of which the modules' parameters are views. Gradients are summed in a buffer of which the
-parameters' ``.grad`` are views, and the reduction reads this buffer. So compute and collectives use
+Every shard rank keeps an equal part of the fp32 master parameters. A gather writes into a
+buffer, and the modules' parameters are views of it. Gradients are summed in another buffer: the
+parameters' ``.grad`` are views of it, and the reduction reads it. So compute and collectives use
 the same memory, and nothing is copied around a collective. Collectives and casts run in lanes
 (``zeropp.engine.lanes``); compute waits for a collective before it uses the result.
 

@@ -51,8 +51,8 @@ def _values(index: int, layer: nn.Module) -> dict[str, object]:
     """What must be equal on all ranks that train a layer: shapes, types, and values, as checksums,
     of parameters and buffers.
 
-    Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
-    model has kept only shards.
+    Raises InfeasibleError for a parameter that is NaN throughout: an earlier model has kept only
+    shards of it.
     """
     values: dict[str, object] = {}
     parameters = dict(layer.named_parameters())

@@ -33,7 +33,7 @@ _ELEMENTWISE = (
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
 )
 _MATRIX = (16, 24)  # with which an optimizer is tried, and as many of them as other ranks need
-# One more, of which the bytes are counted: large enough for those that keep the state of small
+# One more, whose bytes are counted: large enough for those that keep the state of small
 # tensors in another way than that of others (in 32 bits instead of 8).
 _COUNTED = (64, 128)
 _DRAWN = 2**17  # random numbers, more than all of these take
@@ -92,7 +92,7 @@ def _alike(
 ) -> dict[str, bool]:
     """Of the groups whose tensors are given the same settings, whatever their shapes: whether the
     optimizer is one of torch's that work element by element, without hooks. Raises InfeasibleError
-    where settings depend on a tensor's place among the others, of which ranks have parts."""
+    where settings depend on a tensor's place among the others, since ranks have parts of them."""
 
     def settings(order: int) -> dict[str, list[tuple[bool, str]]]:
         def made(where: torch.device) -> tuple[Groups, optim.Optimizer]:

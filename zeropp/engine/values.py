@@ -1,7 +1,7 @@
 """What passes from layer to layer: one tensor or several, and the keyword inputs of a microbatch.
 
 If a layer returns a tuple, the next layer gets its tensors as positional arguments, without the
-scalars among them, each of which is added to the loss of its microbatch. Keyword inputs
+scalars among them: each scalar is added to the loss of its microbatch. Keyword inputs
 (attention masks, positions) belong to a microbatch and not to a layer: every pipeline rank has
 those of its own rows, and each layer gets the ones that its ``forward`` names.
 """

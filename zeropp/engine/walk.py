@@ -298,7 +298,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_written(self, written: torch.UntypedStorage) -> None:
         for name, storage in self._held.items():
-            if storage is written:  # of which torch keeps one object, whatever the view
+            if storage is written:  # torch keeps one object of it, whatever the view
                 raise InfeasibleError(
                     f"{self._reader}: its forward changes {name!r}, which no rank would keep "
                     "(compute with the changed value, or normalise what the layer gives)"

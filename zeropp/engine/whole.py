@@ -74,7 +74,7 @@ class WholeParameters:
             shard.tensor.data, shard.tensor.grad = hidden, None
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """This rank's span, of which every rank has a part; ``part``: what it has of all spans."""
+        """This rank's span, from all ranks' parts of it; ``part``: what it has of all spans."""
         taken = part.new_empty(len(self._span))
         dist.all_to_all_single(taken, part, self._taken, self._given, group=self._group)
         pieces = torch.split(taken, self._taken)

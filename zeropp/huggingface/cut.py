@@ -81,8 +81,8 @@ class Piece(nn.Module):
     def _whole_masks(
         self, context: Context, x: Tensor, mask: Tensor | None, places: Tensor | None
     ) -> Any:
-        """The masks of whole sequences, of which ``x`` [rows, tokens] is a slice, as the model's
-        own code makes them."""
+        """The masks of whole sequences, as the model's own code makes them; ``x`` [rows, tokens] is
+        a slice of these sequences."""
         config: Any = self.whole.config
         if config._attn_implementation != "sdpa":
             raise InfeasibleError(

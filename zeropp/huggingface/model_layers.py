@@ -211,7 +211,7 @@ class _Adapters:
         self.model = model
         if len(model.peft_config) > 1:
             raise InfeasibleError(
-                f"model: has the adapters {sorted(model.peft_config)}, of which only one can be "
+                f"model: has the adapters {sorted(model.peft_config)}, and only one can be "
                 "trained and written (delete_adapter the others, or merge them)"
             )
         named = {id(one): name for name, one in model.named_parameters()}
@@ -295,7 +295,7 @@ def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers:
     """The layers of a model, for ``parallelize``.
 
-    ``model`` is the folder of a model that ``save_pretrained`` has written, of which each rank then
+    ``model`` is the folder of a model that ``save_pretrained`` has written, and each rank then
     reads the layers that it holds; or a model, whose modules are taken as they are; or a model that
     was made on the meta device, whose parameters are then drawn from ``seed`` layer by layer; or a
     model with an adapter of peft. Parameters from a folder are fp32, whatever they are there.

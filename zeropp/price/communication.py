@@ -160,7 +160,7 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
         ]
         more -= (1 - slowdown) * sum(min(last, seconds) for seconds in weights_s)
     again = {"none": 0.0, "selective": float(program.selective == "mlp"), "mlp": 1.0, "full": 2.0}
-    if program.stops_recomputing:  # before the last sum, of which slices are half a collective
+    if program.stops_recomputing:  # before the last sum; with slices that is half a collective
         again["full"] -= 0.5 if work.sequence_parallel else 1.0
         again["mlp"] -= 0.5 if work.sequence_parallel else 1.0
     if program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
@@ -259,8 +259,8 @@ def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> 
 def _summing_s(
     plan: SizedPlan, work: Work, sizes: list[float], part: float, *, several: bool
 ) -> float:
-    """Seconds that a reduction of ``sizes`` gradients, of which ``part`` stays on a rank, takes in
-    addition: to cast them if they are sent in 16 bits, and to add the part to that of earlier
+    """Seconds that a reduction of ``sizes`` gradients takes in addition (``part`` stays on a
+    rank): to cast them if they are sent in 16 bits, and to add the part to that of earlier
     reductions if there are ``several``."""
     moved = sum(sizes) * _CAST * (1 + part) if plan.reduce_dtype == "bf16" else 0.0
     if several:

@@ -24,7 +24,7 @@ class EagerPass:
     """What one pass runs beside products and attention.
 
     ``kernels``: those that compute or copy, each of one operator; ``launches``: the operators that
-    the host starts, products and attention among them, of which a view counts half. ``hidden``,
+    the host starts, products and attention among them; a view counts half. ``hidden``,
     ``keys`` and ``ffn``: bytes moved per token and unit of the hidden state's width, of the width
     of keys (or values) and of the MLP's. Of the pass ``saved`` they are bytes that the forward
     keeps for the backward, products and attention among them.

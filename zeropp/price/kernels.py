@@ -27,8 +27,8 @@ TILE = (128, 128)
 # (results/published/deepspeed_pipelines.csv); multiples of 32 were measured to reach the whole rate
 # (1,376 in results/published/product_times.csv).
 MISALIGNED = 0.5
-ALIGNED = 32  # sides of which a multiple reach the whole rate
-# Fused attention computes whole square tiles on the diagonal, of which causal attention needs half
+ALIGNED = 32  # a side that is a multiple of it reaches the whole rate
+# Fused attention computes whole square tiles on the diagonal; causal attention needs half of them
 # (arXiv 2307.08691, section 3.1.1).
 ATTENTION_TILE = 128
 
@@ -99,7 +99,7 @@ def fused_attention_backward_s(
 def _attention_products_s(
     device: Device, precision: Precision, attention: Attention, gain: float
 ) -> float:
-    """Seconds of both products of a forward, of which causal attention computes half (arXiv
+    """Seconds of both products of a forward; causal attention computes half of them (arXiv
     2205.14135)."""
     scores = attention.heads * attention.queries * attention.keys
     rate = matmul_rate(device, precision) * device.attention_efficiency

@@ -292,7 +292,7 @@ def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
     messages, in addition to a message itself.
 
     DeepSpeed's pipeline engine receives into two permanent buffers, copies inputs out of them
-    twice, and keeps outputs, of which each TP rank has a part; the last stage keeps the logits of
+    twice, and keeps outputs (each TP rank has a part of them); the last stage keeps the logits of
     two microbatches (``runtime/pipe/engine.py``: ``pipe_buffers``).
     """
     if not work.program.pipe_buffers:

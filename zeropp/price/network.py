@@ -56,7 +56,7 @@ def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
 
 
 def _group(cluster: Cluster, size: int, local: int, node: int) -> Group:
-    """A group of which ``local`` ranks share a node of ``node`` ranks."""
+    """A group with ``local`` ranks on each node of ``node`` ranks."""
     nodes = -(-size // local)
     inside = cluster.intra.rate
     if cluster.group_shares:
@@ -73,7 +73,7 @@ def gather_s(cluster: Cluster, group: Group, total: float) -> float:
 
 
 def all_to_all_s(cluster: Cluster, group: Group, total: float) -> float:
-    """Seconds of an all-to-all of ``total`` bytes per rank, of which each other rank gets an equal
+    """Seconds of an all-to-all of ``total`` bytes per rank. Each other rank gets an equal
     part: a message to each of them, all at once (NCCL 2.28, ``ncclAlltoAll``, which is a group of
     sends and receives). Between nodes every message takes its sender's share of the NICs."""
     local = group.size // group.nodes

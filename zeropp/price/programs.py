@@ -48,7 +48,7 @@ LossGradient = Literal["in_place", "in_place_under_tp", "torch", "sliced"]
 Scaling = Literal["fused", "tensorwise", "rowwise", "mx"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
 # count as one block each if the number of blocks does not divide. "blocks": blocks alone.
-# "modules": embedding, blocks, final norm and head, of which the first stages get the remainder.
+# "modules": embedding, blocks, final norm and head; the first stages get the remainder.
 # "flops": FLOPs. "cost": the time that pieces take on the cluster.
 Spread = Literal["pieces", "blocks", "modules", "flops", "cost"]
 
@@ -180,16 +180,16 @@ class Program:
     # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
     separate_weight_gradient: bool = False
     whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
-    # As in DeepSpeed's ``PipelineEngine``: two permanent receive buffers, out of which messages are
-    # copied; stage outputs are kept; slices of a stage output are joined again; and the last stage
-    # holds the logits of two microbatches.
+    # As in DeepSpeed's ``PipelineEngine``: two permanent receive buffers, and messages are copied
+    # out of them; stage outputs are kept; slices of a stage output are joined again; and the last
+    # stage holds the logits of two microbatches.
     pipe_buffers: bool = False
     flattens_gradients: bool = False  # gradients are copied into one tensor to be reduced
     # Before an update gradients in the type of compute are copied into one tensor, and those of 16
     # bits cast to fp32.
     joins_gradients: bool = False
-    # How often an update reads or writes the gradients of all parameters of a rank, of which ZeRO-1
-    # updates a part, to clear and to scale them; 0: those that the rank updates alone.
+    # How often an update reads or writes the gradients of all parameters of a rank, to clear and to
+    # scale them; 0: only of those that the rank updates (with ZeRO-1 a part).
     gradient_passes: int = 0
 
     # Defaults of the program.

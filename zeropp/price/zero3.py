@@ -44,7 +44,7 @@ class Exposed(NamedTuple):
 
 
 class _Gather(NamedTuple):
-    """A gather of ``tensors``, the first of which has the index ``first`` among those of a pass;
+    """A gather of ``tensors``; ``first`` is the index of the first one among those of a pass;
     ``before`` elements are used earlier."""
 
     first: int

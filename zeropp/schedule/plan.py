@@ -89,7 +89,7 @@ class SizedPlan:
 
     @property
     def num_units(self) -> int:
-        """Scheduling units per step, the last of which may be short."""
+        """Scheduling units per step; the last one may be short."""
         return -(-self.num_microbatches // self.schedule.unit)
 
     @property

@@ -131,8 +131,8 @@ def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
 
 
 def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Iterator[Schedule]:
-    """The beginnings of all orders of which ``planned_order`` takes one, made one by one, which is
-    quicker than to make one order; none where they would be almost the whole step."""
+    """The beginnings of all orders; ``planned_order`` takes one of these. They are made one by one,
+    which is quicker than to make one order; none where they would be almost the whole step."""
     begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
     if begun > _LARGEST_BEGINNING * sizes.num_microbatches:
         return

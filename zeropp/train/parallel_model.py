@@ -35,7 +35,7 @@ class ParallelModel:
     All ranks must call every method together, except for ``close``. ``rows`` is this rank's slice
     of a global batch: part ``data_parallel_rank`` of ``data_parallel_size`` equal parts, as a
     ``DistributedSampler`` numbers them. Ranks that divide sequences (``context``) are given the
-    same rows with all of their tokens, of which each takes its own. ``plan`` is what every rank
+    same rows with all of their tokens, and each takes its own. ``plan`` is what every rank
     does in a step, and ``summary`` one line with its degrees and knobs, whether they were given,
     chosen or are defaults.
     """
@@ -318,7 +318,7 @@ class ParallelModel:
     def _microbatches(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
-        """The parts of a batch, all of which are tensors on the devices that they should be on."""
+        """The parts of a batch, after a check that all are tensors on the right devices."""
         if set(keyword_inputs) != self._keywords:
             raise TypeError(
                 f"keyword inputs are {sorted(keyword_inputs)}, but parallelize got "
