@@ -228,7 +228,7 @@ class Reused(Pair):
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(self.a(x).tanh())) + F.linear(x, self.a.weight)  # type: ignore[no-any-return]
+        return self.b(self.a(input=self.a(x).tanh())) + F.linear(x, self.a.weight)  # type: ignore[no-any-return]
 
 
 class InnerGradient(Pair):
@@ -417,3 +417,43 @@ def wide() -> nn.Module:
 def spectral() -> nn.Module:
     """Changes buffers whenever its weight is read."""
     return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Stateful(One):
+    """Has a state beside its parameters and buffers."""
+
+    def get_extra_state(self) -> int:
+        """The state."""
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        """Take a state over."""
+
+
+class Balanced(One):
+    """Keeps a number for a loss function to find."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.balance = y.square().mean()
+        return y
+
+
+MEAN = torch.zeros(WIDTH, dtype=torch.float64)
+
+
+class Sharing(One):
+    """Changes a buffer that every such layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", MEAN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("mean").mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.linear(x) - self.get_buffer("mean")
+
+
+def scripted() -> nn.Module:
+    """A layer that is compiled already."""
+    return torch.jit.script(linear())

@@ -20,6 +20,7 @@ from tests.gloo.layers import (
     WIDTH,
     Adapted,
     Attention,
+    Balanced,
     Both,
     Branching,
     Checkpointed,
@@ -44,7 +45,9 @@ from tests.gloo.layers import (
     Remembering,
     Reused,
     SharedMemory,
+    Sharing,
     Sometimes,
+    Stateful,
     TakesComplex,
     TakesTwo,
     Transformed,
@@ -56,6 +59,7 @@ from tests.gloo.layers import (
     group_norm,
     half_frozen,
     linear,
+    scripted,
     spectral,
     weight_normed,
     wide,
@@ -330,6 +334,13 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
+    "scripted": (between(scripted, linear), "layers[1]: has a RecursiveScriptModule, whose param"),
+    "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
+    "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
+    "one buffer": (
+        between(Sharing, Sharing),
+        "layers[1]: its forward changes 'mean', which ano",
+    ),
 }
 
 

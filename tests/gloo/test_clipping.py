@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import zeropp
 from baselines.model import build_model
@@ -202,7 +203,7 @@ def test_torchs_clipping_in_a_hook_is_refused_where_it_sees_shards() -> None:
     model = built(shard=2)
 
     def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)  # imported before
 
     model.optimizer.register_step_pre_hook(clip)
     said = error_of(lambda: step(model))

@@ -109,6 +109,9 @@ def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -
     victim.unlink()
     (said,) = set(world.run(load_from, place, size=SAVED.world))
     assert said.startswith(f"{victim}: missing")
+    (place / "digests.json").write_text("{")
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
+    assert said.startswith(f"{place / 'digests.json'}: damaged")
 
 
 @on_ranks(2)

@@ -27,6 +27,8 @@ def test_layers_belong_to_one_model_until_it_is_closed() -> None:
         said = error_of(lambda: built(layers, pp=2))
         assert said.startswith("InfeasibleError: layers[0]: 'weight' belongs to another model that")
         found.append(step(first, 1))
+        others = nn.ModuleList(layers[2:] if dist.get_rank() == 0 else layers[:2])
+        assert all(one.isnan().all() for one in others.parameters())  # not the first values
     words = "RuntimeError: this model was closed (create a new model, and load a checkpoint)"
     assert error_of(lambda: step(first)) == error_of(first.full_state_dict) == words
     with built(layers, pp=2) as again:

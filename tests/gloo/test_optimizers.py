@@ -448,3 +448,22 @@ def test_a_schedule_beside_another_one_is_refused_and_a_loaded_rate_is_not(tmp_p
     model.optimizer.load_state_dict(model.optimizer.state_dict())
     steps(model, 2)
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(RATE / 3)
+
+
+@on_ranks(2)
+def test_groups_may_follow_attributes_of_parameters() -> None:
+    layers: Any = seeded([linear] * 4)
+    for layer in layers:
+        layer.bias.still = True
+    with built(
+        layers,
+        pp=2,
+        group_of=lambda _, parameter: "still" if hasattr(parameter, "still") else "others",
+        optimizer=lambda groups: torch.optim.SGD(
+            [{"params": groups["still"], "lr": 0.0}, {"params": groups["others"]}], lr=0.1
+        ),
+    ) as model:
+        before = {name: one.clone() for name, one in model.full_parameters()}
+        steps(model, 0)
+        for name, one in model.full_parameters():
+            assert torch.equal(one, before[name]) == name.endswith("bias"), name

@@ -41,6 +41,7 @@ _INSTRUCTIONS = (
 # ``module:Class#attribute`` for what instances have; in brackets the parameters that are passed by
 # name or overridden.
 CONTRACTS = {
+    "clipping by torch in a hook is refused": ["torch.nn.utils.clip_grad:_get_total_norm"],
     "checkpoints before the first update": [
         "torch.optim:Optimizer#_optimizer_step_pre_hooks",
         "torch.optim:Optimizer#_optimizer_step_post_hooks",

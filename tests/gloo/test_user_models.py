@@ -200,7 +200,15 @@ def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     assert not first
 
 
+def backward_by_itself(output: Tensor, target: Tensor) -> Tensor:
+    """A loss function as in a loop of its own."""
+    loss = F.mse_loss(output, target)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return loss
+
+
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "backward": (backward_by_itself, "InfeasibleError: loss_fn: calls backward, as train_step"),
     "rows": (
         lambda output, target: (output - target).square().mean(1),
         "TypeError: loss_fn: gives (2,), but a tensor of one number is needed",

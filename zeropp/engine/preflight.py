@@ -82,12 +82,6 @@ def check_layers(
         )
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
-    for index, layer in enumerate(layers):
-        if not callable(layer) or isinstance(layer, type):
-            raise InfeasibleError(
-                f"layers[{index}]: must be a module, or a function that makes one, but is "
-                f"{type(layer).__name__}"
-            )
     if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
         raise InfeasibleError(
             f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "

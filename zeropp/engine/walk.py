@@ -12,10 +12,12 @@ checkpointing refuses some layers only in their first backward, when other ranks
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from gc import get_referrers
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -70,10 +72,14 @@ class ParameterKind:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def empty(self) -> nn.Parameter:
-        """Such a parameter on the meta device."""
-        return nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trained)
+        """Such a parameter on the meta device, with the attributes that its maker has set."""
+        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        made = nn.Parameter(empty, self.trained)
+        vars(made).update(self.attributes)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +179,8 @@ def _walk(
 ) -> list[LayerSizes]:
     value: Value = sample
     walked, owners = [], owners_of(layers)
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    uses = Counter(id(buffer) for module in modules for buffer in module.buffers())
     refused = partial(refusal, kind=_NeedsValuesError)
     for index, layer in enumerate(layers):
         is_module, where = isinstance(layer, nn.Module), f"layers[{index}]"
@@ -192,11 +200,14 @@ def _walk(
         names = _named(module, value, keywords)
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            given, watch = value, OperationWatch(elsewhere, where, module, stages)
+            shared = [name for name, one in made.named_buffers() if stages and uses[id(one)] > 1]
+            given, watch = value, OperationWatch(elsewhere, where, module, stages, shared)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, given, module, watches, hooks)
         _check_outputs(value, index)
+        if stages:
+            watch.check_kept(tensors_of(value))
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
             _check_recurrent(module, index, recompute)
@@ -207,7 +218,7 @@ def _walk(
                 _recomputed(function, given, module, recompute)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
-            kinds=_kinds(module),
+            kinds=_kinds(made),  # torch copies no attributes of parameters
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
             operators=record.operators(tensors_of(value)) if record else None,
@@ -236,8 +247,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators inside of it that read one of ``owners``, which are parameters of other
     layers than ``reader``, as no rank would add up their gradients; and those that write to a
     parameter of the ``reader`` itself, as the masters would never see it; and collectives to which
-    only some ranks of their group would come, as the others run other ``stages``. ``draws``:
-    whether any of them took numbers of torch's default generators."""
+    only some ranks of their group would come, as the others run other ``stages``; and those that
+    write to a buffer that another stage may have, too, of the names ``shared``. ``draws``: whether
+    any of them took numbers of torch's default generators."""
 
     def __init__(
         self,
@@ -245,13 +257,16 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reader: str,
         module: nn.Module | None = None,
         stages: Stages = (),
+        shared: Sequence[str] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stages = stages
+        self._numbers: list[ref[Tensor]] = []  # that operators have given
         self._owners, self._reader = owners, reader
         self.draws = False
         self._module = nn.Module() if module is None else module
-        self._held = {name: p.untyped_storage() for name, p in self._module.named_parameters()}
+        self._shared = shared
+        self._held = self._storages()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -277,13 +292,31 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"sequence with context={context.size} (draw with F.dropout alone, which is "
                     "for all tokens, or take context=1)"
                 )
-        return function(*args, **(kwargs or {}))
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not made.dim():
+            self._numbers.append(ref(made))
+        return made
+
+    def check_kept(self, outputs: Sequence[Tensor]) -> None:
+        """Refuse a layer that keeps a number with its graph, other than one of its ``outputs``, as
+        those do whose loss function looks for it: on another rank it would not find it."""
+        given = [x.untyped_storage() for x in outputs]
+        for number in self._numbers:
+            if (kept := number()) is None or not kept.requires_grad or not get_referrers(kept):
+                continue  # it is gone, or a graph alone has it
+            own = kept.untyped_storage()
+            if not any(own is storage for storage in given):
+                raise InfeasibleError(
+                    f"{self._reader}: keeps a number that has a gradient, which a loss on another "
+                    "rank would not find (return it beside the output, as (output, number): it is "
+                    "added to the loss; or keep it detached)"
+                )
 
     def __exit__(self, *error: Any) -> None:
         """Look also for parameters that have other memory than before."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if error[0] is None:
-            now = {name: p.untyped_storage() for name, p in self._module.named_parameters()}
+            now = self._storages()
             for name, storage in self._held.items():
                 if now.get(name) is not storage:
                     self._check_written(storage)
@@ -299,10 +332,18 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_written(self, written: torch.UntypedStorage) -> None:
         for name, storage in self._held.items():
             if storage is written:  # torch keeps one object of it, whatever the view
-                raise InfeasibleError(
-                    f"{self._reader}: its forward changes {name!r}, which no rank would keep "
-                    "(compute with the changed value, or normalise what the layer gives)"
+                why = (
+                    "which another layer has, too, perhaps on another rank (give each its own)"
+                    if name in self._shared
+                    else "which no rank would keep (compute with the changed value, or normalise "
+                    "what the layer gives)"
                 )
+                raise InfeasibleError(f"{self._reader}: its forward changes {name!r}, {why}")
+
+    def _storages(self) -> dict[str, torch.UntypedStorage]:
+        buffers = ((name, self._module.get_buffer(name)) for name in self._shared)
+        named = (*self._module.named_parameters(), *buffers)
+        return {name: one.untyped_storage() for name, one in named}
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -402,17 +443,21 @@ def check_layer(module: nn.Module, index: int) -> None:
                 "torch.inference_mode)"
             )
     for part in module.modules():
+        wrong = ""
         if isinstance(part, DistributedDataParallel):
-            raise InfeasibleError(
-                f"layers[{index}]: is in a DistributedDataParallel, which would add gradients up a "
-                "second time (hand over the module inside it)"
-            )
+            wrong = "which adds gradients up a second time (hand over the module inside it)"
+        elif isinstance(part, torch.jit.ScriptModule):
+            wrong = "whose parameters nothing can share out (hand over what it was made from)"
+        elif type(part).get_extra_state is not nn.Module.get_extra_state:
+            wrong = "whose extra state no checkpoint would have (keep it in buffers)"
+        if wrong:
+            raise InfeasibleError(f"layers[{index}]: has a {type(part).__name__}, {wrong}")
 
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
     return {
-        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
+        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, dict(vars(one)))
         for name, one in module.named_parameters(remove_duplicate=False)
     }
 

@@ -26,7 +26,7 @@ from zeropp.schedule.plan import Plan
 from zeropp.train.keywords import check_call, with_keywords_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
-from zeropp.train.stages import check_ranks, own_layers, plan_layers
+from zeropp.train.stages import check_ranks, empty_others, own_layers, plan_layers
 from zeropp.types.literals import Recompute, if_auto
 
 
@@ -64,6 +64,7 @@ def parallelize(
         plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
+    empty_others(layers, held)
     named, element_mfu = frozenset(settings.sample_keywords), None
     if settings.hardware is not None:
         from zeropp.train.auto import element_mfu_of

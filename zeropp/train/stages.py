@@ -8,7 +8,7 @@ step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from zeropp.engine.engine import shapes_of
 from zeropp.engine.settings import ParameterName, Settings
+from zeropp.engine.values import may_have_gradient
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
@@ -152,3 +153,13 @@ def own_layers(
             copy = nn.Parameter(second.detach().clone(), second.requires_grad)
             setattr(held[index].get_submodule(path), attribute, copy)
     return held
+
+
+def empty_others(layers: Sequence[Layer], held: Mapping[int, nn.Module]) -> None:
+    """Leave the layers that other ranks train NaN and without memory: their first values would look
+    like trained ones."""
+    own = {id(parameter) for module in held.values() for parameter in module.parameters()}
+    for layer in layers:
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            if id(parameter) not in own and may_have_gradient(parameter.dtype):
+                parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
