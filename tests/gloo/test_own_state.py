@@ -313,12 +313,25 @@ def swapping(degrees: dict[str, Any]) -> list[float]:
     return losses
 
 
+def clamping(degrees: dict[str, Any]) -> list[float]:
+    """Losses of a loop that clamps weights after every step."""
+    losses = []
+    with built(seeded([linear] * 4), **degrees) as model:
+        for number in range(3):
+            losses += steps(model, number)
+            with torch.no_grad():
+                for one in model.optimizer.param_groups[0]["params"]:
+                    one.clamp_(-0.1, 0.1)
+    return losses
+
+
 def test_what_an_optimizer_changes_between_steps_is_gathered_again(world: World) -> None:
-    (right,) = world.run(swapping, {}, size=1)
     topologies: list[dict[str, Any]] = [{"replicate": 2, "replicate_zero": 1}, {"shard": 2}]
-    for degrees in topologies:
-        for found in world.run(swapping, degrees, size=2):
-            assert found == pytest.approx(right, rel=1e-12)
+    for train in (swapping, clamping):
+        (right,) = world.run(train, {}, size=1)
+        for degrees in topologies:
+            for found in world.run(train, degrees, size=2):
+                assert found == pytest.approx(right, rel=1e-12)
     (narrow,) = world.run(swapping, {"precision": "bf16"}, size=1)
     for found in world.run(swapping, {**topologies[0], "precision": "bf16"}, size=2):
         assert found == pytest.approx(narrow, rel=1e-2)

@@ -246,12 +246,14 @@ class ParameterUpdate:
         return norm
 
     def gather_updated(self) -> None:
-        """Start to gather what other ranks have updated. An optimizer that is none of torch's may
-        change rows between steps, which a gather under way would overwrite."""
+        """Start to gather what other ranks have updated. An optimizer that is none of torch's, or a
+        loop, may change rows between steps. A gather under way would overwrite them, but NCCL's
+        does so with nothing of this rank's own."""
         for flat in self.flats:
             flat.gather_updated()
         kinds = map(type, parts_of(self.updater.optimizer))
-        if any(not kind.__module__.startswith("torch.optim.") for kind in kinds):
+        own = any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
+        if own or self.lanes.device.type == "cpu":
             for flat in self.flats:
                 flat.settle()
 

@@ -54,6 +54,11 @@ def device_of(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torc
     if device.type == "cpu":
         return torch.device("cpu")  # tensors on the CPU have no index
     if device.type == "cuda":
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise InfeasibleError(
+                f"device={str(device)!r}: this process sees {count} CUDA devices (take a torch "
+                "with CUDA, or look at CUDA_VISIBLE_DEVICES)"
+            )
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
