@@ -21,7 +21,7 @@ _STUDIES = {"verdict": "benchmarks.verdict", "atlas": "benchmarks.verdict.atlas"
 
 def main() -> int:
     """Run the command line; returns its exit status. ``--help`` lists groups and keys."""
-    return run_command(_run, "interrupted; the same command goes on from here")
+    return run_command(_run, "interrupted; the same command goes on from here", closed=1)
 
 
 def _run() -> int:

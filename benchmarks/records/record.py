@@ -244,8 +244,17 @@ def find_below(root: Path, pattern: str) -> list[Path]:
     """
     paths: list[Path] = []
     closed: list[OSError] = []
-    for place, folders, files in os.walk(root, onerror=closed.append):
+    seen = {root.resolve()}  # a link may lead to a folder above it
+    for place, folders, files in os.walk(root, onerror=closed.append, followlinks=True):
         paths += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = {
+            name: Path(place, name).resolve()
+            for name in folders
+            if os.path.islink(f"{place}/{name}")
+        }
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and links.get(name) not in seen
+        ]
+        seen.update(links.values())
     refused = [Path(error.filename) for error in closed if isinstance(error, PermissionError)]
     return sorted([*paths, *refused])

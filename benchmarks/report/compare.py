@@ -29,6 +29,7 @@ from benchmarks.report.write import report_folder
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
+_MOST_KEYS = 3  # that are named where nothing can be compared
 _PLACE = ("cluster", "machine.", "measure.", "seed")  # how settings of place and method begin
 _COLOURS = {"faster": style.COOL, "slower": style.WARM}
 
@@ -72,7 +73,7 @@ def write_comparison(
             console.print(f"skipped {line}", markup=False)
     changes = compare(*frames)
     if changes.empty:
-        why = "the two sets have no configuration in common"
+        why = f"the two sets have no configuration in common{_what_differs(*frames)}"
         console.print(why)
         return Comparison([], {"all": why})
     made = comparison_table(changes)
@@ -161,6 +162,20 @@ def _between(before: pd.DataFrame, after: pd.DataFrame) -> tuple[set[str], set[s
             left_out.add(key)
             different |= {key} if first != last else set()
     return left_out, different
+
+
+def _what_differs(before: pd.DataFrame, after: pd.DataFrame) -> str:
+    """The first keys of which two sets share no value, in words."""
+    if before.empty or after.empty:
+        return ": one has no records"
+    sets = [[*frame["settings"]] for frame in (before, after)]
+    apart = ""
+    for key in dict.fromkeys(key for of in sets for words in of for key in words):
+        first, last = ({words.get(key, "none") for words in of} for of in sets)
+        is_place = key.startswith(("machine", *_PLACE))
+        if not (first & last or is_place or apart.count(";") == _MOST_KEYS):
+            apart += f"; {key} is {' or '.join(sorted(first))}, and {' or '.join(sorted(last))}"
+    return apart
 
 
 def _key(row: Mapping[Any, Any], left_out: set[str]) -> tuple[str, ...]:

@@ -276,7 +276,7 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         configuration=json.dumps(default_knobs(spec.contender.name) | knobs, sort_keys=True),
         software=f"{record.code_digest} {versions}" if record.code_digest else "",
         path=path,
-        samples_step_s=record.step_s,
+        samples_step_s=record.step_s if record.status == "ok" else [],
         trained=_trained(spec),
         unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
         has_spans=timeline_from_rows("", record.provenance, record.spans).step_s > 0,
@@ -421,9 +421,12 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     unsuccessful: dict[Any, list[dict[Any, Any]]] = {}
     for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
         unsuccessful.setdefault(key, []).append(attempt)
-    named = kept[keys].itertuples(index=False, name=None)
+    named = [*kept[keys].itertuples(index=False, name=None)]
     lists: list[Any] = [unsuccessful.get(key, []) for key in named]
-    rows = with_repeats(kept.assign(unsuccessful=lists), frame, keys)
+    measured = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
+    software = measured.groupby(keys)["software"].nunique()
+    kept = kept.assign(unsuccessful=lists, software_count=[software.get(key, 0) for key in named])
+    rows = with_repeats(kept, frame, keys)
     return in_order(_told_apart(rows.reset_index(drop=True)))
 
 
@@ -475,7 +478,12 @@ def notes_of(rows: pd.DataFrame) -> list[str]:
         f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
         "(slurm.neighbours in their records)"
     )
+    older = (
+        f"{(rows['software_count'] > 1).sum()} of {len(rows)} rows also ran with other versions or "
+        "files of the suite: the newest are shown (zeropp report --compare takes a folder of each)"
+    )
     attempts = [attempt["status"] for others in rows["unsuccessful"] for attempt in others]
     counts = ", ".join(f"{number} {status}" for status, number in Counter(attempts).items())
     hidden = f"{counts}: other attempts at configurations shown here (table: attempts)"
-    return [*filter(None, caveats)] + [beside] * bool(shared.any()) + [hidden] * bool(attempts)
+    notes = {beside: shared.any(), older: (rows["software_count"] > 1).any(), hidden: attempts}
+    return [*filter(None, caveats), *(note for note, holds in notes.items() if bool(holds))]

@@ -4,6 +4,7 @@ configurations of one contender (ablations), as a table and figures."""
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.specification import SpecError
 SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 MAX_LINES = 16  # lines of a map; the table has all
+_LABEL_LETTERS = 40  # of a line of a map before it is folded
 _PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
 _PAIR += ["base_record", "base_status"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
@@ -169,14 +171,17 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
     names = table["model"].map(display.model_label)
     settings = [display.setting_words(r, display.varied(table)) for _, r in table.iterrows()]
-    table = table.assign(line=names + ", batch " + table["global_batch"].astype(str) + settings)
+    whole = names + ", batch " + table["global_batch"].astype(str) + settings
+    table = table.assign(line=[textwrap.fill(text, _LABEL_LETTERS) for text in whole])
     table = table.drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
     values, texts = (
         table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
         for name in ("speedup", "text")
     )
-    size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
+    parts = [line.split("\n") for line in lines]
+    wide, high = (max(map(len, (p for of in parts for p in of))), max(map(len, parts)))
+    size = (1.3 + 0.075 * wide + 0.95 * values.shape[1], 1.2 + max(0.48, 0.2 * high) * len(lines))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     norm = TwoSlopeNorm(0.0, -reach, reach)
     logs = np.log2(values.to_numpy(dtype=float))

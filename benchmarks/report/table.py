@@ -436,7 +436,7 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
     console.print(Text(f"{grid.title}\n", style="bold"))
     for row in grid.rows:
         known = [
-            cell.text if index < grid.keys and not grid.numeric[index] else f"{head}: {cell.text}"
+            cell.text if index < grid.keys and _is_word(cell.text) else f"{head}: {cell.text}"
             for index, (head, cell) in enumerate(zip(grid.heads, row, strict=True))
             if cell.text not in ("", MISSING)
         ]
@@ -445,6 +445,11 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
         for line in _lines("; ".join(known[names:]), console.width - 4):
             console.print(Text(f"    {line}"))
     console.print(Text("\n" + " ".join((grid.caption, *grid.notes)).strip()))
+
+
+def _is_word(text: str) -> bool:
+    """Whether the value of a key is clear without the key's name."""
+    return text[0].isalpha() and text.lower() not in ("true", "false", "none")
 
 
 def _narrowed(grid: Grid) -> Grid:

@@ -37,14 +37,14 @@ class CommandParser(argparse.ArgumentParser):
         raise SpecError(f"{message} (see --help)")
 
 
-def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> int:
+def run_command(main: Callable[[], int], interrupted: str = "interrupted", closed: int = 0) -> int:
     """Run a command's ``main`` and return its exit status.
 
     After bad input (SpecError) it prints one line and returns 2, as where this Python is too old or
     lacks a package; after Ctrl-C it prints the line ``interrupted`` and returns 130. If the output
-    is closed, at once or by its reader (``| head``), it prints nothing; where a disk has no room
-    for it, one line. SIGTERM ends its worker processes with it. What the terminal's character set
-    lacks is printed as a question mark.
+    is closed, at once or by its reader (``| head``), it ends and returns ``closed``; where a disk
+    has no room for it, it prints one line. SIGTERM ends its worker processes with it. What the
+    terminal's character set lacks is printed as a question mark.
     """
     if set(os.environ.get("COLUMNS", "")) == {"0"}:  # no terminal is known; nothing fits into 0
         del os.environ["COLUMNS"]
@@ -71,9 +71,11 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
         missing = f"{error.name} is not installed for {sys.executable}"
         print(f"error: {missing}: {_remedy()}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        if not isinstance(error.__context__ or error, BrokenPipeError):  # what rich makes of one
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
-        return 0
+        return closed
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

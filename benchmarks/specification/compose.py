@@ -7,16 +7,19 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from string import Template
 from typing import Any, cast
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -61,9 +64,30 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
             from benchmarks.specification.progress import track  # what follows --help only
 
             each = track(points, len(points), "configurations read")
-            return [_plain(hydra.compose(config_name, list(point))) for point in each]
+            return list(_composed(config_name, each))
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise SpecError(_one_line(error, overrides)) from None
+
+
+def _composed(config_name: str, points: Iterable[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """The configuration of each point. Hydra composes every choice of groups once, for which it
+    needs longer than a point takes to simulate, and sets the values of a point in a copy."""
+    of_groups = lru_cache(lambda words: hydra.compose(config_name, list(words)))
+    own = OmegaConf.load(CONF / f"{config_name}.yaml")
+    for point in points:
+        parsed = {word: _parsed(word) for word in point}
+        values = {word: each for word, each in parsed.items() if _is_value(each, own)}
+        config = deepcopy(of_groups(tuple(word for word in point if word not in values)))
+        ConfigLoaderImpl._apply_overrides_to_config(list(values.values()), config)
+        yield _plain(config)
+
+
+def _is_value(override: Override, own: Any) -> bool:
+    """Whether a word of one point only sets a value, and chooses no group nor anything of Hydra."""
+    key = override.key_or_group
+    if override.is_sweep_override() or override.package or key.startswith("hydra."):
+        return False
+    return "." in key or key in own
 
 
 def _parser() -> CommandParser:
@@ -84,8 +108,9 @@ def _refuse_what_runs_less(override: Override) -> None:
     options = value.list if isinstance(value, ChoiceSweep) else [value]
     if (CONF / override.key_or_group).is_dir() and any(isinstance(o, list) for o in options):
         raise SpecError(f"{word}: is a list, of which one would run (give one, or a,b with -m)")
-    if isinstance(value, RangeSweep) and not list(value.range()):
-        raise SpecError(f"{word}: is empty, so nothing would run (write range(from,to,step))")
+    is_empty = isinstance(value, RangeSweep) and not list(value.range())
+    if is_empty or isinstance(value, IntervalSweep):
+        raise SpecError(f"{word}: names no value that would run (write range(from,to,step))")
 
 
 def _short_help(config_name: str) -> str:
@@ -186,11 +211,14 @@ def _listed(lines: Sequence[str], given: Mapping[str, str]) -> list[list[str]]:
 
 def _parsed(word: str) -> Override:
     try:
-        return OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(word)
     except HydraException:
         raise SpecError(
             f"{word.lstrip('+')}: is not key=value as Hydra reads it (quote it?)"
         ) from None
+    if (started := GlobalHydra.instance()).is_initialized():
+        parsed.config_loader = started.config_loader()  # which lists what glob() names
+    return parsed
 
 
 def _refuse_doubled(parsed: Sequence[Override]) -> None:

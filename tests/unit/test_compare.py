@@ -12,7 +12,7 @@ import pytest
 from benchmarks.report.compare import compare, why_worse, write_comparison
 from benchmarks.report.frame import latest_ok
 from tests.unit.report_frames import QUIET, failed, frame_of
-from tests.unit.synthetic_records import make_record
+from tests.unit.synthetic_records import make_record, write_records
 
 
 def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
@@ -49,6 +49,11 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
     assert reasons == ["23 % slower", "ok -> oom", "is gone"]
     lenient = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET, 0.25)
     assert [*filter(None, lenient.worse.values())] == ["ok -> oom", "is gone"]
+    other = make_record("zeropp", global_batch=32)
+    write_records([other], tmp_path / "c")
+    none = write_comparison([tmp_path / "a"], [tmp_path / "c"], tmp_path / "out", QUIET)
+    why = "the two sets have no configuration in common"
+    assert none.worse == {"all": f"{why}; global_batch is 16, and 32"}
     lenient.write_junit(tmp_path / "junit.xml")
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("5", "2")

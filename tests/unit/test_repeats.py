@@ -7,16 +7,19 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
+import hydra
 import numpy as np
 import pytest
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from benchmarks import CHECKOUT
 from benchmarks.launch.points import plan_point, still_to_run
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.repeats import half_width, pooled_spread
 from benchmarks.report.speedup import with_speedups
-from benchmarks.specification.compose import compose
+from benchmarks.specification import CONF
+from benchmarks.specification.compose import _any_knob, _parsed, _plain, compose
 from tests.unit.report_frames import frame_of
 from tests.unit.synthetic_records import make_record
 from tests.unit.toy_spec import spec_of
@@ -139,6 +142,24 @@ def test_every_point_is_to_run_as_often_as_asked_for(tmp_path: Path) -> None:
     record.write(place / "record.json")
     assert missing(3) == {2: 2, 4: 3}
     assert missing(1) == {4: 1}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=gpt_tiny,llama_tiny ++model.document=16,32 ~launcher.steps",
+        "contender=glob(z*) contender.pp=2,1 sequences_per_gpu=2",
+        "launcher=slurm launcher.setup=[a,b],[c] +launcher.queues={1:{partition:x}},{}",
+        "cluster=h100,a100 cluster.device.memory_gib=40,80 seed=null",
+    ],
+)
+def test_a_point_of_a_sweep_is_what_it_is_alone(words: str) -> None:
+    """Groups are composed once for points that share them."""
+    parsed = [_parsed(word.replace("glob(z*)", "zeropp")) for word in words.split()]
+    (points,) = BasicSweeper.split_arguments(parsed, None)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        alone = [_plain(hydra.compose("config", [*map(_any_knob, point)])) for point in points]
+    assert compose("config", ["-m", *words.split()]) == alone
 
 
 def test_an_experiment_lists_points_of_several_contenders() -> None:

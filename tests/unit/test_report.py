@@ -20,7 +20,13 @@ from benchmarks.report.evidence import (
     published_table,
 )
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
-from benchmarks.report.speedup import headline_table, paired_speedups, speedup_maps, speedup_table
+from benchmarks.report.speedup import (
+    headline_table,
+    paired_speedups,
+    speedup_maps,
+    speedup_table,
+    with_speedups,
+)
 from benchmarks.report.tables import paper_grids, throughput_table
 from benchmarks.report.write import make_table, report_folder, write_report
 from tests.unit.report_frames import QUIET, column, failed, frame_of
@@ -56,6 +62,11 @@ def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     ]
     assert "OOM" in column(table, "step [s]")
     assert "OOM" in column(headline_table(rows), "tokens/s/rank")
+    late = make_record(
+        "deepspeed_3d", fields=failed("timeout", "at step 5") | {"step_s": [1.0] * 5}
+    )
+    rows = latest_ok(frame_of(make_record(), late, root=tmp_path / "late"))
+    assert with_speedups(rows, "deepspeed_3d")["speedup"].count() == 0  # of steps before a failure
 
 
 def test_attempts_that_failed_beside_a_success_are_listed(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.records.record import RunRecord
 from benchmarks.report import Options, style
 from benchmarks.report.charts import memory_breakdown, save, scaling_curves, throughput_bars
 from benchmarks.report.frame import latest_ok
@@ -95,6 +98,23 @@ def test_a_figure_with_many_panels_says_which_it_draws(tmp_path: Path) -> None:
     (picture,) = throughput_bars(latest_ok(frame_of(*records, root=tmp_path)))
     assert "the first 6 of 8 panels, up to GPT tiny, batch 48 x 64" in picture.caption
     assert picture.shown.endswith("batch 6 sizes · default degrees: ZeroPP")
+
+
+def test_a_map_has_room_for_what_was_swept(tmp_path: Path) -> None:
+    records = [make_record(name, spans=False) for name in ("zeropp", "deepspeed_3d")]
+    (before,) = speedup_maps(latest_ok(frame_of(*records, root=tmp_path / "few")))
+    for record in [*records]:
+        other = json.loads(json.dumps(vars(record), default=vars))
+        other["spec"]["model"] |= {"hidden": 4096, "ffn": 65536, "heads": 32, "layers": 2**14}
+        other["spec"]["data"]["seed"], other["record_id"] = 12345, f"{other['record_id']}-long"
+        records.append(RunRecord(**other))
+    (after,) = speedup_maps(latest_ok(frame_of(*records, root=tmp_path / "many")))
+    for picture in (before, after):
+        save(picture, tmp_path)
+        (axis, *_), figure = picture.figure.axes, picture.figure
+        left = min(label.get_window_extent().x0 for label in axis.get_yticklabels())
+        assert left >= 0
+        assert axis.get_window_extent().width > figure.bbox.width / 5
 
 
 def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks.report import TABLES
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
 from benchmarks.report.display import varied
-from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.frame import latest_ok, load_frame, notes_of
 from benchmarks.report.speedup import paired_speedups, speedup_maps
 from benchmarks.report.write import grids_of, make_table
 from tests.unit.report_frames import failed, frame_of
@@ -110,6 +110,8 @@ def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
     root = two(tmp_path, _ranks(versions={"torch": "2.11.0"}))
     rows = latest_ok(load_frame([root])[0])
     assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
+    (note,) = notes_of(rows)
+    assert note.startswith("1 of 1 rows also ran with other versions")
 
 
 def test_a_field_that_older_records_lack_has_its_default(tmp_path: Path) -> None:
@@ -207,6 +209,11 @@ def test_a_record_that_is_found_twice_counts_once(tmp_path: Path) -> None:
     twice = latest_ok(load_frame([DEMO, DEMO, point, tmp_path])[0])
     columns = ["record_id", "runs", "step_s", "step_s_low"]
     assert twice[columns].equals(alone[columns])
+    linked = tmp_path / "links"
+    linked.mkdir()
+    (linked / "demo").symlink_to(DEMO)
+    (linked / "loop").symlink_to(tmp_path)
+    assert latest_ok(load_frame([linked])[0])[columns].equals(alone[columns])
 
 
 def test_a_late_record_is_of_the_attempt_that_was_given_up(tmp_path: Path) -> None:
