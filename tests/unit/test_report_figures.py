@@ -7,8 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.records.record import RunRecord
 from benchmarks.report import Options, style
 from benchmarks.report.charts import memory_breakdown, save, scaling_curves, throughput_bars
