@@ -156,6 +156,10 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
     passes[-1] = PassTimes(
         last.forward + forward, last.backward_input + backward, last.backward_weight
     )
+    for end in {0, len(passes) - 1}:  # of these weight gradients are never delayed
+        times = passes[end]
+        backward = times.backward_input + times.backward_weight
+        passes[end] = replace(times, backward_input=backward, backward_weight=0.0)
     return passes
 
 

@@ -359,7 +359,10 @@ def _passes_s(
         for piece in ends:
             forward += piece.forward
             input_ += piece.backward_input
-            weight += piece.backward_weight
+            if work.program.delays_ends:
+                weight += piece.backward_weight
+            else:
+                input_ += piece.backward_weight
         passes.append((start + forward, start + input_, start + weight))
     return tuple(passes)
 

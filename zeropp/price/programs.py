@@ -110,6 +110,7 @@ class Program:
     # needs that product. A function of autograd saves only after it has run, for which ZeroPP's
     # linear layers are two.
     stops_recomputing: bool = False
+    delays_ends: bool = True  # a split backward delays the weight gradients of embedding and head
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     # The same again where blocks rotate queries and keys, and torch.compile has not fused that.
