@@ -284,6 +284,25 @@ def test_torch_computes_all_but_the_last_product_again() -> None:
     assert less == pytest.approx(GPT.layers * last)
 
 
+def test_a_head_that_is_not_delayed_moves_its_weight_gradient_into_the_backward() -> None:
+    late, soon = (
+        price_plan(plan(pp=2), A100, program(delays_ends=delays)).stages[1]
+        for delays in (True, False)
+    )
+    head = matmul_s(A100.device, "bf16", m=GPT.hidden, k=2 * GPT.seq, n=GPT.vocab)
+    moved = late.backward_weight - soon.backward_weight
+    assert head < moved < 1.3 * head  # with its sum and its norm's weight
+    assert soon.backward_input - late.backward_input == pytest.approx(moved)
+    assert soon.forward == late.forward
+
+
+def test_only_torch_delays_the_ends_of_the_contenders_with_split_backwards() -> None:
+    delays = {
+        name: program_as_run(name, compiled=False).delays_ends for name in ("zeropp", "torch_pp")
+    }
+    assert delays == {"zeropp": False, "torch_pp": True}
+
+
 def test_contenders_on_torch_stop_before_the_last_product() -> None:
     for name in ("zeropp", "fsdp", "torch_pp", "deepspeed_3d"):
         for compiled in (False, True):
