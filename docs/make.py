@@ -305,8 +305,10 @@ def _replays(name: str) -> str:
             low, middle, high = own[column].quantile([0.0, 0.5, 1.0])
             ends = f" ({low:.3f} to {high:.3f})" * (len(own) > 1)
             cells.append(f"{middle:.3f}{ends}")
-        lines.append(cells)
-    return markdown_table(["", "plans", "step", "compute", "peak memory"], lines)
+        waits = own["replayed_replicas_s"] / own["replayed_step_s"]
+        lines.append([*cells, f"{waits.median():.1%}"])
+    heads = ["", "plans", "step", "compute", "peak memory"]
+    return markdown_table([*heads, "waits for all-reduces and all-to-alls"], lines)
 
 
 def _orders(kind: str) -> str:
