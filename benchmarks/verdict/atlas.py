@@ -110,9 +110,9 @@ def run(config: dict[str, Any]) -> int:
 
 
 def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
-    """The tables and sentences of the pages, by name, from the rows of ``plans.csv``: ``short``,
-    ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
-    changes with batch, GPUs and network)."""
+    """The tables and sentences of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of
+    README), ``short``, ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and
+    ``moves`` (how that changes with batch, GPUs and network)."""
     speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
     words = plans.pivot(index=CELL, columns="contender", values="plan")
     has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
@@ -134,6 +134,7 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
         cells[name] = cells[name].fillna(0.0) / cells[name.replace("without", "fastest")]
     cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
     return {
+        "brief": _brief(cells),
         "short": _short(cells, of_program),
         "first": _first(of_program),
         "need": _need(cells),
@@ -162,6 +163,19 @@ def _first(of_program: pd.DataFrame) -> str:
     heads = ["fastest of all programs", f"in how many of {len(margin)} cells"]
     heads += [f"by more than {TIE:.0%}", f"by more than {factor(one_program=False) - 1:.0%}"]
     return markdown_table([*heads, "cells in which it fits"], lines)
+
+
+def _brief(cells: pd.DataFrame) -> str:
+    """Per model, the speed without tensor parallelism over that with it: of all programs, and of
+    Megatron-Core alone; the median, and the lowest in brackets."""
+    lines = []
+    for name, of in cells.groupby("model", sort=False):
+        ratios = [of["without"], of["without_fsdp"], of["core_tp1"].dropna()]
+        shares = [f"{ratio.median():.2f} ({ratio.min():.2f})" for ratio in ratios]
+        lines.append([model_label(str(name)), str(len(of)), *shares])
+    errors = [f"± {factor(one_program=one) - 1:.0%}" for one in (False, True)]
+    heads = ["model", "cases", f"all programs ({errors[0]})", "all but Megatron-FSDP"]
+    return markdown_table([*heads, f"Megatron-Core alone ({errors[1]})"], lines)
 
 
 def _need(cells: pd.DataFrame) -> str:
