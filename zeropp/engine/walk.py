@@ -318,7 +318,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if error[0] is None:
             now = self._storages()
             for name, storage in self._held.items():
-                if now.get(name) is not storage:
+                if now.get(name) is not storage and name not in self._shared:
                     self._check_written(storage)
 
     def _check_collective(self, group: Any) -> None:
