@@ -40,6 +40,7 @@ from zeropp.types.training import StepResult
 # Python takes for it.
 _LEAST_ADDED = 2**18
 
+_CLOSED = "this model was closed (create a new model, and load a checkpoint)"
 Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
@@ -251,7 +252,7 @@ class Engine:
             self.check_usable()
             return work()
 
-        if self.barrier.is_closed:
+        if self._unusable == _CLOSED:
             self.check_usable()
         return self.barrier.run(call, checked)[0]
 
@@ -299,7 +300,7 @@ class Engine:
         if not self._unusable:
             for flat in self.flats:
                 flat.give_back()
-        self._unusable = "this model was closed (create a new model, and load a checkpoint)"
+        self._unusable = _CLOSED
         self._undo.close()
 
     def check_usable(self) -> None:

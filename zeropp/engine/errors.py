@@ -182,11 +182,6 @@ class ErrorBarrier:
             raise LostRankError(_LOST + late) from error
         return every.view(-1, len(numbers)).tolist()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether its process groups were destroyed."""
-        return not self._groups
-
     def close(self) -> None:
         """Destroy the process groups; all ranks must call it."""
         while self._groups:

@@ -247,8 +247,7 @@ class ParameterUpdate:
 
     def gather_updated(self) -> None:
         """Start to gather what other ranks have updated. An optimizer that is none of torch's, or a
-        loop, may change rows between steps. A gather under way would overwrite them, but NCCL's
-        does so with nothing of this rank's own."""
+        loop, may change rows between steps, which gloo's gathers under way would overwrite."""
         for flat in self.flats:
             flat.gather_updated()
         kinds = map(type, parts_of(self.updater.optimizer))

@@ -76,8 +76,7 @@ class ParameterKind:
 
     def empty(self) -> nn.Parameter:
         """Such a parameter on the meta device, with the attributes that its maker has set."""
-        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        made = nn.Parameter(empty, self.trained)
+        made = nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trained)
         vars(made).update(self.attributes)
         return made
 
