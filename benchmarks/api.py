@@ -114,10 +114,13 @@ def paper_table(frame: pd.DataFrame, base: str = DEFAULTS.base) -> pd.DataFrame:
     return make_table("paper", frame, Options(base)).numbers
 
 
-def paper_markdown(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:
-    """The paper's table as Markdown, with one table per kind of evidence and cluster."""
-    grids = paper_grids(make_table("paper", frame, Options(base)))
-    return "\n\n".join(map(markdown, grids))
+def paper_markdown(
+    frame: pd.DataFrame, base: str = DEFAULTS.base, columns: Sequence[str] = ()
+) -> str:
+    """The paper's table as Markdown, with one table per kind of evidence and cluster. ``columns``
+    are those of each contender (``zeropp report --columns``): all, if there are none."""
+    grids = paper_grids(make_table("paper", frame, Options(base, columns=tuple(columns))))
+    return "\n\n".join(f"**{grid.title}**\n\n{markdown(grid)}" for grid in grids)
 
 
 def paper_latex(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:

@@ -58,7 +58,7 @@ ratios = speed.rdiv(speed["zeropp"], axis="index").drop(columns="zeropp")
 sequences = ratios.index.get_level_values("global_batch") / ratios.index.get_level_values(
     "num_gpus"
 )
-ratios.round(2)
+ratios.rename(columns=lambda name: name.replace("_", " ")).round(2)
 
 # %% [markdown]
 # ## Medians over cells
@@ -120,4 +120,5 @@ frame[same].sort_values("step_s")[columns].round(3).reset_index(drop=True)
 few = frame[frame["contender"].isin(["zeropp", "deepspeed_3d", "megatron_core", "fsdp"])]
 text = api.paper_latex(few, base="megatron_core")
 print(text[: text.index("\\midrule")])
-Markdown(api.paper_markdown(few, base="megatron_core"))
+columns = ["tokens_per_s_per_gpu", "speedup"]
+Markdown(api.paper_markdown(few, base="megatron_core", columns=columns))

@@ -27,6 +27,8 @@ _MADE_OF = {
     "layers": "layers", "num_gpus": "GPUs", "global_batch": "batch",
 }  # fmt: skip
 
+_SIZES = {f"model.{name}" for name in _MADE_OF}
+
 
 def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """One line per cell: the model's sizes, TFLOP/s per GPU of every contender at its fastest
@@ -38,6 +40,7 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         sizes = first["source"]["spec"]["model"]
         line = {name: first[name] for name in ("evidence", "model", "cluster", *_SAME[2:])}
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
+        line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
         line |= {"mfu": fastest["mfu"], "parameters_b": first["parameters"] / 1e9}
         line["pflops"] = fastest["model_tflops_per_gpu"] * first["num_gpus"] / 1e3
@@ -73,18 +76,26 @@ def as_table(data: pd.DataFrame) -> Table:
         Column(name, head, is_key=name == "cluster", form=_form(name))
         for name, head in _MADE_OF.items()
     ]
-    for name in names:
-        columns.append(Column(name, display.contender_label(name), form=display.count))
+    columns += [Column(n, display.setting_label(n), is_key=True) for n in display.varied(data)]
+    flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
+    form = display.count if flops.name == "TFLOP/s" else flops.form
+    columns += [Column(name, display.contender_label(name), form=form) for name in names]
     columns.append(Column("mfu", "share of peak", form=display.share))
-    columns.append(Column("pflops", "PFLOP/s", form="{:,.1f}".format))
+    columns.append(Column("pflops", "PFLOP/s", form=_tenths))
     columns += [
         Column(name, head, form=display.count) for name, head in _PAPERS.items() if name in data
     ]
-    caption = "Model TFLOP/s per GPU; share of peak and PFLOP/s of all GPUs are the fastest one's."
+    caption = (
+        f"Model {flops.name} per GPU; share of peak and PFLOP/s of all GPUs are the fastest one's."
+    )
     return table("scaling", "Scaling", tuple(columns), data, caption=caption)
 
 
 def _form(name: str) -> display.Form | None:
     if name == "cluster":
         return None
-    return "{:,.1f}".format if name == "parameters_b" else "{:,.0f}".format
+    return _tenths if name == "parameters_b" else "{:,.0f}".format
+
+
+def _tenths(value: float) -> str:
+    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"

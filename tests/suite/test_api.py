@@ -58,6 +58,9 @@ def test_the_frame_is_tidy_and_numeric() -> None:
     base = paper[paper["contender"] == "deepspeed_3d"]
     assert list(base["speedup"]) == [1.0] * 2
     text = api.paper_markdown(frame)
+    few = api.paper_markdown(frame, columns=["speedup"])
+    assert few.startswith("**Throughput and peak memory on CPU (gloo), measured**")
+    assert ("MiB |" in text, "MiB |" in few, "speed-up |" in few) == (True, False, True)
     assert all(f"{value:,.0f}" in text for value in paper["tokens_per_s_per_gpu"])
     assert r"\toprule" in api.paper_latex(frame)
 

@@ -177,7 +177,12 @@ def test_figures_and_speedups_keep_them_apart(tmp_path: Path) -> None:
 def test_every_table_is_made_of_a_sweep(tmp_path: Path) -> None:
     rows = _sweep(tmp_path)
     for name in TABLES:
-        assert "model.layers" in make_table(name, rows).numbers or name in ("published", "scaling")
+        shown = "layers" if name == "scaling" else "model.layers"
+        assert shown in make_table(name, rows).numbers or name == "published"
+    other = latest_ok(load_frame([two(tmp_path / "steps", SWEPT["measure.steps"])])[0])
+    (grid,) = grids_of(make_table("scaling", other))
+    head = [row[grid.heads.index("measure.steps")].text for row in grid.rows]
+    assert (head, "0" in {cell.text for row in grid.rows for cell in row}) == (["10", "999"], False)
 
 
 def test_a_comparison_matches_what_was_swept(tmp_path: Path) -> None:
