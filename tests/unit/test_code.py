@@ -37,7 +37,7 @@ BUDGET = {
     "benchmarks/launch": 4_070,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_350,
-    "benchmarks/report": 5_130,
+    "benchmarks/report": 5_140,
     "benchmarks/specification": 1_020,
     "benchmarks/tune": 260,
     "benchmarks/validation": 2_190,
@@ -53,8 +53,8 @@ BUDGET = {
     "zeropp/train": 1_200,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_770
-MOST_LINES_OF_TESTS = 32_400
+MOST_LINES = 51_780
+MOST_LINES_OF_TESTS = 32_410
 
 
 @cache
