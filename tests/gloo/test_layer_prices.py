@@ -110,6 +110,7 @@ def test_both_prices_of_a_stage_agree(
     # The suite's formula has one price for both families, which counts a sum with positions for
     # Llama and no look-up of positions for GPT. It is 3 % of a block's forward at most.
     assert embedding.pop("forward") == pytest.approx(1.0, abs=0.7)
+    assert embedding.pop("input gradient") == pytest.approx(1.0, abs=0.2)
     assert_near([embedding], 0.035)
 
 
