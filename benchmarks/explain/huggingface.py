@@ -35,8 +35,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
         raise SpecError("DeepSpeed's file has no model: give its config.json, too")
     kind = values.get("model_type", "")
-    if experts := next((key for key in _EXPERTS if values.get(key)), ""):
-        raise SpecError(f"{experts}={values[experts]}: no price for mixtures of experts")
+    _check_dense(values)
     keys = Keys(values)
     reading = Reading(dialect="huggingface", contender="megatron_core")
     if kind in _LLAMA_LIKE:
@@ -163,11 +162,18 @@ _ACCELERATE_HARMLESS = (
 )
 
 
+def _check_dense(values: Mapping[str, Any], place: str = "") -> None:
+    if experts := next((key for key in _EXPERTS if values.get(key)), ""):
+        raise SpecError(f"{place}{experts}={values[experts]}: no price for mixtures of experts")
+
+
 def nanotron(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What nanotron's YAML says; raises SpecError, in one line, for what has no price."""
     tree = dict(tree)
     tree["model"] = dict(tree.get("model", {}))
-    config = Keys(tree["model"].pop("model_config", {}), lambda key: f"model.model_config.{key}")
+    sizes = tree["model"].pop("model_config", {})
+    _check_dense(sizes, "model.model_config.")
+    config = Keys(sizes, lambda key: f"model.model_config.{key}")
     keys = Keys(flat(tree))
     reading = Reading(dialect="nanotron", contender="megatron_core", program="nanotron")
     degree = {

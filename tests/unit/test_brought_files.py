@@ -390,6 +390,12 @@ def test_nanotrons_plans_are_those_of_its_engines(tmp_path: Path) -> None:
     assert own.plan.layout.placement == "dp_inner"
 
 
+def test_nanotrons_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    mixture = NANOTRON.replace("vocab_size: 32000", "vocab_size: 32000, moe_num_experts: 4")
+    with pytest.raises(SpecError, match=r"^model\.model_config\.moe_num_experts=4: no price"):
+        priced(tmp_path, {"n.yaml": mixture})
+
+
 def test_what_the_simulator_cannot_tell_apart_is_a_sentence() -> None:
     slow, same, fast = (cast("Any", SimpleNamespace(step_s=step_s)) for step_s in (1.0, 0.99, 0.5))
     lines = [PlanLine("FSDP2", slow, "1.00"), PlanLine("ZeroPP", same, "1.01 [0.83, 1.22]")]

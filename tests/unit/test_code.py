@@ -53,7 +53,7 @@ BUDGET = {
     "zeropp/train": 1_200,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_780
+MOST_LINES = 51_790
 MOST_LINES_OF_TESTS = 32_410
 
 
