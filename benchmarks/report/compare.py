@@ -165,7 +165,7 @@ def _between(before: pd.DataFrame, after: pd.DataFrame) -> tuple[set[str], set[s
 
 
 def _what_differs(before: pd.DataFrame, after: pd.DataFrame) -> str:
-    """The first keys of which two sets share no value, in words."""
+    """The first keys without a value that two sets share, in words."""
     if before.empty or after.empty:
         return ": one has no records"
     sets = [[*frame["settings"]] for frame in (before, after)]

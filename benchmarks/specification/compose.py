@@ -107,7 +107,7 @@ def _refuse_what_runs_less(override: Override) -> None:
     word, value = override.input_line or "", override.value()
     options = value.list if isinstance(value, ChoiceSweep) else [value]
     if (CONF / override.key_or_group).is_dir() and any(isinstance(o, list) for o in options):
-        raise SpecError(f"{word}: is a list, of which one would run (give one, or a,b with -m)")
+        raise SpecError(f"{word}: is a list, and one would run (give one, or a,b with -m)")
     is_empty = isinstance(value, RangeSweep) and not list(value.range())
     if is_empty or isinstance(value, IntervalSweep):
         raise SpecError(f"{word}: names no value that would run (write range(from,to,step))")

@@ -113,7 +113,7 @@ def _then(build: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
 
 def _first_step(expected: Expected) -> Expected:
     """The same of the first step alone, with the same limits. What is found in it is found in all
-    steps, of which the worst one counts."""
+    steps; the worst one counts."""
     return replace(
         expected,
         losses=expected.losses[:1],

@@ -232,7 +232,7 @@ class Reused(Pair):
 
 
 class InnerGradient(Pair):
-    """Takes a gradient inside its forward, of which the loss depends or not."""
+    """Takes a gradient inside its forward; the loss depends on it or not."""
 
     def __init__(self, differentiable: bool) -> None:
         super().__init__()

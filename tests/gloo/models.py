@@ -449,7 +449,7 @@ def with_keywords(kind: str, reduction: str, degrees: Mapping[str, Any]) -> Para
     )  # fmt: skip
 
 
-# Layers of which some are frozen and others count in buffers.
+# Layers, some frozen, and others that count in buffers.
 
 
 def stateful() -> list[nn.Module]:

@@ -62,7 +62,7 @@ def train_on(model: ParallelModel, steps: int) -> Iterator[list[int]]:
 def through_an_interruption(
     first: dict[str, Any], then: dict[str, Any], folder: Path
 ) -> list[tuple[int, list[int]]]:
-    """(data-parallel rank, rows) of five steps, after two of which the topology is another one."""
+    """(data-parallel rank, rows) of five steps; after two the topology is another one."""
     rows = []
     for degrees, steps in ((first, 2), (then, PER_EPOCH)):
         with made(degrees) as model:

@@ -35,7 +35,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
 
 
 def layers_of() -> list[nn.Module]:
-    """Four layers, of which the first and the last share their weight."""
+    """Four layers; the first and the last share their weight."""
     layers = seeded([linear] * 4)
     layers[3].weight = layers[0].weight
     return layers

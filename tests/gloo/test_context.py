@@ -229,7 +229,7 @@ def shifted(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def weighted(logits: Tensor, targets: Tensor) -> Tensor:
-    """A mean over tokens some of which count more, and alike in all rows' slices."""
+    """A mean over tokens; some count more, and alike in all rows' slices."""
     counts = (targets % 7 == 0) * 8.0 + 1
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * counts.flatten()).sum() / counts.sum()
@@ -267,7 +267,7 @@ def pretrained(family: str, **more: Any) -> Any:
 
 
 def labelled(kind: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Tokens, labels, some of which are ignored, and what tells documents or padding apart."""
+    """Tokens, labels (some are ignored), and what tells documents or padding apart."""
     tokens, labels = data(0)
     labels = labels.masked_fill(
         torch.rand(ROWS, LENGTH, generator=torch.manual_seed(3)) < 0.2, -100

@@ -97,7 +97,7 @@ class Setting:
     ranks: int
     knobs: dict[str, Any]
     has: set[str]
-    global_batch: int = 4  # every rank needs two microbatches, one of which a fault leaves out
+    global_batch: int = 4  # every rank needs two microbatches: a fault leaves out one
     layers: int = 2  # a fault of an axis needs no more
 
     def needy(self, names: list[str]) -> list[str]:

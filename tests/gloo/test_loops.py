@@ -135,7 +135,7 @@ def nadam(groups: Any) -> torch.optim.Optimizer:
 
 
 def spoilt(model: ParallelModel, number: int = 0, everywhere: bool = True) -> float:
-    """A step of which the targets are infinite, in one row of the last rank or everywhere; the
+    """A step whose targets are infinite, in one row of the last rank or everywhere; the
     gradient's norm."""
     inputs, targets = (part[model.rows].clone() for part in data(number))
     if everywhere:

@@ -55,7 +55,7 @@ class Counting(nn.Module):
 
 
 def weighted(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over classes, some of which count more."""
+    """A mean over classes; some count more."""
     weight = torch.arange(1.0, WIDTH + 1, dtype=output.dtype)
     return F.cross_entropy(output, target.argmax(-1), weight=weight)
 

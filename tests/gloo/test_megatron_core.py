@@ -179,7 +179,7 @@ def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     stages = {action.stage for action in program}
     first, last = 0 in stages, plan.schedule.num_stages - 1 in stages
     blocks = sum(map(plan.blocks_of, stages))
-    # Two sums of hidden states per block and pass, of which the MLP has one; embedding and head
+    # Two sums of hidden states per block and pass, one of them in the MLP; embedding and head
     # have one each.
     again = sum(map(plan.recomputed_blocks, stages)) * (1 if plan.recompute == "selective" else 2)
     forward, backward = 2 * blocks + again + first, 2 * blocks + last

@@ -44,7 +44,7 @@ def muon_and_adamw(groups: Groups) -> list[torch.optim.Optimizer]:
 
 
 class OwnMuon(torch.optim.SGD):
-    """Momentum, and an update of every matrix of which the singular values are about 1."""
+    """Momentum, and an update of every matrix whose singular values are about 1."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -41,7 +41,7 @@ class Shifting(nn.Module):
 
 
 class Moving(nn.Module):
-    """Changes buffers in every forward, of which no checkpoint has the first, and counts them."""
+    """Changes buffers in every forward (no checkpoint has the first one), and counts them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def gathering(where: str, degrees: dict[str, int]) -> str:
 @pytest.mark.parametrize("where", ["layer", "loss"])
 def test_a_collective_to_which_only_some_ranks_come_is_refused(world: World, where: str) -> None:
     for said in world.run(gathering, where, {"pp": 2}, size=2):
-        assert "calls a collective of ranks [0, 1], not all of which run the same stage" in said
+        assert "calls a collective of ranks [0, 1], and not all of them run the same stage" in said
         assert "loss_fn" in said if where == "loss" else "layers[1]" in said
     assert set(world.run(gathering, where, {"shard": 2}, size=2)) == {""}
 

@@ -64,8 +64,8 @@ CASES = [
     ("--hydra-help", "unrecognized arguments: --hydra-help (see --help)"),
     ("--config-name tune", "unrecognized arguments: --config-name tune (see --help)"),
     ("--config-dir /nowhere", "--config-dir=/nowhere: no such folder"),
-    ("model=[gpt_tiny,gpt_mini]", "model=[gpt_tiny,gpt_mini]: is a list, of which one would run"),
-    ("-m model=gpt_tiny,[gpt_mini,gpt_tiny]", "is a list, of which one would run"),
+    ("model=[gpt_tiny,gpt_mini]", "model=[gpt_tiny,gpt_mini]: is a list, and one would run"),
+    ("-m model=gpt_tiny,[gpt_mini,gpt_tiny]", "is a list, and one would run"),
     ("-m num_gpus=range(8,0)", "num_gpus=range(8,0): names no value"),
     ("-m num_gpus=interval(2,8)", "num_gpus=interval(2,8): names no value"),
     ("num_gpus=true", "num_gpus=True: must be a number"),
@@ -369,7 +369,7 @@ def test_an_interruption_is_one_line(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    # Private: Ctrl-C comes while the launcher waits for its ranks, of which none is started here.
+    # Private: Ctrl-C comes while the launcher waits for its ranks; none is started here.
     monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
     monkeypatch.setattr("benchmarks.launch.local._start", lambda *_, **__: {})
     places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]

@@ -61,7 +61,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page of the atlas for two contenders on 4 and 8 GPUs, of which one lacks a plan, in the
+    """The page of the atlas for two contenders on 4 and 8 GPUs; one lacks a plan, in the
     browser of ``page``, so that its requests and errors are counted, too."""
     pytest.importorskip("altair")
     records = [

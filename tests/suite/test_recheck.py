@@ -160,7 +160,7 @@ def test_the_verdict_follows_from_the_committed_plans() -> None:
 
 
 def test_simulated_memory_is_that_of_the_traced_ranks() -> None:
-    """DeepSpeed and Megatron-Core are traced with models of some MiB, of which a few tensors are a
+    """DeepSpeed and Megatron-Core are traced with models of some MiB; a few tensors are a
     few percent."""
     limits = {"zeropp": 0.03, "torch_pp": 0.03, "fsdp": 0.03, "deepspeed_3d": 0.10}
     limits["megatron_core_local"] = 0.05

@@ -251,7 +251,7 @@ while True:
 """
 
 
-# Two nodes of 8, of which ranks 0 and 8 exchange messages; names of parameters as torch has them.
+# Two nodes of 8; ranks 0 and 8 exchange messages; names of parameters as torch has them.
 TWO_NODES = """
 import os
 import torch, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Ranks of which a replay runs only one do the same: another shard, replica or tensor-parallel rank
+"""A replay runs one of the ranks that do the same: another shard, replica or tensor-parallel rank
 of a stage issues what the first one does."""
 
 from __future__ import annotations

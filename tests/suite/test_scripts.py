@@ -227,7 +227,7 @@ def test_dtensors_take_the_operators_of_a_gpu(tmp_path: Path) -> None:
     assert heads == {2 * 8 // 2}  # of two rows, on two ranks
 
 
-# Stages without shapes, two to a rank, of which the first takes integers.
+# Stages without shapes, two to a rank; the first takes integers.
 PIPELINE = """
 import torch, torch.distributed as dist
 from torch import nn

@@ -46,7 +46,7 @@ def _without_torch() -> Iterator[None]:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Path:
-    """An attempt of a Slurm job of two ranks, of which each measured one step."""
+    """An attempt of a Slurm job of two ranks; each measured one step."""
     return make_attempt(tmp_path)
 
 

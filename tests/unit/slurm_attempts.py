@@ -29,7 +29,7 @@ RUNNING = QueuedJob(job="7_0", state="RUNNING", nodes="node7", time_left="9:00")
 
 
 def make_attempt(tmp_path: Path) -> Path:
-    """An attempt of two ranks, of which each measured one step; nothing ended it yet."""
+    """An attempt of two ranks; each measured one step; nothing ended it yet."""
     spec = spec_of(num_gpus=2)
     directory = tmp_path / spec.spec_id / "slurm-sweep-0"
     directory.mkdir(parents=True)

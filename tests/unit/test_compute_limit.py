@@ -34,7 +34,7 @@ SMALL = replace(
 
 @cache
 def points_of_all() -> list[tuple[Contender[Any], SearchPoint[Any], int]]:
-    """Every contender with its degrees and microbatch sizes, for all of which it yields knobs."""
+    """Every contender with its degrees and microbatch sizes; it yields knobs for all."""
     found = [
         (contender, point, size)
         for contender in PRICED.values()

@@ -19,7 +19,7 @@ from tests.unit.slurm_attempts import silent_for, submitted
 
 @pytest.fixture
 def unstarted(attempt: Path) -> Path:
-    """The attempt, of which no rank has written anything."""
+    """The attempt; no rank has written anything."""
     for path in attempt.glob("rank_*"):
         path.unlink()
     return attempt

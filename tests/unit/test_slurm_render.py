@@ -217,7 +217,7 @@ def test_variables_of_a_shell_change_no_flag_of_the_script() -> None:
         "SLURM_JOB_ID": "7",
     }
     kept = site_defaults(environment, {"partition", "time", "requeue"})
-    assert kept == {"SBATCH_ACCOUNT": "science"}  # of which the script says nothing
+    assert kept == {"SBATCH_ACCOUNT": "science"}  # the script does not say it
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_zero_2_is_neither_zero_1_nor_zero_3(program: str) -> None:
     memory = {"metric": "peak_memory_allocated", "unit": "GiB"}
     if program == "deepspeed_zero2":
         one, two = (value(**alone, **memory, zero=zero) for zero in "12")
-        state = 1.3e9 * 4 * 7 / 8 / 2**30  # fp32 sums of which an eighth stays
+        state = 1.3e9 * 4 * 7 / 8 / 2**30  # fp32 sums; an eighth stays
         assert two == pytest.approx(one - state, rel=0.05)
         assert value(**alone, zero="2") > value(**alone, zero="1")  # it reduces every microbatch
         return

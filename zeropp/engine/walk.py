@@ -324,7 +324,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
         if self._stages and not any(stage.issuperset(ranks) for stage in self._stages):
             raise InfeasibleError(
-                f"{self._reader}: calls a collective of ranks {ranks}, not all of which run the "
+                f"{self._reader}: calls a collective of ranks {ranks}, and not all of them run the "
                 f"same stage (take pp=1, or a group among {[sorted(x) for x in self._stages]})"
             )
 

@@ -7,7 +7,7 @@ once both ranks have come to them (``Schedule.pair_streams``). A gather, reducti
 starts once the compute actions before it in the program have ended, and a reduction over the
 replicas once the stage's gradients are reduced over the shards. Tied sums, updates and the gathers
 of what is updated whole stand in line with compute, and wait for all reductions of their own rank,
-but for no other rank. The copy that belongs to a gather is done before the first compute action
+and for no other rank. The copy that belongs to a gather is done before the first compute action
 that uses the parameters, while that waits for its input; the copy that belongs to a reduction is
 done before it starts. In programs without transfers (compute actions alone) a message takes
 ``StageCost.transfer`` from the end of the action that produces it.
