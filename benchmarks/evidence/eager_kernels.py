@@ -36,7 +36,7 @@ from zeropp.price.eager import TABLE, EagerPass
 from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
 
-TOKENS, HEAD = 1 << 15, 64  # this many tokens that what does not grow with them is nothing
+TOKENS, HEAD = 1 << 15, 64  # tokens, beside which what does not grow with them is nothing
 Widths = tuple[int, int, int]  # of a hidden state, of keys or values, of the MLP
 WIDTHS: tuple[Widths, ...] = (
     (512, 128, 1536), (1024, 128, 1536), (512, 256, 1536), (512, 128, 3072), (2048, 256, 3072)

@@ -252,7 +252,7 @@ def deepspeed(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> 
         reading.knobs["reduce_bucket_size"] = bucket
     reading.free = "shard" if stage == 3 else "replicate"
     reading.traits["eager"] = reading.code
-    # ``PipelineModule`` takes every this many layers as one checkpoint; 0: none.
+    # ``PipelineModule`` recomputes runs of this length; 0: none.
     if keys.number("pipeline.activation_checkpoint_interval", 0):
         reading.knobs["recompute"] = "full"
     else:

@@ -244,7 +244,8 @@ def find_below(root: Path, pattern: str) -> list[Path]:
     """
     paths: list[Path] = []
     closed: list[OSError] = []
-    seen = {root.resolve()}  # a link may lead to a folder above it
+    whole = root.resolve()
+    seen = {whole}  # a link may lead to a folder above it, or to one below, which is read anyway
     for place, folders, files in os.walk(root, onerror=closed.append, followlinks=True):
         paths += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
         links = {
@@ -253,7 +254,10 @@ def find_below(root: Path, pattern: str) -> list[Path]:
             if os.path.islink(f"{place}/{name}")
         }
         folders[:] = [
-            name for name in folders if not name.startswith(".") and links.get(name) not in seen
+            name
+            for name in folders
+            if not name.startswith(".")
+            and not ((to := links.get(name)) and (to in seen or whole in to.parents))
         ]
         seen.update(links.values())
     refused = [Path(error.filename) for error in closed if isinstance(error, PermissionError)]

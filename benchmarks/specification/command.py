@@ -72,7 +72,7 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted", close
         print(f"error: {missing}: {_remedy()}", file=sys.stderr)
         return 2
     except (BrokenPipeError, SystemExit) as error:
-        if not isinstance(error.__context__ or error, BrokenPipeError):  # what rich makes of one
+        if BrokenPipeError not in map(type, (error, error.__context__)):  # what rich makes of one
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return closed

@@ -170,7 +170,7 @@ def _brief(cells: pd.DataFrame) -> str:
     Megatron-Core alone; the median, and the lowest in brackets."""
     lines = []
     for name, of in cells.groupby("model", sort=False):
-        ratios = [of["without"], of["without_fsdp"], of["core_tp1"].dropna()]
+        ratios = [of["without"], of["without_fsdp"], of["core_tp1"].fillna(0.0)]
         shares = [f"{ratio.median():.2f} ({ratio.min():.2f})" for ratio in ratios]
         lines.append([model_label(str(name)), str(len(of)), *shares])
     errors = [f"± {factor(one_program=one) - 1:.0%}" for one in (False, True)]

@@ -21,6 +21,7 @@ from tests.gloo.layers import (
     GivesComplex,
     GivesParameter,
     Kind,
+    Saving,
     TakesComplex,
     TakesTwo,
     TwoTypes,
@@ -198,6 +199,11 @@ def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
         assert said.startswith(f"InfeasibleError: {words}"), said
         assert "\n" not in said
     assert not first
+
+
+@on_ranks(2)
+def test_an_empty_state_and_numbers_of_a_graph_are_no_reason() -> None:
+    built(seeded([linear, Saving, linear]), sample=data()[0][:MICROBATCH], pp=2)
 
 
 def backward_by_itself(output: Tensor, target: Tensor) -> Tensor:

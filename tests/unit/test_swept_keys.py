@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.records.record import RunRecord, read_record
+from benchmarks.records.record import RunRecord, find_records, read_record
 from benchmarks.report import TABLES
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
@@ -219,6 +219,8 @@ def test_a_record_that_is_found_twice_counts_once(tmp_path: Path) -> None:
     (linked / "demo").symlink_to(DEMO)
     (linked / "loop").symlink_to(tmp_path)
     assert latest_ok(load_frame([linked])[0])[columns].equals(alone[columns])
+    (tmp_path / "best").symlink_to(tmp_path / f"{point.name}.bak")
+    assert not any("best" in str(path) for path in find_records([tmp_path]))
 
 
 def test_a_late_record_is_of_the_attempt_that_was_given_up(tmp_path: Path) -> None:

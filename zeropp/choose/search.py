@@ -32,7 +32,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import Generic, NamedTuple, get_args
+from typing import Generic, NamedTuple
 
 from zeropp.choose.bounds import (
     exceeds,
@@ -52,7 +52,7 @@ from zeropp.price.simulator import SimResult, simulate_within
 from zeropp.schedule.plan import Draft, Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.literals import Auto, Recompute
+from zeropp.types.literals import Auto
 
 
 def adds_later(plan: SizedPlan) -> bool:
@@ -78,7 +78,9 @@ class QueueEntry(Generic[K]):
     number: int  # unique
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
-    turn: int  # those of a lower one come first, whatever their bounds
+    # Those of a lower turn come first, whatever their bounds: -1: what recomputes most, in a hurry;
+    # 0: plans without a pipeline; 1: all others.
+    turn: int
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
@@ -268,7 +270,7 @@ class _Search(Generic[K]):
         budget_s: float,
     ) -> None:
         self._ends = process_time() + budget_s
-        self._hurries = process_time() + budget_s / 2  # if nothing has been found by then
+        self._hurry_at = process_time() + budget_s / 2  # if nothing has been found by then
         self._task = task
         self._contender = contender
         self._asked = asked
@@ -301,9 +303,9 @@ class _Search(Generic[K]):
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
                 break
-            if not outcome.winner and process_time() > self._hurries:
-                self._hurries = float("inf")
-                queue = self._smallest_first([entry, *queue])
+            if not outcome.winner and process_time() > self._hurry_at:
+                self._hurry_at = float("inf")
+                queue = self._recomputed_first([entry, *queue])
                 continue
             if entry.price is not None:
                 self._evaluate(entry, outcome.slowest(runner_up))
@@ -314,17 +316,19 @@ class _Search(Generic[K]):
         self._recompute_less()
         return outcome
 
-    def _smallest_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
-        """The queue with those first that recompute most, of these those of the fewest sequences
-        per microbatch: what fits, where little does."""
-        thrifts: dict[object, tuple[int, int]] = {}
+    def _recomputed_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
+        """The queue with those first that recompute the most blocks in full, of these those of the
+        fewest sequences per microbatch: most of what fits is there, where little does."""
+        sizes: dict[object, tuple[int, int]] = {}
         for entry in queue:
-            if entry.alike not in thrifts and (plan := entry.plan or self._sized(entry.candidate)):
-                blocks = sum(plan.recomputed_per_stage)
-                remade = blocks * get_args(Recompute).index(plan.recompute)
-                thrifts[entry.alike] = (remade, -entry.candidate.microbatch_size)
-        most = max(thrifts.values(), default=None)
-        turned = [replace(e, turn=-1) if thrifts.get(e.alike) == most else e for e in queue]
+            if entry.alike not in sizes:
+                with suppress(InfeasibleError):
+                    knobs, microbatch = entry.candidate.knobs, entry.candidate.microbatch_size
+                    plan = entry.plan or self._contender.size(self._task, knobs, microbatch)
+                    blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
+                    sizes[entry.alike] = (blocks, -microbatch)
+        most = max(sizes.values(), default=None)
+        turned = [replace(e, turn=-1) if sizes.get(e.alike) == most else e for e in queue]
         heapq.heapify(turned)
         return turned
 

@@ -300,9 +300,13 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse a layer that keeps a number with its graph, other than one of its ``outputs``, as
         those do whose loss function looks for it: on another rank it would not find it."""
         given = [x.untyped_storage() for x in outputs]
+        if any(not x.dim() for x in outputs):
+            return  # it returns a number, which may follow from those that it keeps
         for number in self._numbers:
-            if (kept := number()) is None or not kept.requires_grad or not get_referrers(kept):
-                continue  # it is gone, or a graph alone has it
+            if (kept := number()) is None or not kept.requires_grad:
+                continue
+            if not any(isinstance(one, (dict, list)) for one in get_referrers(kept)):
+                continue  # a graph alone has it
             own = kept.untyped_storage()
             if not any(own is storage for storage in given):
                 raise InfeasibleError(
@@ -447,10 +451,18 @@ def check_layer(module: nn.Module, index: int) -> None:
             wrong = "which adds gradients up a second time (hand over the module inside it)"
         elif isinstance(part, torch.jit.ScriptModule):
             wrong = "whose parameters nothing can share out (hand over what it was made from)"
-        elif type(part).get_extra_state is not nn.Module.get_extra_state:
+        elif _has_extra_state(part):
             wrong = "whose extra state no checkpoint would have (keep it in buffers)"
         if wrong:
             raise InfeasibleError(f"layers[{index}]: has a {type(part).__name__}, {wrong}")
+
+
+def _has_extra_state(part: nn.Module) -> bool:
+    """Whether a module saves more than its tensors. Some give nothing, or an empty tensor."""
+    if type(part).get_extra_state is nn.Module.get_extra_state:
+        return False
+    state = part.get_extra_state()
+    return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:

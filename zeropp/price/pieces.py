@@ -485,10 +485,10 @@ def loss_bytes(program: Program, precision: Precision, tp: int = 1) -> tuple[int
 
     flash-attention's loss reads the logits, and then reads them and overwrites them with their
     gradient. Others cast logits to fp32 and their gradient back. Between the casts, torch's own
-    loss reads logits and writes log-probabilities, later writes a gradient of zeros except the
-    targets, and reads both for the gradient of the logits. Megatron's (``cross_entropy.py``) reads
-    the logits for their maximum, subtracts it, exponentiates, sums and divides in a kernel each,
-    and later multiplies by the loss's gradient.
+    loss reads logits and writes log-probabilities. Later it writes a gradient that is zero where no
+    target is, and reads both for the gradient of the logits. Megatron's (``cross_entropy.py``)
+    reads the logits for their maximum, subtracts it, exponentiates, sums and divides in a kernel
+    each, and later multiplies by the loss's gradient.
     """
     e = element_bytes(precision)
     if program.fused_loss:

@@ -64,13 +64,14 @@ def parallelize(
         plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    empty_others(layers, held)
     named, element_mfu = frozenset(settings.sample_keywords), None
     if settings.hardware is not None:
         from zeropp.train.auto import element_mfu_of
 
         element_mfu = element_mfu_of(settings, settings.hardware, sizes)
-    return ParallelModel(engine, plan, named, chosen, element_mfu)
+    model = ParallelModel(engine, plan, named, chosen, element_mfu)
+    empty_others(layers, held)  # at last: layers of a call that failed can be given again
+    return model
 
 
 class _Planned(NamedTuple):

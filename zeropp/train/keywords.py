@@ -55,3 +55,5 @@ def check_call(
             near = get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see zeropp.engine.settings.Settings"
             raise TypeError(f"parallelize: got an unexpected keyword argument {name!r} ({hint})")
+    if missing := [name for name in ("sample", "global_batch") if name not in keywords]:
+        raise TypeError(f"parallelize: {' and '.join(missing)} must be given")

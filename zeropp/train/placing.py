@@ -44,7 +44,10 @@ def device_of(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torc
     A CUDA device becomes this process's current one, because streams and events are those of the
     current device where none is named. Raises InfeasibleError for a device that is not there.
     """
-    device = torch.device(asked or ("cuda" if on_cuda(None, mesh) else "cpu"))
+    try:
+        device = torch.device(asked or ("cuda" if on_cuda(None, mesh) else "cpu"))
+    except RuntimeError:  # whose message has all of torch's types of devices
+        raise InfeasibleError(f"device={asked!r}: is none of torch's devices (cuda, cpu)") from None
     known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
     if device.type not in known:
         raise InfeasibleError(
