@@ -393,10 +393,16 @@ class FlatParameters:
 
     def _gather_rows(self) -> None:
         part = self._part.data  # whose version is its own
-        rows = part[self.layout.owned.inside(self.layout.part)]
+        own = self.layout.owned.inside(self.layout.part)
+        rows = part[own]
         if self._part is not self.master:
             rows.copy_(self.master)
-        all_gather_single(part, rows, group=self._groups.replicate)
+        # A loop may change its rows meanwhile. NCCL leaves them in place, gloo writes them again.
+        gathered = part if part.is_cuda else torch.empty_like(part)
+        all_gather_single(gathered, rows, group=self._groups.replicate)
+        if gathered is not part:
+            part[: own.start].copy_(gathered[: own.start])
+            part[own.stop :].copy_(gathered[own.stop :])
 
 
 def _reduce_scatter(

@@ -246,15 +246,9 @@ class ParameterUpdate:
         return norm
 
     def gather_updated(self) -> None:
-        """Start to gather what other ranks have updated. An optimizer that is none of torch's, or a
-        loop, may change rows between steps, which gloo's gathers under way would overwrite."""
+        """Start to gather what other ranks have updated."""
         for flat in self.flats:
             flat.gather_updated()
-        kinds = map(type, parts_of(self.updater.optimizer))
-        own = any(not kind.__module__.startswith("torch.optim.") for kind in kinds)
-        if own or self.lanes.device.type == "cpu":
-            for flat in self.flats:
-                flat.settle()
 
     def _scale(self, factor: Tensor) -> None:
         for flat in self.flats:
