@@ -366,10 +366,13 @@ def _scaling(name: str) -> str:
 
 
 def _steps(model: str) -> str:
-    """What every freedom of ZeroPP's search gains on a model, all in one case."""
+    """What every freedom of ZeroPP's search gains on a model, beside others, all in one case."""
     frame = pd.read_csv(_REFERENCE / "atlas" / "steps.csv").query("model == @model")
-    lines = [[row["layout"], f"{row['step_s']:,.1f}"] for row in frame.to_dict("records")]
-    return markdown_table(["ZeroPP's best plan", "step, s"], lines)
+    lines = [
+        [contender_label(row["contender"]), row["layout"], f"{row['step_s']:,.1f}"]
+        for row in frame.to_dict("records")
+    ]
+    return markdown_table(["program", "its best plan", "step, s"], lines)
 
 
 def _opponents(program: str) -> str:

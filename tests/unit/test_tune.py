@@ -86,12 +86,14 @@ def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> N
     assert again.simulated < first.simulated
 
 
-def test_a_search_that_ends_early_has_the_best_plan_without_a_pipeline() -> None:
-    asked = ZeroppKnobs(context=1, replicate_zero=0, placement="dp_inner")
-    found = search(task(16, 128), ZEROPP, asked, budget_s=0.0)
+def test_a_search_that_ends_early_has_compared_all_pipelines_with_the_most_shards() -> None:
+    asked = ZeroppKnobs(pp=4, context=1, chunks=2, unit=8, recompute="none")
+    at_ease = search(task(32, 128), ZEROPP, asked, 1, runner_up=False)
+    found = search(task(32, 128), ZEROPP, asked, 1, runner_up=False, budget_s=0.0)
     assert not found.is_complete
+    assert at_ease.winner is not None
     assert found.winner is not None
-    assert found.winner.plan.layout.pp == 1
+    assert found.winner.plan.layout.shard == 8
 
 
 def test_a_search_in_a_hurry_begins_with_what_holds_least() -> None:

@@ -151,18 +151,20 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
 
 def least_of_family(first: SizedPlan, held: StepBytes) -> int:
     """The least bytes of every member of a family; ``first`` has the smallest unit of them. What
-    may be less in other members is left out: gradients that wait for their reduction, and all but
+    may be less in other members is left out: gradients that wait for the end of a step, and all but
     one of the activations of a rank's last chunk. Where units are larger, a cap that was asked for
     leaves room for fewer of these."""
-    return least_bytes(replace(first, activation_cap=0), _without(held, "unsharded_gradients"))
+    return least_bytes(replace(first, activation_cap=0, reduce_every="unit"), held)
 
 
 def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
     """The least bytes of every plan that differs from ``first`` in how data-parallel ranks are used
-    (and, as above, in unit and cap): those of activations, temporaries and messages alone."""
-    return least_of_family(
-        first, _without(held, "parameters", "optimizer", "gradients", "unsharded")
-    )
+    (and, as above, in unit and cap): those of activations, temporaries and messages, and what is
+    gathered and summed of flat chunks, which is no less with other numbers of shards."""
+    kinds = ["parameters", "optimizer", "gradients"]
+    if not program_named(first.program).flat_chunks:
+        kinds += ["unsharded", "unsharded_gradients"]
+    return least_of_family(first, _without(held, *kinds))
 
 
 def _without(held: StepBytes, *kinds: str) -> StepBytes:

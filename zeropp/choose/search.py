@@ -2,16 +2,16 @@
 
 A *family* is a set of configurations that differ only in unit, activation cap and when gradients
 are reduced. It is sized with what takes the least time: no member has a smaller bound.
-Families wait in a queue, those without a pipeline first, as they are few and their winner settles
-most others; each kind is sorted by a lower bound of its step time. Families that differ only in how
-data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
-takes the first entry again and again: a family is first priced, if any member may fit into memory,
-then replaced by all members that may, and a member is simulated. It ends when no bound in the
-queue is below the best step by more than the ``tolerance``. So no configuration of the space that
-was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
-of recomputed blocks, half and all are tried, and all numbers for the winner alone; the rules below
-drop some configurations; and a budget of time may end the search early. The runner-up is the best
-of those that were simulated with other degrees.
+Families wait in a queue, sorted by a lower bound of their step time. Families that differ only in
+how data-parallel ranks are used have the same compute, so that one of them is sized for all. The
+one with the most shards is in the queue; the others follow when it wins, or when all else is
+settled. The search takes the first entry again and again: a family is first priced, if any member
+may fit into memory, then replaced by all members that may, and a member is simulated. It ends when
+no bound in the queue is below the best step by more than the ``tolerance``. So no configuration of
+the space that was not simulated is faster than the winner by more, as far as the bounds hold, with
+these limits: of recomputed blocks, half and all are tried, and all numbers for the winner alone;
+the rules below drop some configurations; and a budget of time may end the search early. The
+runner-up is the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -78,9 +78,7 @@ class QueueEntry(Generic[K]):
     number: int  # unique
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
-    # Those of a lower turn come first, whatever their bounds: -1: what recomputes most, in a hurry;
-    # 0: plans without a pipeline; 1: all others.
-    turn: int
+    turn: int = 0  # those of a lower turn come first, whatever their bounds
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
@@ -124,10 +122,6 @@ class Evaluated(Generic[K]):
         layout, order = self.plan.layout, self.plan.schedule
         degrees = (layout.pp, layout.tp, layout.context, layout.shard, layout.replicate)
         return (*degrees, layout.chunks, order.name, self.plan.recompute)
-
-
-# Called with the number of configurations that are settled, the number known, and the best so far.
-Progress = Callable[[int, int, Evaluated[K] | None], None]
 
 
 @dataclass
@@ -232,7 +226,6 @@ def search(
     asked: K | None = None,
     microbatch_size: int | Auto = "auto",
     *,
-    progress: Progress[K] | None = None,
     tolerance: float = 0.005,
     runner_up: bool = True,
     budget_s: float = float("inf"),
@@ -249,12 +242,30 @@ def search(
     simulated first, such as the winners of an earlier search, so that fewer others have a bound
     below the best.
     """
-    tuning = _Search(
-        task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
-    )
+    tuning = _Search(task, contender, asked or contender.knobs(), budget_s=budget_s)
     for candidate in known:
         tuning.offer(candidate)
     return tuning.run(microbatch_size, tolerance, runner_up)
+
+
+def _one_of_alike(
+    families: Iterable[QueueEntry[K]],
+) -> tuple[list[QueueEntry[K]], dict[object, list[QueueEntry[K]]]]:
+    """(a queue with one family of those that are alike, that with the most shards, which holds
+    least; the others)."""
+    others: dict[object, list[QueueEntry[K]]] = {}
+    for entry in families:
+        others.setdefault(entry.alike, []).append(entry)
+    queue = []
+    for alike in others.values():
+        most = max(range(len(alike)), key=lambda number: _shards(alike[number].candidate.knobs))
+        queue.append(alike.pop(most))
+    heapq.heapify(queue)
+    return queue, {key: alike for key, alike in others.items() if alike}
+
+
+def _shards(knobs: object) -> tuple[int, int]:
+    return getattr(knobs, "shard", 1), getattr(knobs, "replicate_zero", 0)
 
 
 class _Search(Generic[K]):
@@ -266,7 +277,6 @@ class _Search(Generic[K]):
         contender: Contender[K],
         asked: K,
         *,
-        progress: Progress[K] | None,
         budget_s: float,
     ) -> None:
         self._ends = process_time() + budget_s
@@ -274,7 +284,6 @@ class _Search(Generic[K]):
         self._task = task
         self._contender = contender
         self._asked = asked
-        self._progress = progress
         self._outcome = Outcome(task, contender)
         self._limit = task.limit_bytes
         self._too_many_activations: set[object] = (
@@ -289,13 +298,14 @@ class _Search(Generic[K]):
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the first entry of the queue, until no bound is below the winner."""
         outcome = self._outcome
-        queue = list(self._families(microbatch_size))
-        heapq.heapify(queue)
-        number = len(queue)
-        while queue:
+        queue, others = _one_of_alike(self._families(microbatch_size))
+        number = len(queue) + sum(map(len, others.values()))
+        while queue or others:
+            if not queue:
+                queue = [*chain.from_iterable(others.values())]
+                heapq.heapify(queue)
+                others.clear()
             entry = heapq.heappop(queue)
-            if self._progress:
-                self._progress(number - len(queue), number, outcome.winner)
             to_beat = outcome.to_beat(runner_up)
             if entry.bound_s >= to_beat * (1.0 - tolerance):
                 outcome.rejected[SLOWER] += 1
@@ -308,7 +318,11 @@ class _Search(Generic[K]):
                 queue = self._recomputed_first([entry, *queue])
                 continue
             if entry.price is not None:
+                before = outcome.winner
                 self._evaluate(entry, outcome.slowest(runner_up))
+                if outcome.winner is not before:
+                    for other in others.pop(entry.alike, ()):
+                        heapq.heappush(queue, other)
                 continue
             for child in self._opened(entry, number):
                 number += 1
@@ -319,18 +333,15 @@ class _Search(Generic[K]):
     def _recomputed_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
         fewest sequences per microbatch: most of what fits is there, where little does."""
-        sizes: dict[object, tuple[int, int]] = {}
+        sizes = {}
         for entry in queue:
-            if entry.alike not in sizes:
-                with suppress(InfeasibleError):
-                    knobs, microbatch = entry.candidate.knobs, entry.candidate.microbatch_size
-                    plan = entry.plan or self._contender.size(self._task, knobs, microbatch)
-                    blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
-                    sizes[entry.alike] = (blocks, -microbatch)
+            if plan := entry.plan or self._sized(entry.candidate):
+                blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
+                sizes[entry.number] = (blocks, -entry.candidate.microbatch_size)
         most = max(sizes.values(), default=None)
-        turned = [replace(e, turn=-1) if sizes.get(e.alike) == most else e for e in queue]
-        heapq.heapify(turned)
-        return turned
+        queue = [replace(e, turn=-1) if most and sizes.get(e.number) == most else e for e in queue]
+        heapq.heapify(queue)
+        return queue
 
     def _recompute_less(self) -> None:
         """Recompute as few blocks as fit in the winner.
@@ -388,8 +399,7 @@ class _Search(Generic[K]):
                         continue
                     bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
-                turn = int(point.degrees.pp > 1)
-                yield QueueEntry(bounds[alike], number, candidate, alike, turn, plan=plan)
+                yield QueueEntry(bounds[alike], number, candidate, alike, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
