@@ -66,7 +66,10 @@ def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.
         for line in lines
         for config in compose("config", [*shlex.split(line), f"runs_dir={runs_dir}"])
     ]
-    planned = [plan_point(spec_of(config)) for config in configs]
+    planned = [
+        plan_point(spec_of(config), simulated=config["launcher"].get("kind") == "simulate")
+        for config in configs
+    ]
     handler = signal.getsignal(signal.SIGINT)
     try:
         launch_points(planned, configs)

@@ -38,8 +38,10 @@ def _run() -> int:
     from benchmarks.launch.sweep import run_points, spec_of
     from benchmarks.specification.progress import track
 
-    specs = track(map(spec_of, configs), len(configs), "points planned")
-    points = [plan_point(spec) for spec in specs]
+    points = [
+        plan_point(spec_of(config), simulated=config["launcher"].get("kind") == "simulate")
+        for config in track(configs, len(configs), "points planned")
+    ]
     if len(points) == 1 and points[0].plan is None:
         raise SpecError(points[0].reason)
     return run_points(points, configs)

@@ -11,7 +11,6 @@ from baselines.deepspeed_3d.contender import programs
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
     check_context,
-    check_whole_sequences,
     one_order,
     recomputed_blocks,
     resolve_degrees,
@@ -27,7 +26,7 @@ from zeropp.choose.space import (
 )
 from zeropp.choose.task import Task
 from zeropp.price.programs import program_named
-from zeropp.schedule.plan import Plan, SizedPlan
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, Recompute, WireType, if_auto
@@ -186,17 +185,6 @@ def _gathers(asked: Zero3Knobs) -> list[tuple[bool, int]]:
     ]
 
 
-def check(plan: Plan) -> None:
-    """``Plan.check``; raises InfeasibleError for what has a price alone, too. Blocks that are
-    compiled one by one under ZeRO-3's hooks have other gradients than one process (torch 2.13)."""
-    if plan.compile:
-        raise InfeasibleError(
-            "contender.compile=true: contender=deepspeed_zero3 is compiled in prices alone (zeropp "
-            "tune, zeropp explain); to run it, use false"
-        )
-    check_whole_sequences(plan)
-
-
 DEEPSPEED_ZERO3 = Contender(
     name="deepspeed_zero3",
     label="DeepSpeed ZeRO-3",
@@ -208,7 +196,9 @@ DEEPSPEED_ZERO3 = Contender(
     ),
     gradient_types=("grad_accum_dtype", "reduce_dtype"),
     trainer="baselines.deepspeed_zero3.trainer:Zero3Trainer",
-    check=check,
+    # Blocks that are compiled one by one under ZeRO-3's hooks have other gradients than one process
+    # (torch 2.13).
+    runs_with={"context": 1, "compile": False},
     late_imports=(
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.comm.mori",

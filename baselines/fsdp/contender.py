@@ -9,7 +9,7 @@ from itertools import product
 from typing import Annotated, Literal
 
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import check_context, check_whole_sequences, one_order, resolve_degrees
+from zeropp.choose.planner import check_context, one_order, resolve_degrees
 from zeropp.choose.space import (
     SearchPoint,
     Space,
@@ -220,7 +220,7 @@ FSDP = Contender(
     orders=one_order(programs),
     space=SPACE,
     gradient_types=("reduce_dtype",),
-    check=check_whole_sequences,
+    runs_with={"context": 1},
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",

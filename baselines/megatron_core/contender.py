@@ -13,7 +13,7 @@ from typing import Literal
 
 from baselines.public_3d import SPACE, Public3DKnobs, SlicingKnobs, programs, size
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import check_whole_sequences, one_order
+from zeropp.choose.planner import one_order
 from zeropp.engine.cuda_settings import CUDA_SETTINGS
 
 
@@ -39,7 +39,7 @@ MEGATRON_CORE = Contender(
     orders=one_order(programs),
     space=SPACE,
     gradient_types=("grad_accum_dtype",),
-    check=check_whole_sequences,
+    runs_with={"context": 1},
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
     emulation="baselines.megatron_core.emulated:stand_ins",
     extra=("megatron", "megatron"),
@@ -51,5 +51,6 @@ MEGATRON_CORE_LOCAL = replace(
     name="megatron_core_local",
     label="Megatron-Core, own layers",
     knobs=MegatronCoreLocalKnobs,
+    runs_with={},
     in_verdict=False,  # which compares NVIDIA's own, with Transformer Engine
 )

@@ -60,11 +60,15 @@ class Point:
     note: str = ""  # what the tuner chose, in one line; empty if nothing was open
 
 
-def plan_point(spec: RunSpec) -> Point:
+def plan_point(spec: RunSpec, *, simulated: bool = False) -> Point:
     """Check a spec's data, let the tuner choose knobs that are ``auto``, and plan it, with the
-    memory that the cost model predicts. Raises SpecError on bad input."""
+    memory that the cost model predicts. Where it is to be simulated, it may have what its trainer
+    cannot run. Raises SpecError on bad input."""
     check_data(spec)
     try:
+        if not simulated:
+            knobs = CONTENDERS[spec.contender.name].as_run(spec.contender)
+            spec = replace(spec, contender=knobs)
         spec, note = with_best_plan(spec)
         plan = spec.plan()
     except InfeasibleError as error:

@@ -88,7 +88,7 @@ def write_report(
         files += [path for saved in pictures.values() for p in saved for path in p.paths]
         files += write_traces(rows, folder, every=options.timelines)
         priced = rows[rows["evidence"].str.startswith("simulated")]
-        if priced["contender"].nunique() > 1:
+        if priced.loc[priced["status"] == "ok", "contender"].nunique() > 1:
             files.append(folder / "atlas.html")
             if left_out := write_page(priced, files[-1]):
                 files.pop()

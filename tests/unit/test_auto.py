@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -92,3 +92,22 @@ def test_where_nothing_fits_the_reason_says_so() -> None:
     point = plan_point(replace(spec, model=wide))
     assert point.plan is None
     assert "no choice for what is auto fits 4 x" in point.reason
+
+
+@pytest.mark.parametrize(
+    ("contender", "knob", "asked", "runs"),
+    [
+        ("fsdp", "context", 2, 1),
+        ("megatron_core", "context", 2, 1),
+        ("deepspeed_zero3", "compile", True, False),
+    ],
+)
+def test_what_a_trainer_cannot_run_is_simulated_alone(
+    contender: str, knob: str, asked: object, runs: object
+) -> None:
+    spec = spec_of("a800", contender)
+    knobs = replace(cast("Any", spec.contender), **{knob: asked})
+    wanted = replace(spec, contender=knobs)
+    assert "in prices alone" in plan_point(wanted).reason
+    assert plan_point(wanted, simulated=True).plan is not None
+    assert getattr(plan_point(spec).spec.contender, knob) == runs

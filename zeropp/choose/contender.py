@@ -66,8 +66,9 @@ class Contender(Generic[K]):
     InfeasibleError with one line. ``orders`` yields the orders of actions among which the simulator
     chooses: the first is made without the durations of the plan's price, and others are made only
     when they are asked for (``planner.one_order``, ``zeropp.schedule.step_plan.drafts``).
-    ``check`` raises ScheduleError for a schedule that cannot run. ``search_effort`` tells how long
-    a search takes in comparison with the others, so that the longest can begin first.
+    ``check`` raises ScheduleError for a schedule that cannot run. ``runs_with``: the only values
+    with which the trainer runs some knobs; others have a price alone. ``search_effort`` tells how
+    long a search takes in comparison with the others, so that the longest can begin first.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Contender(Generic[K]):
     late_imports: tuple[str, ...] = ()
     # (module, this project's extra that installs it): what the trainer imports beside the suite's.
     extra: tuple[str, str] | None = None
+    runs_with: Mapping[str, object] = field(default_factory=dict)
     # Variables that its ranks set before CUDA starts, whatever a sweep or its job has set.
     environment: Mapping[str, str] = field(default_factory=CUDA_SETTINGS.copy)
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
@@ -105,6 +107,17 @@ class Contender(Generic[K]):
     def any_gradient_types(self) -> K:
         """Knobs with which a search chooses the types of gradients, too, and everything else."""
         return replace(cast("Any", self.knobs()), **dict.fromkeys(self.gradient_types, "auto"))  # type: ignore[no-any-return]
+
+    def as_run(self, knobs: K) -> K:
+        """The knobs with what the trainer runs for those that are ``auto``. Raises InfeasibleError
+        for a value that has a price alone."""
+        for name, value in self.runs_with.items():
+            if (asked := getattr(knobs, name)) not in ("auto", value):
+                raise InfeasibleError(
+                    f"contender.{name}={asked}: contender={self.name} has it in prices alone "
+                    f"(launcher=simulate, zeropp tune, zeropp explain); to run it, use {value}"
+                )
+        return replace(cast("Any", knobs), **self.runs_with)  # type: ignore[no-any-return]
 
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
         """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises

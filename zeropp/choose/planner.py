@@ -169,17 +169,6 @@ def check_context(shape: ModelShape, layout: Layout, *, kv_heads: bool = False) 
             )
 
 
-def check_whole_sequences(plan: Plan) -> None:
-    """``Plan.check`` for a contender that divides sequences in prices alone; raises
-    InfeasibleError for a plan that does."""
-    if plan.layout.context > 1:
-        raise InfeasibleError(
-            f"contender.context={plan.layout.context}: contender={plan.contender} divides "
-            "sequences in prices alone (zeropp tune, zeropp explain); to run it, use 1"
-        )
-    plan.check()
-
-
 def default_chunks(task: Task, layout: Layout) -> int:
     """The simple rule for chunks per rank: two, if the model has enough blocks for the stages."""
     return 2 if layout.pp > 1 and 2 * layout.pp <= task.shape.layers else 1
