@@ -458,6 +458,33 @@ class Balanced(One):
 MEAN = torch.zeros(WIDTH, dtype=torch.float64)
 
 
+class Twice(One):
+    """Gives one tensor twice, or a view of it beside it."""
+
+    def __init__(self, rows: slice = slice(None)) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, x if self.rows == slice(None) else x[:, self.rows]
+
+
+class Passing(nn.Module):
+    """Passes on what it is given."""
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        return given
+
+
+class Overwriting(One):
+    """Changes its last input, which may be a mask, in place."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        other[:, 1:].mul_(2)
+        return self.linear(x) + other.sum(-1, keepdim=True)
+
+
 class Sharing(One):
     """Changes a buffer that every such layer has."""
 

@@ -39,6 +39,8 @@ from tests.gloo.layers import (
     Kind,
     Locked,
     Masked,
+    Overwriting,
+    Passing,
     Placed,
     PostHooked,
     Recurrent,
@@ -51,6 +53,7 @@ from tests.gloo.layers import (
     TakesComplex,
     TakesTwo,
     Transformed,
+    Twice,
     TwoTypes,
     Unused,
     Wrapping,
@@ -337,6 +340,11 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "scripted": (between(scripted, linear), "layers[1]: has a RecursiveScriptModule, whose param"),
     "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
     "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
+    "twice": (between(Twice, Passing, Overwriting), "layers[3]: its forward changes input 0 in pl"),
+    "a view": (
+        between(lambda: Twice(slice(1, None)), Overwriting),
+        "layers[2]: its forward changes input 1 in place, which other inputs",
+    ),
     "one buffer": (
         between(Sharing, Sharing),
         "layers[1]: its forward changes 'mean', which ano",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 import zeropp
 from tests.gloo.layers import WIDTH, Kind, linear
@@ -52,6 +53,7 @@ def error_after_steps(model: ParallelModel, layers: list[nn.Module]) -> float:
 
 KINDS: dict[str, tuple[Kind, bool]] = {  # whether weight gradients are delayed
     "plain": (linear, True),
+    "Conv1D": (lambda: Conv1D(WIDTH, WIDTH), True),
     "subclass": (lambda: Scaled(WIDTH, WIDTH), True),
     "own forward": (lambda: Own(WIDTH, WIDTH), False),
 }

@@ -21,6 +21,7 @@ from tests.gloo.layers import (
     GivesComplex,
     GivesParameter,
     Kind,
+    Overwriting,
     Saving,
     TakesComplex,
     TakesTwo,
@@ -146,6 +147,20 @@ def test_boundaries_with_no_gradient_or_work_in_place(pp: int, kinds: list[Kind]
     assert not own or apart(own, dict(expected.named_parameters())) < 1e-6  # they come as fp32
 
 
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}], ids=str)
+@on_ranks(2)
+def test_targets_in_memory_of_inputs_stay_as_they_were(degrees: dict[str, Any]) -> None:
+    """Also where the first layer changes its inputs in place."""
+    losses = []
+    for is_same in (True, False):
+        with built(seeded([in_place, linear, linear]), **degrees) as model:
+            inputs, _ = data()
+            targets = inputs if is_same else inputs.clone()
+            result = model.train_step(inputs[model.rows], targets[model.rows])
+            losses.append(float(result.loss))
+    assert losses[0] == losses[1]
+
+
 @on_ranks(2)
 def test_two_types_and_a_rate_in_a_tensor_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     rate = lambda groups: torch.optim.AdamW(groups["all"], lr=torch.tensor(0.01), amsgrad=True)  # noqa: E731
@@ -172,6 +187,9 @@ def refused() -> dict[str, str]:
         "group": lambda: built(
             pp=2, group_of=group_of, optimizer=lambda groups: torch.optim.SGD(groups["all"])
         ),
+        "mask": lambda: built(
+            seeded([linear, Overwriting, linear]), sample_keywords={"other": data()[1][:1]}, pp=2
+        ),
         "made lazy": lambda: built([lambda: nn.LazyLinear(WIDTH)], shard=2),
     }
 
@@ -192,6 +210,7 @@ def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     for name, words in {
         **{name: words for name, (_, words) in REFUSED.items()},
         "group": "optimizer: asks for group 'all', but there is 'narrow' and 'wide'",
+        "mask": "layers[1]: its forward changes 'other' in place, which other inputs or",
         "made lazy": "layers[0]: 'weight' has no shape yet",
         "loss": "loss_fn: has the parameter 'weight', which nothing would train",
     }.items():

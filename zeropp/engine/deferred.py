@@ -1,7 +1,7 @@
 """Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
 
-The model's code stays as it is: each module of class ``nn.Linear``, or of a subclass that keeps its
-forward, gets a class of ours that overrides the forward.
+The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
+forward, or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours that overrides the forward.
 The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
 chunk's parameters may be released between its input gradients and its weight gradients. Norms,
 embeddings and biases are cheap, so their gradients are computed at once. So are those of weights
@@ -112,8 +112,10 @@ class _DeferredLinear(torch.autograd.Function):
         grad_weight = None
         inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
         if ctx.needs_input_grad[1] and not inner:
-            parameter = ctx.parameter
-            ctx.store.put(lambda: accumulate(parameter, grad, rows))
+            parameter, left, right = ctx.parameter, grad, rows
+            if not parameter.is_leaf:  # it is a Conv1D's, transposed
+                parameter, left, right = parameter._base, rows, grad
+            ctx.store.put(lambda: accumulate(parameter, left, right))
         elif ctx.needs_input_grad[1]:
             grad_weight = grad.t() @ rows
         # Autocast computes in a smaller type than the weight's.
@@ -179,17 +181,36 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The forward of ``nn.Linear``: [..., in] to [..., out]."""
-        weight = self.weight
-        if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
-            return F.linear(input, weight, self.bias)  # computed from other parameters
-        return _linear(input, weight, self.bias, self.store, early=self.early)
+        return _linear(input, self.weight, self.bias, self.store, early=self.early)
+
+
+class DeferredConv1D(nn.Module):
+    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
+
+    store: WeightGradStore
+    early = False
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
+        return _linear(x, self.weight, self.bias, self.store, early=self.early, transposed=True)
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, early: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    store: WeightGradStore,
+    *,
+    early: bool,
+    transposed: bool = False,
 ) -> Tensor:
+    if not (isinstance(weight, nn.Parameter) and weight.is_leaf):  # computed from others
+        return F.linear(x, weight.t() if transposed else weight, bias)
     if torch.compiler.is_compiling():
-        return _uncompiled(x, weight, bias, store, early=early)  # type: ignore[no-any-return]
+        return _uncompiled(x, weight, bias, store, early=early, transposed=transposed)  # type: ignore[no-any-return]
+    weight = weight.t() if transposed else weight
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
@@ -240,7 +261,7 @@ def save_early(modules: Iterable[nn.Module]) -> None:
     """Let linear layers inside the modules save what their backward needs before their product."""
     for root in modules:
         for module in root.modules():
-            if isinstance(module, DeferredLinear):
+            if isinstance(module, DeferredLinear | DeferredConv1D):
                 module.early = True
 
 
@@ -256,7 +277,7 @@ def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
 def _delaying(kind: type[Any]) -> type[Any] | None:
     """The class with which a module of class ``kind`` delays its weight gradients; None if it
     cannot."""
-    if issubclass(kind, DeferredLinear):
+    if issubclass(kind, DeferredLinear | DeferredConv1D):
         return kind
     if kind is nn.Linear:
         return DeferredLinear
@@ -264,4 +285,6 @@ def _delaying(kind: type[Any]) -> type[Any] | None:
         return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
         return type(kind.__name__, (DeferredLinear, kind), {})
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return type(kind.__name__, (DeferredConv1D, kind), {})
     return None

@@ -135,8 +135,9 @@ class Settings(StepKnobs):
     dropout_seed: int | None = 0
     """What the model draws by torch's default generators is a function of this number, of the step,
     the microbatch and the layer, so that every topology draws the same; draws of Python, of numpy
-    and of a generator of its own differ. None: its layers draw nothing (one that does is
-    refused), and the time of seeding is saved."""
+    and of a generator of its own differ. While a step runs no other thread of the process may draw
+    from torch's (to train another model, for example). None: its layers draw nothing (one that does
+    is refused), and the time of seeding is saved."""
     timeout: timedelta | None = None
     """How long this model's collectives and messages wait for their peers; by default as long as
     those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""

@@ -200,10 +200,16 @@ def _walk(
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
             shared = [name for name, one in made.named_buffers() if stages and uses[id(one)] > 1]
-            given, watch = value, OperationWatch(elsewhere, where, module, stages, shared)
+            given, inputs = value, _leaves_of(value)
+            watch = OperationWatch(elsewhere, where, module, stages, shared)
+            if stages:
+                watch.given = {
+                    **{repr(name): x for name, x in chosen(keywords, names).items()},
+                    **{f"input {n}": inputs[n] for n in _given_twice(tensors_of(value))},
+                }
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
-            value, saved_bytes = _forward(function, given, module, watches, hooks)
+            value, saved_bytes = _forward(function, inputs, module, watches, hooks)
         _check_outputs(value, index)
         if stages:
             watch.check_kept(tensors_of(value))
@@ -247,8 +253,11 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     layers than ``reader``, as no rank would add up their gradients; and those that write to a
     parameter of the ``reader`` itself, as the masters would never see it; and collectives to which
     only some ranks of their group would come, as the others run other ``stages``; and those that
-    write to a buffer that another stage may have, too, of the names ``shared``. ``draws``: whether
-    any of them took numbers of torch's default generators."""
+    write to a buffer that another stage may have, too, of the names ``shared``, or to an input of
+    which it may have a copy, one of ``given``. ``draws``: whether any of them took numbers of
+    torch's default generators."""
+
+    given: Mapping[str, Tensor] = {}
 
     def __init__(
         self,
@@ -342,6 +351,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "what the layer gives)"
                 )
                 raise InfeasibleError(f"{self._reader}: its forward changes {name!r}, {why}")
+        for name, one in self.given.items():
+            if one.untyped_storage() is written:
+                raise InfeasibleError(
+                    f"{self._reader}: its forward changes {name} in place, which other inputs or "
+                    "layers have in the same memory, but not on another rank (change a copy)"
+                )
 
     def _storages(self) -> dict[str, torch.UntypedStorage]:
         buffers = ((name, self._module.get_buffer(name)) for name in self._shared)
@@ -363,7 +378,7 @@ def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 def _forward(
     function: Callable[..., Value],
-    given: Value,
+    inputs: Sequence[Tensor],
     module: nn.Module,
     watches: Sequence[AbstractContextManager[object]],
     hooks: Callable[..., AbstractContextManager[object]],
@@ -379,23 +394,38 @@ def _forward(
             kept.append(storage)
         return tensor
 
-    with torch.enable_grad(), hooks(keep, lambda tensor: tensor):
-        inputs = _leaves_of(given)
-        with ExitStack() as watching:
-            for watch in watches:
-                watching.enter_context(watch)
-            value = function(*inputs)
+    with torch.enable_grad(), hooks(keep, lambda tensor: tensor), ExitStack() as watching:
+        for watch in watches:
+            watching.enter_context(watch)
+        value = function(*inputs)
     size = sum(storage.nbytes() for storage in kept)
-    if not isinstance(value, tuple):
-        return value.detach() if isinstance(value, Tensor) else value, size
-    return tuple(x.detach() if isinstance(x, Tensor) else x for x in value), size
+    outputs = value if isinstance(value, tuple) else (value,)
+    once = {id(x): x.detach() if isinstance(x, Tensor) else x for x in outputs}
+    detached = tuple(once[id(x)] for x in outputs)
+    return detached if isinstance(value, tuple) else detached[0], size
 
 
+def _given_twice(inputs: Sequence[Tensor]) -> list[int]:
+    """Which inputs of a layer lie in memory of another one."""
+
+    def overlap(x: Tensor, y: Tensor) -> bool:
+        memory = x.untyped_storage()
+        is_whole = memory.nbytes() in (x.nbytes, y.nbytes)
+        same_begin = x.storage_offset() == y.storage_offset()
+        return memory is y.untyped_storage() and (is_whole or same_begin)
+
+    places = range(len(inputs))
+    return [i for i in places if any(i != j and overlap(inputs[i], inputs[j]) for j in places)]
+
+
+@torch.enable_grad()
 def _leaves_of(given: Value) -> list[Tensor]:
     """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
-    of a graph, but these."""
-    leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
-    return [x.clone() for x in leaves]
+    of a graph, but these. One that is given twice is one here, too."""
+    tensors = tensors_of(given)
+    leaves = {id(x): x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors}
+    copies = {key: leaf.clone() for key, leaf in leaves.items()}
+    return [copies[id(x)] for x in tensors]
 
 
 def _recomputed(

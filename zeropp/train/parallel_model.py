@@ -345,6 +345,9 @@ class ParallelModel:
             own = context.parts(whole)
             inputs, targets = own.pop("inputs"), own.pop("targets")
             keyword_inputs = own
+        memory, others = inputs.untyped_storage(), (targets, *keyword_inputs.values())
+        if any(part.untyped_storage() is memory for part in others):
+            inputs = inputs.clone()  # a layer may change these in place on one rank alone
         keywords = split_rows(keyword_inputs, size)
         parts = cut_rows(inputs, size), cut_rows(targets, size)
         return Microbatches(*parts, keywords, whole)
