@@ -340,10 +340,13 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "scripted": (between(scripted, linear), "layers[1]: has a RecursiveScriptModule, whose param"),
     "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
     "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
-    "twice": (between(Twice, Passing, Overwriting), "layers[3]: its forward changes input 0 in pl"),
+    "twice": (
+        between(Twice, Passing, Overwriting),
+        "layers[3]: its forward changes 'input 0' in",
+    ),
     "a view": (
         between(lambda: Twice(slice(1, None)), Overwriting),
-        "layers[2]: its forward changes input 1 in place, which other inputs",
+        "layers[2]: its forward changes 'input 1' in place, which other inputs",
     ),
     "one buffer": (
         between(Sharing, Sharing),

@@ -126,27 +126,6 @@ def run_recomputed(
     return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkOptions:
-    """How a chunk runs its pieces.
-
-    ``recompute`` is what ``run_recomputed`` computes again of a transformer block, and
-    ``recomputed`` how many blocks are recomputed, from the first on. ``compiled``: blocks run
-    through torch.compile. ``seed`` is
-    called before every piece with the piece's index in the chunk and the microbatch; None: pieces
-    draw no random numbers, so that what is recomputed need not draw the same ones again.
-    ``compute``: floating-point inputs of a piece are cast to this type; None leaves them as they
-    are. ``context``: the ranks that divide sequences, if there are several.
-    """
-
-    recompute: Recompute
-    recomputed: int
-    compiled: bool
-    seed: Callable[[int, int], None] | None
-    compute: torch.dtype | None
-    context: Context | None = None
-
-
 @dataclass
 class _Live:
     """What one microbatch keeps between its forward and its backward.
@@ -163,10 +142,14 @@ class _Live:
 class Chunk:
     """``modules`` that run one after another on this rank, with their parameters in ``flats``.
 
-    ``names``: of the keyword inputs that each takes. Linear layers of ``blocks`` (the chunk's
-    transformer blocks) delay their weight gradients while ``store`` is open. ``arriving`` and
-    ``leaving`` are the tensors that come from the stage before and go to the next stage; None at an
-    end of the model.
+    ``names``: of the keyword inputs that each takes. Linear layers inside delay their weight
+    gradients while ``store`` is open. ``recompute`` is what ``run_recomputed`` computes again of
+    the modules ``recomputed``. ``arriving`` and ``leaving`` are the tensors that come from the
+    stage before and go to the next stage; None at an end of the model. ``seed`` is called before
+    every module with its index in the chunk and the microbatch; None: modules draw no random
+    numbers, so that what is recomputed need not draw the same ones again. ``compute``:
+    floating-point inputs of a module are cast to this type; None leaves them as they are.
+    ``context``: the ranks that divide sequences, if there are several.
     """
 
     def __init__(
@@ -177,23 +160,23 @@ class Chunk:
         store: WeightGradStore,
         *,
         names: Sequence[frozenset[str]],
-        blocks: Sequence[nn.Module],
+        recompute: Recompute,
+        recomputed: Sequence[nn.Module],
         arriving: Sequence[TensorShape] | None,
         leaving: Sequence[TensorShape] | None,
-        options: ChunkOptions,
+        seed: Callable[[int, int], None] | None,
+        compute: torch.dtype | None,
+        context: Context | None,
     ) -> None:
-        self.modules, self.flats = modules, flats
+        self.modules, self.flats, self.recomputed = modules, flats, recomputed
         self.arriving, self.leaving = arriving, leaving
-        self._lanes, self._store, self._options = lanes, store, options
-        self.recomputed = blocks[: options.recomputed] if options.recompute != "none" else ()
-        self._recomputed = {id(block) for block in self.recomputed}
-        save_early(self.recomputed)
+        self._lanes, self._store, self._recompute = lanes, store, recompute
+        self._seed, self._compute, self._context = seed, compute, context
+        self._recomputed = {id(block) for block in recomputed}
+        save_early(recomputed)
         self._names = names
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
-        if options.compiled:
-            for block in blocks:
-                block.compile()
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
@@ -210,16 +193,16 @@ class Chunk:
             inputs = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
             begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
         value: Value = tuple(begin)
-        options, losses = self._options, []
+        losses = []
         for index, module in enumerate(self.modules):
-            if options.seed is not None:
-                options.seed(index, microbatch)
+            if self._seed is not None:
+                self._seed(index, microbatch)
             with self._exchanging(inputs):
                 value = run_recomputed(
                     partial(module, **self._chosen(keywords, index)),
-                    *cast(tensors_of(value), options.compute),
-                    recompute=options.recompute if id(module) in self._recomputed else "none",
-                    random=options.seed is not None,
+                    *cast(tensors_of(value), self._compute),
+                    recompute=self._recompute if id(module) in self._recomputed else "none",
+                    random=self._seed is not None,
                 )
             value, loss = without_scalars(value)
             losses += [] if loss is None else [loss]
@@ -248,7 +231,7 @@ class Chunk:
         value: Value = tuple(inputs)
         losses = []
         for index, module in enumerate(self.modules):
-            arguments = cast(tensors_of(value), self._options.compute)
+            arguments = cast(tensors_of(value), self._compute)
             named = self._chosen(keywords, index)
             if watch is not None:
                 watch(module, arguments, named)
@@ -310,7 +293,7 @@ class Chunk:
 
     def _exchanging(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
-        context = self._options.context
+        context = self._context
         return nullcontext() if context is None else context.exchanging(inputs[0].shape[1])
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
@@ -318,7 +301,7 @@ class Chunk:
         if not keywords:
             return {}
         inputs = chosen(keywords, self._names[index])
-        return dict(zip(inputs, cast(list(inputs.values()), self._options.compute), strict=True))
+        return dict(zip(inputs, cast(list(inputs.values()), self._compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
         """Outputs in the types in which the next stage receives them. One that lies in gathered

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.chunk import Chunk, ChunkOptions, StepSeeds, persistent_buffers
+from zeropp.engine.chunk import Chunk, StepSeeds, persistent_buffers
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.context import Context
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
@@ -388,6 +388,8 @@ class Engine:
         # The first and the last layer of the model are neither delayed nor recomputed.
         ends = {0, len(sizes) - 1}
         blocks = [layer for index, layer in layers.items() if index not in ends]
+        for block in blocks if plan.compile else ():
+            block.compile()
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
         least = 0 if splits else _LEAST_ADDED
@@ -416,17 +418,13 @@ class Engine:
             self.lanes,
             store,
             names=[sizes[index].names for index in layers],
-            blocks=blocks,
+            recompute=plan.recompute,
+            recomputed=blocks[: plan.recomputed_blocks(stage)],
             arriving=arriving,
             leaving=leaving,
-            options=ChunkOptions(
-                recompute=plan.recompute,
-                recomputed=plan.recomputed_blocks(stage),
-                compiled=plan.compile,
-                seed=seed,
-                compute=compute,
-                context=self.context,
-            ),
+            seed=seed,
+            compute=compute,
+            context=self.context,
         )
 
     def _whole(

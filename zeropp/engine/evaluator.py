@@ -18,7 +18,7 @@ from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.trial import unchanged
-from zeropp.engine.values import Key, Tensors, TensorShape, Value, tensors_of
+from zeropp.engine.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import InfeasibleError, Layout
 
@@ -91,8 +91,7 @@ class Evaluator:
         """What the model gives for all tokens of a microbatch."""
         if self._context is None:
             return output
-        whole = tuple(map(self._context.whole, tensors_of(output)))
-        return whole if isinstance(output, tuple) else whole[0]
+        return alike(output, [self._context.whole(x) for x in tensors_of(output)])
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all

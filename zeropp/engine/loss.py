@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.engine.values import Value, chosen, keywords_of, takes_all, tensors_of
+from zeropp.engine.values import Value, alike, chosen, keywords_of, takes_all, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners, Stages
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import LossReduction
@@ -48,6 +48,12 @@ class Microbatches:
             [{n: x.clone() for n, x in part.items()} for part in self.keywords[:count]],
             copied,
         )
+
+    def one(self, make: Callable[[Sequence[Tensor]], Tensor]) -> Microbatches:
+        """One microbatch: what ``make`` gives for those of the inputs, of the targets and of every
+        keyword input."""
+        named = {name: make([x[name] for x in self.keywords]) for name in self.keywords_of(0)}
+        return Microbatches([make(self.inputs)], [make(self.targets)], [named])
 
     def digest(self) -> int:
         """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
@@ -123,12 +129,19 @@ class Loss:
             return
         self._is_compared = True
         try:
-            if is_single:
-                output, batch = _two_rows(output, batch)
-                rows, whole = 2, self._values(output, batch)
-            parts = slice(0, rows // 2), slice(rows // 2, rows)
+            if is_single:  # the rows of two microbatches, both with the first one's output
+                outputs = tuple(torch.cat([x, x]) for x in outputs)
+                batch = batch.one(lambda parts: torch.cat([*parts[:2]]))
+                output, rows = alike(output, outputs), 2
+                whole = self._values(output, batch)
             again = self._values(output, batch)
-            first, second = (self._values(*_rows(part, output, batch)) for part in parts)
+            first, second = (
+                self._values(
+                    alike(output, [x[part] for x in outputs]),
+                    batch.one(lambda parts, part=part: parts[0][part]),  # type: ignore[misc]
+                )
+                for part in (slice(0, rows // 2), slice(rows // 2, rows))
+            )
         except Exception:  # the loss of a whole microbatch is all that is asked of it
             return
         floats = [x.dtype for x in outputs if x.is_floating_point()]
@@ -155,19 +168,17 @@ class Loss:
         def cut(x: Tensor) -> Sequence[Tensor]:
             return x.chunk(count, 1) if x.dim() > 1 and x.shape[1] == length else [x] * count
 
-        def values(output: Value, targets: Tensor, keywords: Mapping[str, Tensor]) -> list[float]:
-            return self._values(output, Microbatches([targets], [targets], [keywords]))
-
         outputs = [x.float() if x.itemsize < 4 else x for x in tensors_of(output)]
-        named, targets = batch.keywords_of(0), batch.targets[0]
-        value = outputs[0] if isinstance(output, Tensor) else tuple(outputs)
         share = count if self.reduction == "mean" else 1
         try:
-            whole, slices = values(value, targets, named), []
-            for index, part in enumerate(zip(*map(cut, outputs), strict=True)):
-                given = part[0] if isinstance(output, Tensor) else part
-                keywords = {name: cut(x)[index] for name, x in named.items()}
-                slices.append(values(given, cut(targets)[index], keywords))
+            whole = self._values(alike(output, outputs), batch)
+            slices = [
+                self._values(
+                    alike(output, part),
+                    batch.one(lambda parts, index=index: cut(parts[0])[index]),  # type: ignore[misc]
+                )
+                for index, part in enumerate(zip(*map(cut, outputs), strict=True))
+            ]
         except Exception as error:
             return [f"loss_fn: raises {type(error).__name__} for a slice of a sequence: {error}"]
         for ours, *parts in zip(whole, *slices, strict=True):
@@ -186,27 +197,10 @@ class Loss:
         function may change what it is given, a copy, and differentiate it, but not backward."""
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors_of(output)]
         with torch.enable_grad():
-            copied = tuple(x.clone() for x in leaves)
-            values = self(copied if isinstance(output, tuple) else copied[0], batch.first(), 0)
+            values = self(alike(output, [x.clone() for x in leaves]), batch.first(), 0)
         if any(x.grad is not None for x in leaves):
             raise InfeasibleError("loss_fn: calls backward, as train_step does (leave it out)")
         return [float(value) for value in values if value is not None]
-
-
-def _rows(part: slice, output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
-    """Some rows of the first microbatch."""
-    outputs = output[part] if isinstance(output, Tensor) else tuple(x[part] for x in output)
-    keywords = {name: value[part] for name, value in batch.keywords_of(0).items()}
-    return outputs, Microbatches([batch.inputs[0][part]], [batch.targets[0][part]], [keywords])
-
-
-def _two_rows(output: Value, batch: Microbatches) -> tuple[Value, Microbatches]:
-    """The only rows of the first two microbatches as one, both with the first one's output."""
-    outputs = tuple(torch.cat([x, x]) for x in tensors_of(output))
-    inputs, targets = (torch.cat([*parts[:2]]) for parts in (batch.inputs, batch.targets))
-    keywords = {n: torch.cat([x, batch.keywords_of(1)[n]]) for n, x in batch.keywords_of(0).items()}
-    made = Microbatches([inputs], [targets], [keywords])
-    return outputs if isinstance(output, tuple) else outputs[0], made
 
 
 def _number(value: object) -> Tensor:

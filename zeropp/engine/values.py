@@ -49,6 +49,11 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def alike(value: Value, tensors: Tensors) -> Value:
+    """Other tensors in the place of those that a layer has returned."""
+    return tuple(tensors) if isinstance(value, tuple) else tensors[0]
+
+
 def without_scalars(value: Value) -> tuple[Value, Tensor | None]:
     """What a layer passes on, and the sum of the scalars beside it, which are losses of their own
     (a router's balance); None without any."""

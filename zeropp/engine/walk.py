@@ -36,6 +36,7 @@ from zeropp.engine.trial import unchanged
 from zeropp.engine.values import (
     TensorShape,
     Value,
+    alike,
     chosen,
     keywords_of,
     may_have_gradient,
@@ -203,10 +204,8 @@ def _walk(
             given, inputs = value, _leaves_of(value)
             watch = OperationWatch(elsewhere, where, module, stages, shared)
             if stages:
-                watch.given = {
-                    **{repr(name): x for name, x in chosen(keywords, names).items()},
-                    **{f"input {n}": inputs[n] for n in _given_twice(tensors_of(value))},
-                }
+                twice = _in_one_memory(tensors_of(value))
+                watch.given = chosen(keywords, names) | {f"input {n}": inputs[n] for n in twice}
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, inputs, module, watches, hooks)
@@ -354,7 +353,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, one in self.given.items():
             if one.untyped_storage() is written:
                 raise InfeasibleError(
-                    f"{self._reader}: its forward changes {name} in place, which other inputs or "
+                    f"{self._reader}: its forward changes {name!r} in place, which other inputs or "
                     "layers have in the same memory, but not on another rank (change a copy)"
                 )
 
@@ -401,21 +400,13 @@ def _forward(
     size = sum(storage.nbytes() for storage in kept)
     outputs = value if isinstance(value, tuple) else (value,)
     once = {id(x): x.detach() if isinstance(x, Tensor) else x for x in outputs}
-    detached = tuple(once[id(x)] for x in outputs)
-    return detached if isinstance(value, tuple) else detached[0], size
+    return alike(value, [once[id(x)] for x in outputs]), size
 
 
-def _given_twice(inputs: Sequence[Tensor]) -> list[int]:
-    """Which inputs of a layer lie in memory of another one."""
-
-    def overlap(x: Tensor, y: Tensor) -> bool:
-        memory = x.untyped_storage()
-        is_whole = memory.nbytes() in (x.nbytes, y.nbytes)
-        same_begin = x.storage_offset() == y.storage_offset()
-        return memory is y.untyped_storage() and (is_whole or same_begin)
-
-    places = range(len(inputs))
-    return [i for i in places if any(i != j and overlap(inputs[i], inputs[j]) for j in places)]
+def _in_one_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """Which of some tensors lie in memory of another one."""
+    storages = [x.untyped_storage() for x in tensors]
+    return [n for n, one in enumerate(storages) if sum(one is other for other in storages) > 1]
 
 
 @torch.enable_grad()

@@ -23,7 +23,7 @@ from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
-from zeropp.train.keywords import check_call, with_keywords_of
+from zeropp.train.keywords import with_keywords_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
 from zeropp.train.stages import check_ranks, empty_others, own_layers, plan_layers
@@ -34,7 +34,6 @@ from zeropp.types.literals import Recompute, if_auto
 def parallelize(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
-    positional: Sequence[Any],
     keywords: dict[str, Any],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
@@ -51,7 +50,7 @@ def parallelize(
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     meet(keywords)
-    planned = agreed(_planned(layers, loss_fn, positional, keywords))
+    planned = agreed(_planned(layers, loss_fn, keywords))
     settings, device, sizes, plan, chosen = planned
     own = partial(own_layers, layers, plan, device, settings.tied)
     held = preflight.with_equal_values(own)
@@ -87,18 +86,16 @@ class _Planned(NamedTuple):
 def _planned(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
-    positional: Sequence[Any],
     keywords: dict[str, Any],
 ) -> Generator[dict[str, str], None, _Planned]:
     """Read, check and plan; yields what must be equal on all ranks."""
-    check_call(Settings, positional, keywords)
     settings, asked = read_keywords(layers, keywords, loss_fn), asked_for(keywords)
     preflight.check_layers(layers, settings.weights, settings.tied)
     yield {
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(asked)),
-        "loss_fn": preflight.describe_function(loss_fn),
+        "loss_fn": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
     }
     device = device_of(settings.device, settings.mesh)
     settings = replace(settings, device=device)
