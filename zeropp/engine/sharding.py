@@ -25,8 +25,6 @@ from zeropp.engine.settings import Settings
 from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
 
-WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 @dataclass
 class _NamedParameter:
@@ -132,7 +130,7 @@ def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Type
     # Frozen parameters are never updated, so they need no wider masters than what was given.
     least = torch.float32 if bucket[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
-    wire = master if plan.reduce_dtype == "fp32" else WIRE[plan.reduce_dtype]
+    wire = master if plan.reduce_dtype == "fp32" else torch.bfloat16
     compute = master if plan.precision == "fp32" else torch.bfloat16
     if wide:
         compute = torch.promote_types(master, torch.float32)

@@ -56,10 +56,6 @@ class Optimizers(torch.optim.Optimizer):
         self._made: list[dict[str, Any]] = []  # while torch compares the groups
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
-        # As torch's GradScaler asks: whether each leaves its update out if ``found_inf`` is 1.
-        self._step_supports_amp_scaling = all(
-            getattr(part, "_step_supports_amp_scaling", False) for part in parts
-        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what no part would see."""
@@ -92,12 +88,8 @@ class Optimizers(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of each."""
         del closure
-        overflow = {"found_inf": self.found_inf} if hasattr(self, "found_inf") else {}
         for part in self.parts:
-            vars(part).update(overflow)
             part.step()
-            for name in overflow:
-                delattr(part, name)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:

@@ -48,7 +48,7 @@ class RowsOfSteps(Sampler[list[int]]):
     def _place(self) -> tuple[int, int]:
         """The epoch of the next step, and the rows of it that were seen."""
         epoch = seen = 0
-        for steps, rows in (*self._model.batches, (1, self._model.plan.global_batch)):
+        for steps, rows in (*self._model.engine.batches, (1, self._model.plan.global_batch)):
             while self._resume and steps:
                 if seen and seen + rows > self._count:  # the epoch has no such batch left
                     epoch, seen = epoch + 1, 0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.engine import Batches, Engine
+from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Outputs
 from zeropp.engine.loss import Microbatches
 from zeropp.engine.values import Value, cut_rows, split_rows
@@ -159,11 +159,6 @@ class ParallelModel:
         """The steps that the model has been trained, with those of the checkpoint it was loaded
         from."""
         return self.engine.steps_done
-
-    @property
-    def batches(self) -> Batches:
-        """The same steps, as pairs: how many, with how many rows each."""
-        return self.engine.batches
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
