@@ -54,7 +54,7 @@ def width_of(name: Any, parameter: Tensor) -> str:
 
 
 @cache
-def alone(norm_type: float, grouped: bool) -> tuple[list[float], dict[str, Tensor], float]:
+def alone(grouped: bool) -> tuple[list[float], dict[str, Tensor], float]:
     """The gradient's norms before clipping, the parameters after training, and the largest element
     of the last gradient, in one process."""
     model = nn.Sequential(*layers_of())
@@ -67,7 +67,7 @@ def alone(norm_type: float, grouped: bool) -> tuple[list[float], dict[str, Tenso
         inputs, targets = data(number)
         optimizer.zero_grad()
         loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm_type)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
         optimizer.step()
     parameters = {
         name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)
@@ -79,7 +79,7 @@ def alone(norm_type: float, grouped: bool) -> tuple[list[float], dict[str, Tenso
 @pytest.mark.parametrize("degrees", TOPOLOGIES, ids=str)
 @on_ranks(ranks_of)
 def test_any_optimizer_is_clipped_as_in_one_process(degrees: dict[str, Any]) -> None:
-    norms, parameters, _ = alone(2.0, True)
+    norms, parameters, _ = alone(True)
     assert min(norms) > 2 * LIMIT
     groups: dict[str, Any] = {"group_of": width_of, "optimizer": two_groups}
     with built(layers_of(), tied=TIED, clip_norm=LIMIT, **groups, **degrees) as model:
@@ -111,17 +111,14 @@ def test_a_checkpoint_calls_no_hooks(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @on_ranks(2)
-def test_a_hook_clips_by_any_norm_of_the_whole_gradient(norm_type: float) -> None:
-    norms, _, largest = alone(norm_type, False)
+def test_a_hook_clips_by_the_norm_of_the_whole_gradient() -> None:
+    norms, _, largest = alone(False)
     with built(layers_of(), tied=TIED, shard=2) as model:
         found: list[float] = []
 
         def clip(*_: object) -> None:
-            found.append(float(model.clip_grad_norm_(LIMIT, norm_type)))
-            with pytest.raises(ValueError, match=r"^clip_grad_norm_: norm_type=0.0: must be more"):
-                model.clip_grad_norm_(LIMIT, 0)
+            found.append(float(model.clip_grad_norm_(LIMIT)))
 
         model.optimizer.register_step_pre_hook(clip)
         for number in range(STEPS):

@@ -19,13 +19,7 @@ from zeropp.engine.flat import FlatParameters
 from zeropp.engine.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.engine.tied import TiedWeights
-from zeropp.engine.update_rules import (
-    clip_factor,
-    made_optimizer,
-    parts_of,
-    power_of_norm,
-    square_norm,
-)
+from zeropp.engine.update_rules import clip_factor, made_optimizer, parts_of, square_norm
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
@@ -226,22 +220,17 @@ class ParameterUpdate:
         self.skipped_steps.add_(~finite)
         return result
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         """As ``ParallelModel.clip_grad_norm_``, which says what it raises."""
         if not self.updater.is_updating:
             raise RuntimeError(
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
             )
-        norm_type = float(norm_type)  # torch takes "inf", too
-        if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
-        total = power_of_norm(self._gradients(), self.lanes.device, norm_type)
-        is_largest = norm_type == math.inf
+        total = square_norm(self._gradients(), self.lanes.device)
         if self.world is not None:
-            largest = dist.ReduceOp.MAX
-            dist.all_reduce(total, largest if is_largest else dist.ReduceOp.SUM, group=self.world)
-        norm = total if is_largest else total ** (1 / norm_type)
+            dist.all_reduce(total, group=self.world)
+        norm = total.sqrt()
         self._scale(clip_factor(norm, max_norm))
         return norm
 

@@ -6,7 +6,6 @@ All contenders and the one-process reference call ``build_optimizer``, ``clip_fa
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -159,15 +158,6 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
 
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
-    ``parts`` as in ``power_of_norm``."""
-    return power_of_norm(parts, device, 2.0)
-
-
-def power_of_norm(
-    parts: Iterable[tuple[Tensor, float]], device: torch.device, norm_type: float
-) -> Tensor:
-    """This rank's part of the p-th power of the gradient's p-norm in fp64; the parts of all ranks
-    add up to it. For a norm of infinity it is this rank's norm, and the largest is that of all.
 
     ``parts``: (local gradient, number of ranks that hold the same).
     Torch's ``get_total_norm`` uses one kernel for many gradients, since one launch per tensor would
@@ -184,8 +174,6 @@ def power_of_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), gradients in alike.items():
         if torch.finfo(dtype).bits < 32:
-            kind = {"ord": norm_type, "dtype": torch.float32}
-            gradients = [torch.linalg.vector_norm(g, **kind) for g in gradients]
-        norm = get_total_norm(gradients, norm_type).double()
-        total = total.maximum(norm) if norm_type == math.inf else total + norm**norm_type / copies
+            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        total += get_total_norm(gradients).double() ** 2 / copies
     return total

@@ -166,12 +166,11 @@ class ParallelModel:
         given it has the groups of all."""
         return self.engine.updater.optimizer
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all ranks by their global norm, which is returned, as FSDP's method
-        of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where a norm
-        changes from step to step or is another one than ``clip_norm`` of ``parallelize`` means.
-        Raises RuntimeError outside of an update, and ValueError if ``norm_type`` is not above 0."""
-        return self.engine.update.clip_grad_norm(max_norm, norm_type)
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all ranks by their global L2 norm, which is returned, as FSDP's
+        method of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where
+        the largest norm changes from step to step. Raises RuntimeError outside of an update."""
+        return self.engine.update.clip_grad_norm(max_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
