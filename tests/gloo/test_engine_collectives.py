@@ -46,7 +46,7 @@ class WatchedLane:
     def __init__(self, device: torch.device, name: str) -> None:
         del device, name
 
-    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Any:
         del after
         with record_function(WINDOW), torch.no_grad():
             work()

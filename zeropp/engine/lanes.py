@@ -16,33 +16,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
 REPLICAS = "zeropp replicas"  # the lane of what replicas send each other
-
-
-class Ticket(Protocol):
-    """Represents work in a lane; as long as the ticket exists, it keeps the work's tensors."""
-
-    def wait(self) -> None:
-        """Let the caller's next operations run after the work: on CUDA the current stream waits, on
-        a CPU the calling thread. On a CPU it raises what the work has raised."""
-        ...
-
-
-class Lane(Protocol):
-    """Runs work in order, overlapping compute."""
-
-    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        """Run ``work`` after the compute that was issued so far and after the tickets' work."""
-        ...
-
-    def close(self) -> None:
-        """Finish the lane's work and end it."""
-        ...
 
 
 def make_lane(device: torch.device, name: str) -> Lane:
@@ -66,20 +44,26 @@ def streams_on_cpu() -> Iterator[None]:
 
 
 class _StreamTicket:
+    """Represents work in a lane; as long as the ticket exists, it keeps the work's tensors."""
+
     def __init__(self, event: torch.cuda.Event, work: Work) -> None:
         self._event, self._work = event, work
 
     def wait(self) -> None:
+        """Let the caller's next operations, on the current stream, run after the work."""
         self._event.wait()
 
 
 class _StreamLane:
+    """Runs work in order, overlapping compute."""
+
     def __init__(self, device: torch.device, name: str) -> None:
         # What compute waits for inside a step goes first, as in FSDP2; replicas have until its end.
         priority = 0 if name == REPLICAS else -1
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+        """Run ``work`` after the compute that was issued so far and after the tickets' work."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             for ticket in after:
@@ -88,10 +72,14 @@ class _StreamLane:
             return _StreamTicket(self._stream.record_event(), work)
 
     def close(self) -> None:
+        """Finish the lane's work and end it."""
         self._stream.synchronize()
 
 
 class _ThreadTicket:
+    """As that of a stream; its ``wait`` lets the calling thread wait, and raises what the work has
+    raised."""
+
     def __init__(self, work: Work, after: Sequence[Ticket]) -> None:
         self._work, self._after = work, after
         self._done: Future[None] = Future()
@@ -148,6 +136,10 @@ class _ThreadLane:
         while (ticket := self._queue.get()) is not None:
             ticket.execute()
             del ticket  # else its tensors would live until the next ticket
+
+
+Ticket = _StreamTicket | _ThreadTicket
+Lane = _StreamLane | _ThreadLane
 
 
 @dataclass(frozen=True)

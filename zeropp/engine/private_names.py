@@ -1,4 +1,4 @@
-"""The private names of torch that training uses: for a timeout, and for the walk.
+"""The private names of torch that training uses: for a timeout, the walk and checkpoints.
 
 A release of torch may move or change them; ``tests/gloo/test_private_names.py`` says what no longer
 works without each.
@@ -6,13 +6,17 @@ works without each.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["TorchDispatchMode", "default_timeout", "is_traceable_wrapper_subclass"]
+__all__ = ["TorchDispatchMode", "as_before", "default_timeout", "is_traceable_wrapper_subclass"]
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
@@ -21,3 +25,23 @@ def default_timeout(device: torch.device) -> timedelta | None:
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+@contextmanager
+def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside this context a step of the optimizer calls no hooks, since no update is under way, in
+    which they could clip; after it the optimizer, its groups and its state are as before it."""
+    own, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
+    devices = {one.device for group in groups for one in group["params"] if one.is_cuda}
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
+    kept = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, kept)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(own)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)

@@ -7,10 +7,11 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import inspect
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,38 @@ from zeropp.engine.settings import Settings, asked_for, read_keywords
 from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
-from zeropp.train.keywords import with_keywords_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
 from zeropp.train.stages import check_ranks, empty_others, own_layers, plan_layers
 from zeropp.types.literals import Recompute, if_auto
 
+P = ParamSpec("P")
+Build = Callable[[Sequence[Layer], LossFunction, dict[str, Any]], ParallelModel]
+Call = Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]
 
-@with_keywords_of(Settings)
+
+def _with_keywords_of(settings: Callable[P, object]) -> Callable[[Build], Call[P]]:
+    """A decorator: a function that is given a dict of keywords has the fields of ``settings`` as
+    such, in its signature and for type checkers."""
+
+    def decorate(build: Build) -> Call[P]:
+        @wraps(build)
+        def call(
+            layers: Sequence[Layer], loss_fn: LossFunction, /, *args: P.args, **keywords: P.kwargs
+        ) -> ParallelModel:
+            if args:
+                raise TypeError("parallelize: all but layers and loss_fn are keywords (sample=...)")
+            return build(layers, loss_fn, keywords)
+
+        first = list(inspect.signature(build).parameters.values())[:2]
+        rest = inspect.signature(settings).parameters.values()
+        call.__signature__ = inspect.Signature([*first, *rest])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@_with_keywords_of(Settings)
 def parallelize(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
