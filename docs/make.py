@@ -400,7 +400,7 @@ def _settings(name: str) -> str:
         if each.default is not MISSING:
             default = getattr(each.default, "__name__", repr(each.default))
         elif each.default_factory is not MISSING:
-            default = f"{each.default_factory.__name__}()".replace("dict()", "{}")
+            default = f"{getattr(each.default_factory, '__name__', '')}()".replace("dict()", "{}")
         else:
             default = "must be given"
         rows.append([f"`{each.name}`", default.replace("'", '"'), texts.get(each.name, "")])
@@ -412,7 +412,7 @@ def _field_texts(kind: type) -> dict[str, str]:
     lines = inspect.getsource(kind).splitlines()
     (tree,) = ast.parse("\n".join(lines)).body
     assert isinstance(tree, ast.ClassDef)
-    texts = {}
+    texts: dict[str, str] = {}
     for here, below in pairwise([*tree.body, ast.Pass()]):
         if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
             text = lines[(here.end_lineno or 1) - 1].partition("  # ")[2]

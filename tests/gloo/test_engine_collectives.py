@@ -119,7 +119,8 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int, int]:
 def test_nothing_is_copied_around_a_collective(case: Case, world: World) -> None:
     for copies, looked_at, _ in world.run(operators_around, case, False, size=case.world):
         assert looked_at > 10  # collectives and views
-        assert copies == []
+        # Rows of other replicas are copied behind their gather, where gloo would write one's own.
+        assert set(copies) <= ({"aten::copy_"} if case.zero else set())
 
 
 def test_a_copy_around_a_collective_would_be_seen(world: World) -> None:

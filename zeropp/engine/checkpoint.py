@@ -164,17 +164,15 @@ class Checkpointer:
         return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
 
     def save(self, directory: Path | str) -> None:
-        """Write parameters, optimizer state and the number of steps, whole or not at all, under the
-        names that torch's ``save({"model": ...})`` gives. The file system is one that all ranks
-        see.
+        """As ``ParallelModel.save``, under the names that torch's ``save({"model": ...})`` gives.
+        The file system is one that all ranks see.
 
         The new checkpoint is written into ``NAME.being-written``, and takes the last one's place
         only when every rank has written and every file has a digest. If the job is killed between
         the two renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it.
         (Folders of these names are deleted, so the names are none that people give.) Where anything
         raises on one rank, every rank raises, and the last checkpoint is untouched. Other files in
-        its directory stay there. Raises CheckpointError where something else than a checkpoint has
-        that name.
+        its directory stay there.
         """
         saved = {"model": self.state("save").named()}
         place = together(lambda: _place(directory))
@@ -188,13 +186,8 @@ class Checkpointer:
             _on_first_rank(lambda: _publish(partial, place, digests))
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
-        """Continue from what ``save`` wrote; ``weights_only``: take over parameters and buffers
-        alone, which a state dict of a plain model may have written.
-
-        Settings of optimizer groups that the checkpoint does not have stay as they are; one that
-        does not count skipped steps has none. Raises CheckpointError where the checkpoint is not
-        whole, or is that of another model.
-        """
+        """As ``ParallelModel.load``. Settings of optimizer groups that the checkpoint does not have
+        stay as they are; one that does not count skipped steps has none."""
         state = self.state("load")
         place = checked(directory)
         known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
@@ -217,12 +210,7 @@ class Checkpointer:
         self._take_over(state, optimizer=not weights_only)
 
     def load_named(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a dict like that of ``State.named``, or from one of whole tensors, which
-        may be without the optimizer's state.
-
-        Raises ValueError, the same on every rank and before anything is copied, for a name that is
-        missing or that no rank has, and for another shape.
-        """
+        """As ``ParallelModel.load_state_dict``."""
         state = self.state()
         saved = together(lambda: dict(saved))
         optimizer = dict(saved.get(OPTIMIZER, {}))

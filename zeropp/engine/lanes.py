@@ -165,9 +165,8 @@ class Lanes:
 
     def join_shard_reductions(self) -> None:
         """Let compute wait for all reductions over the shards, and free what they read."""
-        for ticket in self.shard_reductions.values():
-            ticket.wait()
-        self.shard_reductions.clear()
+        for flat in [*self.shard_reductions]:
+            self.join_reduction_of(flat)
 
     def join_reduction_of(self, flat: object) -> None:
         """Like ``join_shard_reductions``, for that of one flat buffer, if there is one."""
