@@ -23,6 +23,7 @@ from tests.gloo.layers import (
     Kind,
     Overwriting,
     Saving,
+    Sharing,
     TakesComplex,
     TakesTwo,
     TwoTypes,
@@ -190,6 +191,7 @@ def refused() -> dict[str, str]:
         "mask": lambda: built(
             seeded([linear, Overwriting, linear]), sample_keywords={"other": data()[1][:1]}, pp=2
         ),
+        "auto": lambda: built(seeded([linear, Sharing, Sharing]), pp="auto", cluster="a800"),
         "made lazy": lambda: built([lambda: nn.LazyLinear(WIDTH)], shard=2),
     }
 
@@ -211,6 +213,7 @@ def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
         **{name: words for name, (_, words) in REFUSED.items()},
         "group": "optimizer: asks for group 'all', but there is 'narrow' and 'wide'",
         "mask": "layers[1]: its forward changes 'other' in place, which other inputs or",
+        "auto": "layers[1]: its forward changes 'mean', which another layer has, too",
         "made lazy": "layers[0]: 'weight' has no shape yet",
         "loss": "loss_fn: has the parameter 'weight', which nothing would train",
     }.items():

@@ -156,6 +156,9 @@ def _sizes(
         from zeropp.emulate.recorder import Recorder  # not loaded where nothing is priced
 
         recorder = Recorder
+    stages = settings.layout.stage_ranks()
+    if "pp" in asked and (world := dist.get_world_size()) > 1:  # each may have a stage of its own
+        stages = [frozenset([rank]) for rank in range(world)]
     sizes = walk.walk(
         layers,
         *settings.microbatch,
@@ -164,7 +167,7 @@ def _sizes(
         measure_saved=bool(asked),
         tied=settings.tied,
         context=settings.slicing,
-        stages=settings.layout.stage_ranks(),
+        stages=stages,
     )
     every = frozenset(settings.sample_keywords if takes_all(loss_fn) else ())
     named = [keywords_of(loss_fn) | every, *(layer.names for layer in sizes)]
