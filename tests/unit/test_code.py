@@ -29,12 +29,12 @@ MOST_IMPORTS_BETWEEN_ROOMS = 27
 # The most lines of each room, and of all, as of November 2026. A commit that needs more raises the
 # number and says what it has bought; one that needs less lowers it.
 BUDGET = {
-    "baselines": 4_700,
+    "baselines": 4_690,
     "benchmarks": 900,
     "benchmarks/calibrate": 790,
     "benchmarks/evidence": 1_530,
     "benchmarks/explain": 2_800,
-    "benchmarks/launch": 4_070,
+    "benchmarks/launch": 4_080,
     "benchmarks/measured": 590,
     "benchmarks/records": 1_350,
     "benchmarks/report": 5_140,
@@ -44,17 +44,17 @@ BUDGET = {
     "benchmarks/verdict": 2_420,
     "benchmarks/worker": 1_520,
     "zeropp": 140,
-    "zeropp/choose": 2_090,
+    "zeropp/choose": 2_100,
     "zeropp/emulate": 3_990,
-    "zeropp/engine": 7_010,
+    "zeropp/engine": 6_950,
     "zeropp/huggingface": 900,
     "zeropp/price": 3_990,
     "zeropp/schedule": 2_610,
-    "zeropp/train": 1_200,
+    "zeropp/train": 1_170,
     "zeropp/types": 710,
 }
-MOST_LINES = 51_830
-MOST_LINES_OF_TESTS = 32_440
+MOST_LINES = 51_740
+MOST_LINES_OF_TESTS = 32_510
 
 
 @cache
