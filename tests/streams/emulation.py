@@ -131,12 +131,10 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
         result = model.train_step(batch[:, :-1], batch[:, 1:])
         numbers.extend((result.loss, result.grad_norm))
 
-    program: list[str] = []
-    model.engine.interpreter.on_action = lambda action: program.append(str(action))
+    program = [str(action) for action in model.engine.interpreter._program]
     mark("the first step")
     step(0)
     mark("its end")
-    model.engine.interpreter.on_action = None
     mark("the second step")
     step(1)
     mark("the end of the second step")

@@ -67,7 +67,6 @@ class Interpreter(ActionRecorder):
         self._loss = loss
         self._divisor = divisor
         self._parameters = update
-        self.on_action: Callable[[Action], None] | None = None  # called before every action
         self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward,
@@ -103,8 +102,6 @@ class Interpreter(ActionRecorder):
             step.passes.enter_context(drawing or nullcontext())
             self._begin_step()
             for action, name in self._actions:
-                if self.on_action is not None:
-                    self.on_action(action)
                 with self._running(action.op, name):
                     self._handlers[action.op](action, step)
         assert step.result is not None
