@@ -133,6 +133,11 @@ def wrong_calls() -> dict[str, str]:
         "uneven": lambda: model.eval_step(inputs, targets, **short),
         "ranks differ": lambda: model.eval_step(x, y, **more),
         "no rows": lambda: model.eval_step(none, no_targets, **nothing),
+        "a dict": lambda: model.forward_only(
+            inputs,
+            outputs=lambda output: {"output": output},  # type: ignore[arg-type, return-value]
+            **keywords,
+        ),
     }
     return {name: error_of(call) for name, call in calls.items()}
 
@@ -147,6 +152,7 @@ MESSAGES = {
     "uneven": "ValueError: inputs: numbers of rows differ",
     "ranks differ": "RowsError: eval_step: ranks of one pipeline were given different rows",
     "no rows": "RowsError: inputs: no rank was given any rows",
+    "a dict": "InfeasibleError: outputs: must give tensors [rows, ...] of a microbatch: expected",
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeropp.engine.chunk import Chunk, persistent_buffers, shown
 from zeropp.engine.collectives import Channels
 from zeropp.engine.context import Context
-from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.errors import ErrorBarrier, refusal, together
 from zeropp.engine.given_rows import RowsError
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.trial import unchanged
@@ -264,7 +264,12 @@ class Evaluator:
         """The rows of ``parts``, which the pipeline's last stage gives, on all ranks of the
         pipeline. Where a pipeline had no rows, tensors like another one's, without rows."""
         device, world = self._channels.device, self._world
-        whole = [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
+
+        def joined() -> list[Tensor]:
+            with refusal("outputs: must give tensors [rows, ...] of a microbatch"):
+                return [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
+
+        whole = together(joined)
         offers: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(world)
         is_tuple = bool(parts) and isinstance(parts[0], tuple)
         dist.all_gather_object(offers, (_shapes(whole), is_tuple), group=world)
