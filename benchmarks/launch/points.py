@@ -194,9 +194,10 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
     if outcome.winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
         gib = spec.cluster.device.usable_bytes / 2**30
+        cut = "" if outcome.is_complete else ", as far as the search came"
         raise InfeasibleError(
             f"contender={spec.contender.name}: no choice for what is auto fits {spec.num_gpus} x "
-            f"{gib:.0f} GiB (use more GPUs, or set the degrees to run it all the same)"
+            f"{gib:.0f} GiB{cut} (use more GPUs, or set the degrees to run it all the same)"
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu

@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 710,
 }
 MOST_LINES = 51_740
-MOST_LINES_OF_TESTS = 32_510
+MOST_LINES_OF_TESTS = 32_530
 
 
 @cache

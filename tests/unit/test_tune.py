@@ -77,6 +77,12 @@ def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
         assert winner.step_s == pytest.approx(min(fitting))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small its budget is, a search goes on until it has found something."""
+    monkeypatch.setattr("zeropp.choose.search._PATIENCE", 1e12)
+
+
 def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> None:
     first = search(task(8, 8), ZEROPP, runner_up=False)
     assert first.winner is not None
@@ -86,26 +92,36 @@ def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> N
     assert again.simulated < first.simulated
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_search_that_ends_early_has_compared_all_pipelines_with_the_most_shards() -> None:
     asked = ZeroppKnobs(pp=4, context=1, chunks=2, unit=8, recompute="none")
     at_ease = search(task(32, 128), ZEROPP, asked, 1, runner_up=False)
-    found = search(task(32, 128), ZEROPP, asked, 1, runner_up=False, budget_s=0.0)
+    found = search(task(32, 128), ZEROPP, asked, 1, runner_up=False, budget_s=1e-9)
     assert not found.is_complete
     assert at_ease.winner is not None
     assert found.winner is not None
     assert found.winner.plan.layout.shard == 8
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_search_in_a_hurry_begins_with_what_holds_least() -> None:
     asked = ZeroppKnobs(pp=4, context=1, replicate_zero=0, placement="dp_inner")
     at_ease = search(task(16, 128), ZEROPP, asked, runner_up=False)
-    hurried = search(task(16, 128), ZEROPP, asked, budget_s=0.0)
+    hurried = search(task(16, 128), ZEROPP, asked, budget_s=1e-9)
     assert at_ease.is_complete
     assert not hurried.is_complete
     assert at_ease.winner is not None
     assert hurried.winner is not None
     assert at_ease.winner.plan.recompute != "full"
     assert (hurried.winner.plan.recompute, hurried.winner.candidate.microbatch_size) == ("full", 1)
+
+
+def test_a_search_that_finds_nothing_ends_with_its_budget() -> None:
+    none = with_memory(task(32, 128), 1)
+    assert search(none, ZEROPP).is_complete
+    hurried = search(none, ZEROPP, budget_s=0.0)
+    assert hurried.winner is None
+    assert not hurried.is_complete
 
 
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:

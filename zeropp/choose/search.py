@@ -90,6 +90,7 @@ class QueueEntry(Generic[K]):
         return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
 
 
+_PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
 
@@ -237,10 +238,10 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner, if there is one; where half of it has found nothing that
-    fits, what recomputes most comes first. ``known``: candidates that are
-    simulated first, such as the winners of an earlier search, so that fewer others have a bound
-    below the best.
+    which the best so far is the winner; where half of it has found nothing that fits, what
+    recomputes most comes first, and where four times as much has not, nothing does. ``known``:
+    candidates that are simulated first, such as the winners of an earlier search, so that fewer
+    others have a bound below the best.
     """
     tuning = _Search(task, contender, asked or contender.knobs(), budget_s=budget_s)
     for candidate in known:
@@ -280,6 +281,7 @@ class _Search(Generic[K]):
         budget_s: float,
     ) -> None:
         self._ends = process_time() + budget_s
+        self._gives_up = process_time() + _PATIENCE * budget_s
         self._hurry_at = process_time() + budget_s / 2  # if nothing has been found by then
         self._task = task
         self._contender = contender
@@ -310,7 +312,7 @@ class _Search(Generic[K]):
             if entry.bound_s >= to_beat * (1.0 - tolerance):
                 outcome.rejected[SLOWER] += 1
                 continue
-            if outcome.winner and process_time() > self._ends:
+            if process_time() > (self._ends if outcome.winner else self._gives_up):
                 outcome.is_complete = False
                 break
             if not outcome.winner and process_time() > self._hurry_at:
