@@ -66,10 +66,7 @@ def plan_point(spec: RunSpec, *, simulated: bool = False) -> Point:
     cannot run. Raises SpecError on bad input."""
     check_data(spec)
     try:
-        if not simulated:
-            knobs = CONTENDERS[spec.contender.name].as_run(spec.contender)
-            spec = replace(spec, contender=knobs)
-        spec, note = with_best_plan(spec)
+        spec, note = with_best_plan(spec, simulated=simulated)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
@@ -153,18 +150,20 @@ class _Choice:
     words: str  # the plan and its speed
 
 
-def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
+def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str]:
     """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it).
 
     The spec is returned unchanged, with an empty line, if nothing is ``auto`` or if the cluster has
     no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
-    device's memory.
+    device's memory, or for what the trainer cannot run, unless it is to be ``simulated``.
     """
+    knobs = spec.contender if simulated else CONTENDERS[spec.contender.name].as_run(spec.contender)
     is_open = spec.microbatch_size == "auto" or any_auto(spec.contender)
     if not is_open:
         return spec, ""
     if not is_priced(spec.cluster, spec.precision):
         return replace(spec, microbatch_size=spec.candidate.microbatch_size), ""
+    spec = replace(spec, contender=knobs)
     path = _cache_path(spec)
     choice, source = _read(path), "remembered"
     if choice is None:
@@ -194,10 +193,12 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
     if outcome.winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
         gib = spec.cluster.device.usable_bytes / 2**30
-        cut = "" if outcome.is_complete else ", as far as the search came"
+        none = "no choice for what is auto fits"
+        if not outcome.is_complete:
+            none = "the search has ended, and has found nothing that fits"
         raise InfeasibleError(
-            f"contender={spec.contender.name}: no choice for what is auto fits {spec.num_gpus} x "
-            f"{gib:.0f} GiB{cut} (use more GPUs, or set the degrees to run it all the same)"
+            f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.0f} GiB (use more "
+            "GPUs, or set the degrees to run it all the same)"
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu
@@ -205,7 +206,7 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
     choice = _Choice(asdict(winner.candidate.knobs), winner.candidate.microbatch_size, words)
     pruned = outcome.rejected[SLOWER]
     ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"
-    return choice, ended if outcome.is_complete else f"{ended} in {_BUDGET_S:.0f} s"
+    return choice, ended if outcome.is_complete else f"{ended} until time was up"
 
 
 def _cache_path(spec: RunSpec) -> Path:

@@ -149,6 +149,7 @@ def _command(row: dict[Any, Any]) -> str:
         rate = share * spec["cluster"]["inter"]["bandwidth_gb_s"]
         words.append(f"cluster.inter.bandwidth_gb_s={rate:g}")
     words += [f"global_batch={row['global_batch']}", f"precision={row['precision']}"]
+    words += ["launcher=simulate"] * (not contender.runs(candidate.knobs))
     return " ".join(["zeropp run", *words, "data=synthetic", *overrides(candidate)])
 
 

@@ -161,6 +161,7 @@ def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
         if winner is None or name not in CONTENDERS:  # others are priced only
             continue
         candidate = winner.candidate
+        runs = outcome.contender.runs(candidate.knobs)
         command = " ".join(["zeropp run", *words, *overrides(candidate)])
         if spec.out is not None:
             groups = presets | {"contender": candidate.knobs.name}
@@ -171,7 +172,9 @@ def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
             path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
             write_atomically(path, f"# @package _global_\n{body}")
             command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
-        print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
+        does = "runs its plan" if runs else "prices its plan, which cannot be run here"
+        command += "" if runs else " launcher=simulate"
+        print(f"\n# {outcome.contender.label}: this {does}\n{command}")
 
 
 def write_pictures(out: Path, outcomes: list[Outcome[Any]]) -> None:

@@ -183,7 +183,7 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         ),
         (
-            "loss_fn: ranks differ: rank 0 has L1Loss where rank 1 has MSELoss",
+            "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
             {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
         ),
         ("loss_fn: ranks differ: rank 0 has", {"loss_fn": F.l1_loss if rank else F.mse_loss}),

@@ -119,6 +119,12 @@ class Contender(Generic[K]):
                 )
         return replace(cast("Any", knobs), **self.runs_with)  # type: ignore[no-any-return]
 
+    def runs(self, knobs: K) -> bool:
+        """Whether there is a trainer, and runs with these knobs."""
+        with suppress(InfeasibleError):
+            return bool(self.trainer and self.as_run(knobs))
+        return False
+
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
         """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises
         InfeasibleError if there is none."""

@@ -288,9 +288,8 @@ class _Search(Generic[K]):
         self._asked = asked
         self._outcome = Outcome(task, contender)
         self._limit = task.limit_bytes
-        self._too_many_activations: set[object] = (
-            set()
-        )  # of families alike, those with too many activations
+        # Of families alike, those with too many activations.
+        self._too_many_activations: set[object] = set()
 
     def offer(self, candidate: Candidate[K]) -> None:
         """Simulate a candidate, and keep it if it fits and is the best so far."""
@@ -335,13 +334,14 @@ class _Search(Generic[K]):
     def _recomputed_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
         fewest sequences per microbatch: most of what fits is there, where little does."""
-        sizes = {}
+        sized = []
         for entry in queue:
             if plan := entry.plan or self._sized(entry.candidate):
                 blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
-                sizes[entry.number] = (blocks, -entry.candidate.microbatch_size)
-        most = max(sizes.values(), default=None)
-        queue = [replace(e, turn=-1) if most and sizes.get(e.number) == most else e for e in queue]
+                size = (blocks, -entry.candidate.microbatch_size)
+                sized.append((size, replace(entry, plan=plan)))
+        most = max((size for size, _ in sized), default=None)
+        queue = [replace(entry, turn=-(size == most)) for size, entry in sized]
         heapq.heapify(queue)
         return queue
 

@@ -6,9 +6,12 @@ caller runs these checks in ``errors.agreed``: all ranks raise what one of them 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
 
@@ -163,6 +166,21 @@ def check_draws(draws: Sequence[bool], seed: int | None) -> None:
         raise InfeasibleError(
             f"dropout_seed=None: layers[{draws.index(True)}] draws random numbers (give a seed)"
         )
+
+
+def describe_function(function: Any) -> str:
+    """A function's name and what tells its code from another's; what it reads elsewhere (globals,
+    what a closure keeps) is not looked at, as it may rightly differ between ranks."""
+    if isinstance(function, functools.partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        plain = [value for value in given if isinstance(value, str | float | int | tuple)]
+        return f"{describe_function(function.func)} {plain}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return repr(function) if isinstance(function, nn.Module) else name
+    plain = [value for value in code.co_consts if isinstance(value, str | float | int)]
+    return f"{name} {crc32(repr((code.co_code, code.co_names, plain)).encode()):08x}"
 
 
 def check_loss(loss_fn: Any) -> None:

@@ -308,13 +308,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse a layer that keeps a number with its graph, other than one of its ``outputs``, as
         those do whose loss function looks for it: on another rank it would not find it."""
         given = [x.untyped_storage() for x in outputs]
-        if any(not x.dim() for x in outputs):
-            return  # it returns a number, which may follow from those that it keeps
         for number in self._numbers:
-            if (kept := number()) is None or not kept.requires_grad:
+            if (kept := number()) is None or not kept.requires_grad or _is_of_a_graph(kept):
                 continue
-            if not any(isinstance(one, (dict, list)) for one in get_referrers(kept)):
-                continue  # a graph alone has it
             own = kept.untyped_storage()
             if not any(own is storage for storage in given):
                 raise InfeasibleError(
@@ -401,6 +397,19 @@ def _forward(
     outputs = value if isinstance(value, tuple) else (value,)
     once = {id(x): x.detach() if isinstance(x, Tensor) else x for x in outputs}
     return alike(value, [once[id(x)] for x in outputs]), size
+
+
+def _is_of_a_graph(number: Tensor) -> bool:
+    """Whether a graph alone holds a number: itself, in what a hook of saved tensors has made of it,
+    or in what an autograd function keeps."""
+    holders = get_referrers(number)
+    for holder in holders:
+        if not isinstance(holder, tuple | dict):
+            return False
+        owners = (owner for owner in get_referrers(holder) if owner is not holders)
+        if not all(isinstance(owner, torch.autograd.function.FunctionCtx) for owner in owners):
+            return False
+    return True
 
 
 def _in_one_memory(tensors: Sequence[Tensor]) -> list[int]:

@@ -120,7 +120,7 @@ def _planned(
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(asked)),
-        "loss_fn": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+        "loss_fn": preflight.describe_function(loss_fn),
     }
     device = device_of(settings.device, settings.mesh)
     settings = replace(settings, device=device)
