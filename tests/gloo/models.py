@@ -39,6 +39,7 @@ from tests.gloo.layers import (
     Kind,
     Locked,
     Masked,
+    Noting,
     Overwriting,
     Passing,
     Placed,
@@ -339,6 +340,7 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
     "scripted": (between(scripted, linear), "layers[1]: has a RecursiveScriptModule, whose param"),
     "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
+    "noted number": (between(Noting, linear), "layers[1]: keeps a number that has a gradient"),
     "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
     "twice": (
         between(Twice, Passing, Overwriting),
