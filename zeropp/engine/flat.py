@@ -29,7 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.collectives import DataGroups, all_gather_single, reduce_scatter_single
+from zeropp.engine.collectives import (
+    DataGroups,
+    all_gather_single,
+    backend_of,
+    reduce_scatter_single,
+)
 from zeropp.engine.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
 from zeropp.engine.lanes import Lanes, Ticket
 from zeropp.engine.whole import WholeParameters
@@ -398,7 +403,7 @@ class FlatParameters:
         if self._part is not self.master:
             rows.copy_(self.master)
         # A loop may change its rows meanwhile. NCCL leaves them in place, gloo writes them again.
-        gathered = part if part.is_cuda else torch.empty_like(part)
+        gathered = torch.empty_like(part) if backend_of(part.device) == "gloo" else part
         all_gather_single(gathered, rows, group=self._groups.replicate)
         if gathered is not part:
             part[: own.start].copy_(gathered[: own.start])
