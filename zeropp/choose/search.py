@@ -238,7 +238,7 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner; where half of it has found nothing that fits, what
+    which the best so far is the winner; where half of it has found nothing new that fits, what
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:
     candidates that are simulated first, such as the winners of an earlier search, so that fewer
     others have a bound below the best.
@@ -299,6 +299,7 @@ class _Search(Generic[K]):
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the first entry of the queue, until no bound is below the winner."""
         outcome = self._outcome
+        known = outcome.winner
         queue, others = _one_of_alike(self._families(microbatch_size))
         number = len(queue) + sum(map(len, others.values()))
         while queue or others:
@@ -314,7 +315,7 @@ class _Search(Generic[K]):
             if process_time() > (self._ends if outcome.winner else self._gives_up):
                 outcome.is_complete = False
                 break
-            if not outcome.winner and process_time() > self._hurry_at:
+            if outcome.winner is known and process_time() > self._hurry_at:
                 self._hurry_at = float("inf")
                 queue = self._recomputed_first([entry, *queue])
                 continue
