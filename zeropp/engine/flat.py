@@ -397,9 +397,8 @@ class FlatParameters:
         return torch.empty_like(gradient, dtype=self._types.wire)
 
     def _gather_rows(self) -> None:
-        part = self._part.data  # whose version is its own
-        own = self.layout.owned.inside(self.layout.part)
-        rows = part[own]
+        part, own = self._part.data, self.layout.owned.inside(self.layout.part)
+        rows = part[own]  # of ``data``, whose version is its own
         if self._part is not self.master:
             rows.copy_(self.master)
         # A loop may change its rows meanwhile. NCCL leaves them in place, gloo writes them again.

@@ -311,8 +311,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in self._numbers:
             if (kept := number()) is None or not kept.requires_grad or _is_of_a_graph(kept):
                 continue
-            own = kept.untyped_storage()
-            if not any(own is storage for storage in given):
+            if not any(kept.untyped_storage() is storage for storage in given):
                 raise InfeasibleError(
                     f"{self._reader}: keeps a number that has a gradient, which a loss on another "
                     "rank would not find (return it beside the output, as (output, number): it is "
@@ -400,8 +399,7 @@ def _forward(
 
 
 def _is_of_a_graph(number: Tensor) -> bool:
-    """Whether a graph alone holds a number: itself, in what a hook of saved tensors has made of it,
-    or in what an autograd function keeps."""
+    """Whether only a graph, a hook of saved tensors or an autograd function holds a number."""
     holders = get_referrers(number)
     for holder in holders:
         if not isinstance(holder, tuple | dict):
