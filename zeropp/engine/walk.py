@@ -311,7 +311,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in self._numbers:
             if (kept := number()) is None or not kept.requires_grad or _is_of_a_graph(kept):
                 continue
-            if not any(kept.untyped_storage() is storage for storage in given):
+            if kept.untyped_storage() not in given:
                 raise InfeasibleError(
                     f"{self._reader}: keeps a number that has a gradient, which a loss on another "
                     "rank would not find (return it beside the output, as (output, number): it is "
