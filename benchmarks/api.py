@@ -57,8 +57,7 @@ def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.
     sweep. A point that has a record is not run again unless it says ``rerun=all``. Raises SpecError
     on bad input, before anything is started.
     """
-    from benchmarks.launch.points import plan_point
-    from benchmarks.launch.sweep import launch_points, spec_of
+    from benchmarks.launch.sweep import launch_points, point_of
 
     lines = [points] if isinstance(points, str) else points
     configs = [
@@ -66,10 +65,7 @@ def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.
         for line in lines
         for config in compose("config", [*shlex.split(line), f"runs_dir={runs_dir}"])
     ]
-    planned = [
-        plan_point(spec_of(config), simulated=config["launcher"].get("kind") == "simulate")
-        for config in configs
-    ]
+    planned = [point_of(config) for config in configs]
     handler = signal.getsignal(signal.SIGINT)
     try:
         launch_points(planned, configs)

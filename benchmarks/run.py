@@ -34,14 +34,10 @@ def _run() -> int:
         _check_run_keys(config)
     if study := configs[0].get("study"):
         return int(importlib.import_module(_STUDIES[study]).run(configs[0]))
-    from benchmarks.launch.points import plan_point
-    from benchmarks.launch.sweep import run_points, spec_of
+    from benchmarks.launch.sweep import point_of, run_points
     from benchmarks.specification.progress import track
 
-    points = [
-        plan_point(spec_of(config), simulated=config["launcher"].get("kind") == "simulate")
-        for config in track(configs, len(configs), "points planned")
-    ]
+    points = [point_of(config) for config in track(configs, len(configs), "points planned")]
     if len(points) == 1 and points[0].plan is None:
         raise SpecError(points[0].reason)
     return run_points(points, configs)

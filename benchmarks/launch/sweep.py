@@ -21,7 +21,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from benchmarks.launch.attempt import PROVENANCE
 from benchmarks.launch.launchers import LAUNCHERS
 from benchmarks.launch.options import LauncherOptions, SlurmOptions, read_launcher_options
-from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
+from benchmarks.launch.points import Point, Rerun, plan_point, records_of, still_to_run
 from benchmarks.launch.running import (
     LaunchError,
     SweepProgress,
@@ -114,6 +114,11 @@ def announce(
         say(f"  left alone  {spec_id}: {why}")
     if len(left) > _MOST_LEFT:
         say(f"  left alone  {len(left) - _MOST_LEFT} more (zeropp status names them)")
+
+
+def point_of(config: dict[str, Any]) -> Point:
+    """The planned point of a composed configuration. Raises SpecError on bad input."""
+    return plan_point(spec_of(config), simulated=config["launcher"].get("kind") == "simulate")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:

@@ -285,7 +285,7 @@ def _answer(pairs: pd.DataFrame) -> str:
 
 
 def _cells(pairs: pd.DataFrame) -> str:
-    """Of which cells a speed-up is the median, with their range and how many are unsettled."""
+    """The cells behind a median speed-up, with their range and how many are unsettled."""
     doubts = [why for why in pairs["speedup_unsettled"] if why]
     if len(pairs) == 1:
         return "in one cell" + "".join(f" (unsettled: {why})" for why in doubts)

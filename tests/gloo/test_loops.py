@@ -240,7 +240,7 @@ class Dropping(One):
 
 @on_ranks(2)
 def test_compiled_dropout_draws_what_eager_dropout_does() -> None:
-    """Of which each data-parallel rank and each step has masks of its own."""
+    """Each data-parallel rank and each step has masks of its own."""
     in_python = partialmethod(nn.Module.compile, backend="aot_eager")
     losses = []
     for compiles in (False, True):
