@@ -18,7 +18,7 @@ from benchmarks.specification.contenders import PRICED
 from benchmarks.tune import __main__ as tune
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import least_bytes, least_compute_s, least_step_s
-from zeropp.choose.search import OOM, search
+from zeropp.choose.search import OOM, _Search, search
 from zeropp.choose.space import compute_knobs
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import pass_times, price_plan
@@ -101,6 +101,24 @@ def test_a_search_that_ends_early_has_compared_all_pipelines_with_the_most_shard
     assert at_ease.winner is not None
     assert found.winner is not None
     assert found.winner.plan.layout.shard == 8
+
+
+def test_where_one_wins_those_that_share_its_compute_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards: list[int] = []
+    evaluate = _Search._evaluate
+
+    def counted(self: Any, entry: Any, slowest: float) -> None:
+        shards.append(entry.candidate.knobs.shard)
+        evaluate(self, entry, slowest)
+
+    monkeypatch.setattr(_Search, "_evaluate", counted)
+    asked = ZeroppKnobs(pp=2, context=1, placement="dp_inner", unit=2, recompute="none")
+    search(task(16, 128), ZEROPP, asked, runner_up=False)
+    with_most = [number for number, shard in enumerate(shards) if shard == 8]
+    with_less = [number for number, shard in enumerate(shards) if shard < 8]
+    assert with_most[0] < with_less[0] < with_most[-1]
 
 
 @pytest.mark.usefixtures("patient")
