@@ -111,3 +111,18 @@ def test_what_a_trainer_cannot_run_is_simulated_alone(
     assert "in prices alone" in plan_point(wanted).reason
     assert plan_point(wanted, simulated=True).plan is not None
     assert getattr(plan_point(spec).spec.contender, knob) == runs
+
+
+def test_a_run_searches_what_its_trainer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    found = points._search
+
+    def searched(spec: RunSpec) -> Any:
+        asked.append(spec.contender)
+        return found(spec)
+
+    monkeypatch.setattr(points, "_search", searched)
+    spec = spec_of("a800", "fsdp")
+    plan_point(spec)
+    plan_point(spec, simulated=True)
+    assert [knobs.context for knobs in asked] == [1, "auto"]

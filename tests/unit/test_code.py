@@ -54,7 +54,7 @@ BUDGET = {
     "zeropp/types": 710,
 }
 MOST_LINES = 51_780
-MOST_LINES_OF_TESTS = 32_570
+MOST_LINES_OF_TESTS = 32_590
 
 
 @cache

@@ -402,8 +402,6 @@ def _is_of_a_graph(number: Tensor) -> bool:
     """Whether only a graph, a hook of saved tensors or an autograd function holds a number."""
     holders = get_referrers(number)
     for holder in holders:
-        if not isinstance(holder, tuple | dict):
-            return False
         owners = (owner for owner in get_referrers(holder) if owner is not holders)
         if not all(isinstance(owner, torch.autograd.function.FunctionCtx) for owner in owners):
             return False
