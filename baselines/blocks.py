@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeropp.engine.chunk import run_recomputed
+from zeropp.engine.layers.chunk import run_recomputed
 from zeropp.schedule.plan import Plan
 
 

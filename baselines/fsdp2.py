@@ -23,7 +23,7 @@ from baselines.private_names import (
     scale_all,
     with_real_tensors,
 )
-from zeropp.engine.update_rules import clip_factor, square_norm
+from zeropp.engine.update.update_rules import clip_factor, square_norm
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
 from zeropp.types.training import StepResult

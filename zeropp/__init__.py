@@ -20,7 +20,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zeropp.engine import cuda_settings as cuda_settings  # set before anything initialises CUDA
+# Its variables must be set before anything initialises CUDA.
+from zeropp.engine.ranks import cuda_settings as cuda_settings
 
 if TYPE_CHECKING:
     from zeropp.engine.checkpoint import CheckpointError

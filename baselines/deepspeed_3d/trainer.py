@@ -28,7 +28,7 @@ from baselines.deepspeed_3d.private_names import (
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
 from baselines.model import Block, build_piece
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.update_rules import build_optimizer, clip_factor, square_norm
+from zeropp.engine.update.update_rules import build_optimizer, clip_factor, square_norm
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op

@@ -21,7 +21,7 @@ from baselines.fsdp2 import (
 )
 from baselines.model import build_piece, sliced_cross_entropy
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op

@@ -14,7 +14,7 @@ from typing import Literal
 from baselines.public_3d import SPACE, Public3DKnobs, SlicingKnobs, programs, size
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import one_order
-from zeropp.engine.cuda_settings import CUDA_SETTINGS
+from zeropp.engine.ranks.cuda_settings import CUDA_SETTINGS
 
 
 @dataclass(frozen=True)

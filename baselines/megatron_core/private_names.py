@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.update_rules import square_norm
+from zeropp.engine.update.update_rules import square_norm
 from zeropp.schedule.program import Op
 
 # Functions of Megatron-Core that a GPU runs as one compiled kernel each, where there is none.

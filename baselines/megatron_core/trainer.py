@@ -41,7 +41,7 @@ from baselines.megatron_core.parameters import Contents, contents_of
 from baselines.model import build_model, build_piece
 from baselines.public_3d import microbatch_group
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult

@@ -48,8 +48,8 @@ from baselines.torch_pp.private_names import (
     load_programs,
 )
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.collectives import new_group_in_each_pipeline
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.ranks.collectives import new_group_in_each_pipeline
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult

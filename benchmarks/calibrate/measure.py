@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from baselines.model import build_piece
-from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
+from zeropp.engine.ranks.collectives import all_gather_single, reduce_scatter_single
 from zeropp.price.kernels import ATTENTION_TILE
 from zeropp.price.pieces import BACKWARD_LAUNCHES, KERNELS
 from zeropp.types.shape import ModelShape

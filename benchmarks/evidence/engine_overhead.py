@@ -30,8 +30,8 @@ import zeropp
 from baselines.model import build_piece, cross_entropy
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
 from benchmarks.specification.command import CommandParser, command
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 

@@ -31,7 +31,7 @@ from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, local_batch, open_batches
 from benchmarks.worker.gate import losses_of_one_process, run_gate
 from benchmarks.worker.meters import LOADED, MemoryMeter, measure_lone_rank, synchronise
-from zeropp.engine.collectives import connect_lazily
+from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import Trainer
 

@@ -22,8 +22,8 @@ from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
-from zeropp.engine.chunk import seed_piece
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.layers.chunk import seed_piece
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price import parameter_count
 from zeropp.types.literals import Precision
 from zeropp.types.training import OptimizerConfig

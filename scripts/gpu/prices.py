@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from baselines.model import build_piece, cross_entropy, rope_angles, rotate
 from benchmarks.specification.reading import preset
-from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, defer_weight_grads
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, defer_weight_grads
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import (
     fused_attention_backward_s,
@@ -69,7 +69,7 @@ def row(into: list, name: str, run, model_s: float | None = None, **more: object
 
 def right() -> None:
     """Whether the product that adds 16-bit factors in fp32 is right, also into a view."""
-    from zeropp.engine.deferred import add_wide_product
+    from zeropp.engine.layers.deferred import add_wide_product
 
     errors = {}
     for rows, m, n in ((64, 96, 160), (2048, 4096, 1024), (8192, 1000, 1001)):

@@ -14,7 +14,9 @@ import sys
 
 import torch
 
-from zeropp.engine.lanes import make_lane  # zeropp sets what CUDA reads when it is initialised
+from zeropp.engine.ranks.lanes import (
+    make_lane,  # zeropp sets what CUDA reads when it is initialised
+)
 
 LANES = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
 MESSAGES = ("to the next", "from the next", "to the one before", "from the one before")

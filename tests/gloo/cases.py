@@ -27,9 +27,9 @@ from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
 from zeropp.choose.planner import fastest
 from zeropp.choose.task import Task
-from zeropp.engine.chunk import seed_piece
+from zeropp.engine.layers.chunk import seed_piece
 from zeropp.engine.loss import Microbatches
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price.cluster import Cluster, Device, Link
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op

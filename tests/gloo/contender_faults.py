@@ -27,7 +27,7 @@ from benchmarks.worker.gate import run_gate
 from tests.gloo.gate_place import Fault, Place, Prepare, patched, prepared
 
 _TIED = (
-    "zeropp.engine.tied.TiedWeights.sum_gradients",
+    "zeropp.engine.parameters.tied.TiedWeights.sum_gradients",
     "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
     "megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads",
 )

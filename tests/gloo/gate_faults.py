@@ -59,7 +59,7 @@ from tests.gloo.gate_place import (
 )
 from tests.gloo.subtle_faults import SUBTLE_FAULTS, SUBTLE_LATER, SUBTLE_OPTIMIZER_FAULTS
 from zeropp.choose.contender import Contender
-from zeropp.engine import chunk
+from zeropp.engine.layers import chunk
 from zeropp.types.training import OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import OptimizerConfig
 
 _BUILDERS = (
-    "zeropp.engine.update_rules",
+    "zeropp.engine.update.update_rules",
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",

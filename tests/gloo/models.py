@@ -68,8 +68,8 @@ from tests.gloo.layers import (
     weight_normed,
     wide,
 )  # fmt: skip
-from zeropp.engine.chunk import seed_piece
-from zeropp.engine.values import chosen, keywords_of, tensors_of
+from zeropp.engine.layers.chunk import seed_piece
+from zeropp.engine.layers.values import chosen, keywords_of, tensors_of
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.program import loop_placement
 from zeropp.schedule.zeropp_order import smallest_cap

@@ -32,7 +32,8 @@ from tests.gloo.gate_place import (
     unchanged,
     with_settings,
 )
-from zeropp.engine import flat, sharding
+from zeropp.engine import sharding
+from zeropp.engine.parameters import flat
 from zeropp.types.training import OptimizerConfig
 
 NARROW = torch.bfloat16

@@ -21,7 +21,7 @@ from tests.gloo.layers import linear
 from tests.gloo.models import apart, built, data, error_of, loss_function, ranks_of, seeded, step
 from tests.gloo.world import on_ranks
 from tests.unit.toy_spec import mapping
-from zeropp.engine.update_rules import clip_factor, square_norm
+from zeropp.engine.update.update_rules import clip_factor, square_norm
 from zeropp.types.training import OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from baselines.model import build_piece
 from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, LLAMA, STEPS, TIED, check, request
 from tests.gloo.world import World
-from zeropp.engine.chunk import run_recomputed
-from zeropp.engine.deferred import (
+from zeropp.engine.layers.chunk import run_recomputed
+from zeropp.engine.layers.deferred import (
     WeightGradStore,
     backward_of_chunk,
     defer_weight_grads,

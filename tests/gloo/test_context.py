@@ -22,7 +22,7 @@ from baselines.model import build_model, cross_entropy, initial_std
 from tests.gloo.models import apart, error_of, largest
 from tests.gloo.world import World
 from zeropp import huggingface
-from zeropp.engine.chunk import seed_piece
+from zeropp.engine.layers.chunk import seed_piece
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.shape import ModelShape
 

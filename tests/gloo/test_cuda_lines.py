@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from zeropp.emulate import emulated
-from zeropp.engine import collectives, errors, given_rows
 from zeropp.engine import engine as engines
-from zeropp.engine.chunk import StepSeeds, seed_piece
-from zeropp.engine.deferred import add_wide_product
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Evaluator
-from zeropp.engine.given_rows import GivenRows, RowsError
-from zeropp.engine.lanes import make_lanes
+from zeropp.engine.layers.chunk import StepSeeds, seed_piece
+from zeropp.engine.layers.deferred import add_wide_product
 from zeropp.engine.loss import Loss, Microbatches
-from zeropp.engine.optimizer import Updater
+from zeropp.engine.ranks import collectives, errors, given_rows
+from zeropp.engine.ranks.given_rows import GivenRows, RowsError
+from zeropp.engine.ranks.lanes import make_lanes
 from zeropp.engine.trial import unchanged
+from zeropp.engine.update.optimizer import Updater
 from zeropp.train import placing
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import Layout

@@ -21,8 +21,8 @@ import zeropp
 from benchmarks.launch import local
 from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
-from zeropp.engine import preflight_cuda
-from zeropp.engine.collectives import connect_lazily
+from zeropp.engine.ranks import preflight_cuda
+from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.types.layout import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,9 +83,9 @@ def test_whether_the_driver_is_initialised_is_asked_of_itself(
             return self.code
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Driver())
-    assert not zeropp.engine.cuda_settings._driver_is_initialised()
+    assert not zeropp.engine.ranks.cuda_settings._driver_is_initialised()
     Driver.code = 0
-    assert zeropp.engine.cuda_settings._driver_is_initialised()
+    assert zeropp.engine.ranks.cuda_settings._driver_is_initialised()
 
 
 def test_settings_are_set_where_nobody_has_set_them() -> None:

@@ -24,7 +24,7 @@ from tests.gloo.cases import (
     worst_error,
 )
 from tests.gloo.world import World, on_ranks
-from zeropp.engine.collectives import Channels, neighbours
+from zeropp.engine.ranks.collectives import Channels, neighbours
 from zeropp.types.training import OptimizerConfig
 
 SGD = OptimizerConfig(kind="sgd", lr=0.1)

@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.world import World, on_ranks
-from zeropp.engine import flat, lanes
 from zeropp.engine.engine import Engine
-from zeropp.engine.lanes import Ticket, Work
+from zeropp.engine.parameters import flat
+from zeropp.engine.ranks import lanes
+from zeropp.engine.ranks.lanes import Ticket, Work
 from zeropp.schedule.program import Action, Op, RankProgram
 
 # The operators by which torch copies values from one place to another.

@@ -12,9 +12,9 @@ import pytest
 from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.models import error_of
 from tests.gloo.world import World, on_ranks
-from zeropp.engine import flat as sums
 from zeropp.engine.engine import Engine
-from zeropp.engine.flat import FlatParameters, Gathering, Sharded, Unsharded
+from zeropp.engine.parameters import flat as sums
+from zeropp.engine.parameters.flat import FlatParameters, Gathering, Sharded, Unsharded
 from zeropp.schedule.program import Op
 
 CASE = Case(pp=2, shard=2, chunks=5, layers=10, unit=2, batch=16)

@@ -12,7 +12,7 @@ from benchmarks.launch.replay import replayed_plan
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.cases import ADAMW, CLUSTER, LLAMA, TIED, Case, request
 from zeropp.emulate.trace import Trace, trace_ranks
-from zeropp.engine.flat_layout import ALIGNMENT
+from zeropp.engine.parameters.flat_layout import ALIGNMENT
 from zeropp.price import price_plan
 from zeropp.price.flops import piece_parameters
 from zeropp.price.peak_memory import peak_memory

@@ -20,9 +20,10 @@ from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.layers import ROWS, WIDTH, One, linear
 from tests.gloo.models import built, data, error_of, loss_function, seeded, step, steps
 from tests.gloo.world import on_ranks
-from zeropp.engine import checkpoint, flat
-from zeropp.engine.errors import together
-from zeropp.engine.lanes import Lane, make_lane
+from zeropp.engine import checkpoint
+from zeropp.engine.parameters import flat
+from zeropp.engine.ranks.errors import together
+from zeropp.engine.ranks.lanes import Lane, make_lane
 from zeropp.types.layout import InfeasibleError
 
 RANK = 1  # the one that fails
@@ -264,7 +265,7 @@ def test_constructions_that_fail_on_one_rank() -> None:
     threads = set(threading.enumerate())
     for where, wrong in (
         ("zeropp.engine.engine.make_flats", broken),
-        ("zeropp.engine.lanes.make_lane", second_lane_fails),
+        ("zeropp.engine.ranks.lanes.make_lane", second_lane_fails),
     ):
         with mock.patch(where, wrong) if mine else nullcontext():
             assert starts(error_of(lambda: built(pp=3)), "ValueError: broken here")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from zeropp.engine.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
+from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (31,)]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from tests.gloo.layers import ROWS, WIDTH, linear
 from tests.gloo.models import built, data, error_of, loss_function, seeded, step
 from tests.gloo.world import World
-from zeropp.engine.given_rows import checksum
+from zeropp.engine.ranks.given_rows import checksum
 
 OTHER = 1  # the rank whose rows are others
 

@@ -21,7 +21,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.toy_spec import changed, spec_of
 from zeropp.emulate.world import fake_world
-from zeropp.engine import collectives
+from zeropp.engine.ranks import collectives
 
 # Only one of them compiles its blocks, which takes as long as all the rest.
 CONTENDERS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,9 @@ from tests.gloo.cases import loss_function
 from tests.gloo.layers import ROWS, WIDTH, One, linear
 from tests.gloo.models import adamw, apart, built, data, error_of, ranks_of, seeded, steps
 from tests.gloo.world import World, on_ranks
-from zeropp.engine import errors
-from zeropp.engine.flat import FlatParameters
 from zeropp.engine.loss import Microbatches
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.ranks import errors
 from zeropp.train.parallel_model import ParallelModel
 
 VOCAB = 11

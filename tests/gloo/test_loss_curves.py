@@ -17,7 +17,7 @@ from benchmarks.launch.running import SweepProgress
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
 from tests.gloo.cases import TEXT, request
-from zeropp.engine.update_rules import build_optimizer
+from zeropp.engine.update.update_rules import build_optimizer
 
 STEPS = 10
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "timeline": True}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.gloo.layers import WIDTH, One, linear
 from tests.gloo.models import RATE, built, error_of, seeded, steps
 from tests.gloo.world import World, on_ranks
-from zeropp.engine.users_optimizer import Trial, try_optimizer
+from zeropp.engine.update.users_optimizer import Trial, try_optimizer
 from zeropp.train.parallel_model import ParallelModel
 
 LAYERS, ROWS, STEPS = 4, 8, 2

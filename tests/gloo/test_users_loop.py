@@ -24,7 +24,7 @@ from tests.gloo.models import built, data, error_of, seeded
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
-from zeropp.engine.given_rows import checksum
+from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.trial import unchanged
 from zeropp.train.parallel_model import ParallelModel
 

@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 
-from zeropp.engine import flat as flat_module
-from zeropp.engine import lanes
-from zeropp.engine.chunk import Chunk
-from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Interpreter
-from zeropp.engine.optimizer import ParameterUpdate
+from zeropp.engine.layers.chunk import Chunk
+from zeropp.engine.parameters import flat as flat_module
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.ranks import lanes
+from zeropp.engine.update.optimizer import ParameterUpdate
 
 Fault = Callable[[], AbstractContextManager[Any]]
 

@@ -31,10 +31,10 @@ from zeropp.emulate.log import COMPUTE, Issued, Kernel
 from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import mismatches
 from zeropp.emulate.world import fake_world
-from zeropp.engine import deferred
-from zeropp.engine.collectives import all_gather_single, reduce_scatter_single
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.lanes import make_lane
+from zeropp.engine.layers import deferred
+from zeropp.engine.ranks.collectives import all_gather_single, reduce_scatter_single
+from zeropp.engine.ranks.errors import ErrorBarrier
+from zeropp.engine.ranks.lanes import make_lane
 from zeropp.types.operators import Attention, Product
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"

@@ -131,7 +131,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """``zeropp.engine`` of ``zeropp.engine.flat``."""
+    """``zeropp.engine`` of ``zeropp.engine.parameters.flat``."""
     return ".".join(module.split(".")[:2])
 
 

@@ -114,7 +114,7 @@ def python(*words: str) -> str:
 def test_importing_the_suite_changes_nothing_in_the_process() -> None:
     code = """
 import os, signal, sys
-from zeropp.engine import cuda_settings  # the library sets variables of the driver, and says so
+from zeropp.engine.ranks import cuda_settings  # it sets variables of the driver, and says so
 sys.argv = ["-m"]  # while Python imports the package of a command
 def state():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 from zeropp.choose.planner import fastest
 from zeropp.choose.space import Space, points
 from zeropp.choose.task import Candidate, K, Knobs, Task
-from zeropp.engine.cuda_settings import CUDA_SETTINGS
+from zeropp.engine.ranks.cuda_settings import CUDA_SETTINGS
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
@@ -98,7 +98,7 @@ class Contender(Generic[K]):
     environment: Mapping[str, str] = field(default_factory=CUDA_SETTINGS.copy)
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
-    # the same (zeropp/engine/chunk.py).
+    # the same (zeropp/engine/layers/chunk.py).
     reproduces_dropout: bool = False
     filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
     emulation: str = ""  # what runs otherwise on an emulated device; empty: nothing

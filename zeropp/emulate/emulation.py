@@ -30,9 +30,9 @@ from zeropp.emulate.private_names import COALESCING, MANY_IN_ONE_KERNEL, is_know
 from zeropp.emulate.races import Races
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.emulate.world import like, replaced, wherever_imported
-from zeropp.engine import deferred
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.lanes import streams_on_cpu
+from zeropp.engine.layers import deferred
+from zeropp.engine.ranks.errors import ErrorBarrier
+from zeropp.engine.ranks.lanes import streams_on_cpu
 
 _QUIET_S = 20.0  # a rank that issues nothing for so long tells what it waits for
 _RETURN_WORK = ["isend", "irecv", "send", "recv"]

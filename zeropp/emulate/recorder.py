@@ -46,8 +46,8 @@ from zeropp.emulate.kernels import (
     new_of,
     product_of,
 )
+from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.private_names import TorchDispatchMode
-from zeropp.engine.values import may_have_gradient
 from zeropp.types.operators import Attention, Elementwise, Gradient, LayerOperators, Product
 
 _ATTENTION = F.scaled_dot_product_attention

@@ -29,8 +29,8 @@ from zeropp.emulate.private_names import (
     without_modes,
 )
 from zeropp.engine import walk
-from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.evaluator import Evaluator, Passed
+from zeropp.engine.ranks.errors import ErrorBarrier
 
 Fill = Callable[[Tensor], None]
 _IS_TRUE = "_is_taken_for_true"  # an attribute of fake tensors

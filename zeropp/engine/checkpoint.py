@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeropp.engine.engine import Batches, Engine
-from zeropp.engine.errors import together
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import ElementRange, Slot
-from zeropp.engine.optimizer import Updater
-from zeropp.engine.optimizer_state import (
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.flat_layout import ElementRange, Slot
+from zeropp.engine.ranks.errors import together
+from zeropp.engine.update.optimizer import Updater
+from zeropp.engine.update.optimizer_state import (
     Kept,
     OptimizerState,
     kept_by,
@@ -47,7 +47,7 @@ from zeropp.engine.optimizer_state import (
     states,
     take_over,
 )
-from zeropp.engine.update_rules import is_plain, own_numbers, parts_of, plain
+from zeropp.engine.update.update_rules import is_plain, own_numbers, parts_of, plain
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 

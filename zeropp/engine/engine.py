@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.chunk import Chunk, StepSeeds, persistent_buffers
-from zeropp.engine.collectives import Channels, make_groups, neighbours
-from zeropp.engine.context import Context
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.errors import ErrorBarrier, T, agreed, lost_ranks
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.given_rows import GivenRows, RowsError
 from zeropp.engine.interpreter import Interpreter
-from zeropp.engine.lanes import make_lanes
+from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
+from zeropp.engine.layers.context import Context
+from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.layers.values import TensorShape, Value, computing_in_fp32
 from zeropp.engine.loss import Loss, Microbatches
-from zeropp.engine.optimizer import ParameterUpdate, Updater
-from zeropp.engine.preflight_cuda import check_cuda
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
+from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
+from zeropp.engine.ranks.errors import ErrorBarrier, T, agreed, lost_ranks
+from zeropp.engine.ranks.given_rows import GivenRows, RowsError
+from zeropp.engine.ranks.lanes import make_lanes
+from zeropp.engine.ranks.preflight_cuda import check_cuda
 from zeropp.engine.settings import ParameterName, Settings
 from zeropp.engine.sharding import make_flats
-from zeropp.engine.tied import TiedWeights
-from zeropp.engine.values import TensorShape, Value, computing_in_fp32
+from zeropp.engine.update.optimizer import ParameterUpdate, Updater
 from zeropp.engine.walk import LayerSizes
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op

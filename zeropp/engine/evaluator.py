@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.chunk import Chunk, persistent_buffers, shown
-from zeropp.engine.collectives import Channels
-from zeropp.engine.context import Context
-from zeropp.engine.errors import ErrorBarrier, refusal, together
-from zeropp.engine.given_rows import RowsError
+from zeropp.engine.layers.chunk import Chunk, persistent_buffers, shown
+from zeropp.engine.layers.context import Context
+from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
+from zeropp.engine.ranks.collectives import Channels
+from zeropp.engine.ranks.errors import ErrorBarrier, refusal, together
+from zeropp.engine.ranks.given_rows import RowsError
 from zeropp.engine.trial import unchanged
-from zeropp.engine.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import InfeasibleError, Layout
 

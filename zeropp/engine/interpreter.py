@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.chunk import Chunk, shown
-from zeropp.engine.collectives import Channels
-from zeropp.engine.flat import FlatParameters
+from zeropp.engine.layers.chunk import Chunk, shown
+from zeropp.engine.layers.values import Key, Tensors, chosen, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
-from zeropp.engine.optimizer import ParameterUpdate
-from zeropp.engine.values import Key, Tensors, chosen, tensors_of
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.ranks.collectives import Channels
+from zeropp.engine.update.optimizer import ParameterUpdate
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.types.training import StepResult
 

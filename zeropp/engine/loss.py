@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.engine.values import Value, alike, chosen, keywords_of, takes_all, tensors_of
+from zeropp.engine.layers.values import Value, alike, chosen, keywords_of, takes_all, tensors_of
 from zeropp.engine.walk import OperationWatch, Owners, Stages
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import LossReduction

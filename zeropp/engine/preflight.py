@@ -15,8 +15,8 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from zeropp.engine.errors import gathered, together
-from zeropp.engine.given_rows import checksum
+from zeropp.engine.ranks.errors import gathered, together
+from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer, ParameterKind, check_layer, shared_parameter
 from zeropp.types.layout import InfeasibleError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.context import POSITIONS, Context
+from zeropp.engine.layers.context import POSITIONS, Context
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout

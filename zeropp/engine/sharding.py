@@ -16,11 +16,11 @@ from functools import reduce
 import torch
 from torch import nn
 
-from zeropp.engine.collectives import DataGroups
-from zeropp.engine.deferred import hooks_of
-from zeropp.engine.flat import FlatParameters, SlotParameters, Types
-from zeropp.engine.flat_layout import Name, Partition, lay_out
-from zeropp.engine.lanes import Lanes
+from zeropp.engine.layers.deferred import hooks_of
+from zeropp.engine.parameters.flat import FlatParameters, SlotParameters, Types
+from zeropp.engine.parameters.flat_layout import Name, Partition, lay_out
+from zeropp.engine.ranks.collectives import DataGroups
+from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import Settings
 from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError

@@ -27,13 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zeropp.engine.chunk import run_recomputed
-from zeropp.engine.context import Context, active
-from zeropp.engine.errors import free_frames, refusal
-from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
-from zeropp.engine.settings import ParameterName
-from zeropp.engine.trial import unchanged
-from zeropp.engine.values import (
+from zeropp.engine.layers.chunk import run_recomputed
+from zeropp.engine.layers.context import Context, active
+from zeropp.engine.layers.values import (
     TensorShape,
     Value,
     alike,
@@ -44,6 +40,10 @@ from zeropp.engine.values import (
     tensors_of,
     without_scalars,
 )
+from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
+from zeropp.engine.ranks.errors import free_frames, refusal
+from zeropp.engine.settings import ParameterName
+from zeropp.engine.trial import unchanged
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
 

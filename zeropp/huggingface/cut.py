@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, masking_utils
 
-from zeropp.engine.context import Context, active
+from zeropp.engine.layers.context import Context, active
 from zeropp.types.layout import InfeasibleError
 
 _ROWS, _LENGTH = 2, 3  # of the run that finds where to cut

@@ -48,8 +48,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zeropp.engine.errors import gathered, together
 from zeropp.engine.loss import in_slices
+from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.settings import ParameterName
 from zeropp.engine.walk import Layer
 from zeropp.huggingface.cut import Piece, find_cut

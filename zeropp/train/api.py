@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from zeropp.engine import preflight, walk
 from zeropp.engine.engine import Engine, groups_of
-from zeropp.engine.errors import agreed
+from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.loss import Loss, LossFunction
+from zeropp.engine.ranks.errors import agreed
 from zeropp.engine.settings import Settings, asked_for, read_keywords
-from zeropp.engine.values import keywords_of, takes_all
 from zeropp.engine.walk import Layer, LayerSizes, owners_of
 from zeropp.schedule.plan import Plan
 from zeropp.train.parallel_model import ParallelModel

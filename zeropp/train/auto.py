@@ -24,7 +24,7 @@ from zeropp.choose.task import Task
 from zeropp.emulate.recorder import Recorder
 from zeropp.engine.engine import groups_of
 from zeropp.engine.settings import ParameterName, Settings, asked_for, read_keywords
-from zeropp.engine.users_optimizer import Trial
+from zeropp.engine.update.users_optimizer import Trial
 from zeropp.engine.walk import Layer, LayerSizes, walk
 from zeropp.price.cluster import Cluster
 from zeropp.price.flops import layer_flops

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from zeropp.engine.errors import agreed
+from zeropp.engine.ranks.errors import agreed
 from zeropp.types.layout import InfeasibleError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Outputs
+from zeropp.engine.layers.values import Value, cut_rows, split_rows
 from zeropp.engine.loss import Microbatches
-from zeropp.engine.values import Value, cut_rows, split_rows
 from zeropp.schedule.plan import Plan
 from zeropp.train.loader import make_loader
 from zeropp.types.training import StepResult

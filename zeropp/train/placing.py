@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.collectives import connect_lazily
-from zeropp.engine.preflight_cuda import check_own_gpu
+from zeropp.engine.ranks.collectives import connect_lazily
+from zeropp.engine.ranks.preflight_cuda import check_own_gpu
 from zeropp.types.layout import InfeasibleError
 
 

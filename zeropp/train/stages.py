@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.engine.engine import shapes_of
+from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.settings import ParameterName, Settings
-from zeropp.engine.values import may_have_gradient
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
@@ -28,7 +28,7 @@ from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
-    from zeropp.engine.users_optimizer import Trial
+    from zeropp.engine.update.users_optimizer import Trial
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
@@ -69,7 +69,7 @@ def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, 
 
 def trial(settings: Settings, sizes: Sequence[LayerSizes]) -> Trial:
     """What a trial of the optimizer shows; raises InfeasibleError as ``whole_groups`` does."""
-    from zeropp.engine.users_optimizer import try_optimizer
+    from zeropp.engine.update.users_optimizer import try_optimizer
 
     device, shapes = torch.device(settings.device or "cpu"), shapes_of(settings, sizes)
     return try_optimizer(settings.optimizer, shapes, device, elementwise=settings.elementwise)

@@ -1,8 +1,8 @@
 """Process groups, the collectives that run in them, and messages between pipeline ranks.
 
 Gathers and reductions have separate groups of the same ranks, because each runs in a lane of its
-own (``zeropp.engine.lanes``), and the collectives of one group must come in the same order on all
-ranks.
+own (``zeropp.engine.ranks.lanes``), and the collectives of one group must come in the same order on
+all ranks.
 
 Messages: sends never block, and receives are posted early. In an NCCL process group all messages of
 a rank may share one stream (they do if the job was initialised with a device). So in each group a

@@ -15,9 +15,9 @@ from math import prod
 import torch
 from torch import Tensor, nn, optim
 
-from zeropp.engine.errors import refusal
+from zeropp.engine.ranks.errors import refusal
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update_rules import (
+from zeropp.engine.update.update_rules import (
     Groups,
     is_of_elements,
     is_plain,

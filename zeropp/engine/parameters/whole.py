@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.flat_layout import ElementRange, FlatLayout, OptimizerShard
+from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard
 
 
 class WholeParameters:

@@ -18,11 +18,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from zeropp.engine.context import Context
-from zeropp.engine.deferred import WeightGradStore, backward_of_chunk, save_early
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.lanes import Lanes
-from zeropp.engine.values import (
+from zeropp.engine.layers.context import Context
+from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
+from zeropp.engine.layers.values import (
     TensorShape,
     Value,
     cast,
@@ -31,6 +29,8 @@ from zeropp.engine.values import (
     tensors_of,
     without_scalars,
 )
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.ranks.lanes import Lanes
 from zeropp.types.literals import Recompute
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import OptimizerShard
-from zeropp.engine.optimizer import Updater
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.flat_layout import OptimizerShard
 from zeropp.engine.private_names import as_before
-from zeropp.engine.update_rules import is_of_elements, parts_of
+from zeropp.engine.update.optimizer import Updater
+from zeropp.engine.update.update_rules import is_of_elements, parts_of
 
 Kept = Mapping[Any, Any]  # of one optimizer, by tensor, or by a key of its own
 

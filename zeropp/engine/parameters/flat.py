@@ -4,7 +4,7 @@ Every shard rank keeps an equal part of the fp32 master parameters. A gather wri
 buffer, and the modules' parameters are views of it. Gradients are summed in another buffer: the
 parameters' ``.grad`` are views of it, and the reduction reads it. So compute and collectives use
 the same memory, and nothing is copied around a collective. Collectives and casts run in lanes
-(``zeropp.engine.lanes``); compute waits for a collective before it uses the result.
+(``zeropp.engine.ranks.lanes``); compute waits for a collective before it uses the result.
 
 There are three number types. Masters and gradient sums are fp32 (or wider, if the parameters are).
 Compute uses ``compute`` (bf16 under mixed precision), and reductions send ``wire``. If replicas
@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.collectives import (
+from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
+from zeropp.engine.parameters.whole import WholeParameters
+from zeropp.engine.ranks.collectives import (
     DataGroups,
     all_gather_single,
     backend_of,
     reduce_scatter_single,
 )
-from zeropp.engine.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
-from zeropp.engine.lanes import Lanes, Ticket
-from zeropp.engine.whole import WholeParameters
+from zeropp.engine.ranks.lanes import Lanes, Ticket
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from zeropp.engine.errors import refusal
+from zeropp.engine.ranks.errors import refusal
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig

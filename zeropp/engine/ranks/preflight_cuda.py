@@ -10,8 +10,8 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from zeropp.engine.cuda_settings import CUDA_MISSED
-from zeropp.engine.errors import gathered
+from zeropp.engine.ranks.cuda_settings import CUDA_MISSED
+from zeropp.engine.ranks.errors import gathered
 from zeropp.types.layout import InfeasibleError
 
 _STREAMS = 8  # of a pipeline rank: compute, three lanes, messages to and from two neighbours

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeropp.engine.collectives import all_gather_single
+from zeropp.engine.ranks.collectives import all_gather_single
 from zeropp.types.layout import InfeasibleError
 
 T = TypeVar("T")

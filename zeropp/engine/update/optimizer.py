@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.lanes import Lanes
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.tied import TiedWeights
+from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.tied import TiedWeights
-from zeropp.engine.update_rules import clip_factor, made_optimizer, parts_of, square_norm
+from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of, square_norm
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 

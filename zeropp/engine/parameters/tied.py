@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeropp.engine.collectives import new_group_in_each_pipeline
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import Name
+from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.flat_layout import Name
+from zeropp.engine.ranks.collectives import new_group_in_each_pipeline
 from zeropp.schedule.plan import Plan
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.collectives import as_sent
-from zeropp.engine.errors import ErrorBarrier
+from zeropp.engine.ranks.collectives import as_sent
+from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.types.layout import Layout
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from zeropp.engine.collectives import DataGroups, all_gather_single, as_sent
-from zeropp.engine.values import Value, tensors_of, without_scalars
+from zeropp.engine.layers.values import Value, tensors_of, without_scalars
+from zeropp.engine.ranks.collectives import DataGroups, all_gather_single, as_sent
 from zeropp.types.layout import InfeasibleError, Layout
 
 _none: Any = None
