@@ -24,8 +24,9 @@ from zeropp.types.literals import Precision
 
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
 # 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of
-# attention (``zeropp/engine/layers/chunk.py``). "half": every second block (``selective_checkpointing``
-# of fms-fsdp). "alternate": all but attention and every second product, from the first one on
+# attention (``zeropp/engine/layers/chunk.py``). "half": every second block of fms-fsdp
+# (``selective_checkpointing``). "alternate": all but attention and every second product, from the
+# first one on
 # (``selective_ac_option`` of torchtitan). "mlp": the MLP and the norm before it
 # (``recompute_modules`` of Megatron-Core). "qkv": everything but queries, keys and values.
 # "qkv_out": not the product behind attention, either (MaxText's ``save_qkv_proj`` and
