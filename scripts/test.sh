@@ -10,7 +10,6 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[dev]"
 bin=.venv/bin
-export PYTHONDONTWRITEBYTECODE= # tests start many processes, and each would compile the project
 pytest=("$bin/python" -m pytest -q --durations=25)
 # As workers, processes share the tests: each begins with neighbours, which share what a module makes,
 # and takes tests from others when it has none left.
