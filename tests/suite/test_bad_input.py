@@ -320,9 +320,8 @@ def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> 
 COMMANDS = ("report.__main__", "show", "status", "tune.__main__", "validation.__main__")
 STUDIES = (
     "validation.strangers",
-    "evidence.memory_table",
     "evidence.renew",
-    "evidence.schedules",
+    "evidence.traced",
 )
 
 
