@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 
 from benchmarks.explain.answer import answer, better
-from benchmarks.explain.measured import compare, show_measured
+from benchmarks.explain.measured import measured_run, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show, show_better
 from benchmarks.records.simulated import TABLE
@@ -515,7 +515,7 @@ def _explained(words: list[str]) -> None:
         show(answered := answer(question), console, verbose=False)
         show_better(answered, better(answered), console)
     with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
-        show_measured(compare(question, _TIMES, *asked), console)
+        show_measured([measured_run(text, *asked) for text in _TIMES], console)
 
 
 @contextmanager
