@@ -276,7 +276,7 @@ def _configurations(folder: str) -> str:
 def _as_read(question: Question) -> tuple[str, list[str]]:
     """A question's program, model and degrees in a line, and what has no price."""
     task, knobs = question.task, vars(question.knobs)
-    words = [question.reading.program or question.contender.label, task.shape.name]
+    words = [question.contender.label, task.shape.name]
     words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
     size = question.microbatch_size
     words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]

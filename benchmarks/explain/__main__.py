@@ -11,11 +11,10 @@ it slow, and what would be better. Every number is simulated.
     python -m benchmarks.explain llama3_8b.toml num_gpus=16 cluster=h100 --measured train.log \\
         --measured "5120tokens/s/GPU num_gpus=64" --tokens 1e12
 
-A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests,
-of NeMo, of nanotron or of GPT-NeoX, or a config.json, alone or with DeepSpeed's JSON or
-Accelerate's YAML; MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's
-configurations. Behind -- stand the arguments of a script, of torchtitan, or of Megatron-LM where
-there is no file.
+A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests or of
+Megatron-Bridge, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
+MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations. Behind --
+stand the arguments of a script, of torchtitan, or of Megatron-LM where there is no file.
 
 Words are key=value: num_gpus, cluster, global_batch, microbatch_size, precision, contender,
 model.KEY, contender.KNOB, cluster.KEY; they replace what the file says. What has no price is named.

@@ -51,9 +51,10 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     if dialect == "overrides":
         return " ".join(overrides(candidate))
     written, programs = _WRITERS[dialect]
-    name = "nanotron" if plan.program.startswith("nanotron") else plan.contender
-    if name not in programs:
-        raise SpecError(f"--as {dialect}: {name}'s plans are not {dialect}'s (use overrides)")
+    if plan.contender not in programs:
+        raise SpecError(
+            f"--as {dialect}: {plan.contender}'s plans are not {dialect}'s (use overrides)"
+        )
     return written(plan)
 
 
