@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 
 from benchmarks.explain.answer import answer, better
-from benchmarks.explain.measured import compare, show_measured
+from benchmarks.explain.measured import measured_run, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show, show_better
 from benchmarks.records.simulated import TABLE
@@ -276,7 +276,7 @@ def _configurations(folder: str) -> str:
 def _as_read(question: Question) -> tuple[str, list[str]]:
     """A question's program, model and degrees in a line, and what has no price."""
     task, knobs = question.task, vars(question.knobs)
-    words = [question.reading.program or question.contender.label, task.shape.name]
+    words = [question.contender.label, task.shape.name]
     words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
     size = question.microbatch_size
     words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
@@ -515,7 +515,7 @@ def _explained(words: list[str]) -> None:
         show(answered := answer(question), console, verbose=False)
         show_better(answered, better(answered), console)
     with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
-        show_measured(compare(question, _TIMES, *asked), console)
+        show_measured([measured_run(text, *asked) for text in _TIMES], console)
 
 
 @contextmanager

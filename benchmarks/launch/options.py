@@ -63,13 +63,6 @@ class SimulateOptions(LauncherOptions):
     """``launcher=simulate``."""
 
     kind: Literal["simulate"] = "simulate"
-    compute: Literal["model", "traced"] = "model"
-    traced_runs: str = ""
-
-    @property
-    def variant(self) -> str:
-        """``traced compute`` if compute times are traced ones, since numbers differ then."""
-        return "traced compute" if self.compute == "traced" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +71,6 @@ class TraceOptions(LauncherOptions):
 
     kind: Literal["trace"] = "trace"
     pipeline_ranks: tuple[int, ...] = (0, -1)
-    tensors: Literal["fake", "real"] = "fake"
-
-    @property
-    def variant(self) -> str:
-        """``real tensors`` if tensors are real, since numbers differ then."""
-        return "real tensors" if self.tensors == "real" else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,4 @@ def _outcome(record: RunRecord) -> str:
     peak = peak_memory_gib(record)
     if peak is not None:
         words.append(memory_text(peak[0]))
-    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
-    if kernels:
-        words.append(f"compute over its kernels {max(kernels):.3f}")
     return ", ".join(words)

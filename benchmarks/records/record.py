@@ -138,7 +138,7 @@ class RunRecord:
     git_dirty: bool
     launcher: str
     code_digest: str = ""  # of the suite's files, see environment.Code
-    variant: str = ""  # traced with "real tensors", simulated with "traced compute"
+    variant: str = ""  # measured with a "shared GPU"
     basis: str = ""  # how a study chose the degrees of all contenders ("best plans"), if one did
     interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory

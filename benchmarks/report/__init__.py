@@ -33,7 +33,7 @@ SECTIONS = {
     "Ablations": Section({"ablation": "speedup:ablation_table"}, ("speedup:ablation_figure",)),
     "Scaling": Section({"scaling": "scaling:scaling_table"}, ("charts:scaling_curves",)),
     "Memory": Section(
-        {"memory": "tables:memory_table", "lone_ranks": "tables:lone_table"},
+        {"memory": "tables:memory_table"},
         ("charts:memory_bars", "charts:memory_breakdown"),
     ),
     "Timelines": Section(figures=("timelines:step_timelines",)),

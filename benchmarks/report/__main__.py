@@ -27,10 +27,8 @@ def main() -> int:
             raise SpecError(f"{path}: no such file or directory")
     if arguments.compare and (arguments.runs or arguments.table):
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
-    if not arguments.compare and (arguments.junit or arguments.slower is not None):
-        raise SpecError("--slower and --junit: are of --compare A B")
-    if arguments.junit:
-        check_writable("--junit", arguments.junit.parent)
+    if not arguments.compare and arguments.slower is not None:
+        raise SpecError("--slower: is of --compare A B")
     if arguments.tensorboard or arguments.wandb:
         from benchmarks.report.trackers import to_tensorboard, to_wandb
 
@@ -67,8 +65,6 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
 
         before, after = arguments.compare
         comparison = write_comparison([before], [after], out, slower=arguments.slower)
-        if arguments.junit:
-            comparison.write_junit(arguments.junit)
         return 1 if any(comparison.worse.values()) else 0
     from benchmarks.records.lone import is_of_one_gpu
     from benchmarks.report.write import write_one_table, write_report
@@ -130,7 +126,6 @@ def _parser() -> CommandParser:
     compare = "two sets of runs, before and after; exit status 1 if something became worse"
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
     add("--slower", type=_share, metavar="10%", help="worse is slower by this (and beyond noise)")
-    add("--junit", type=Path, metavar="FILE", help="write the comparison as test cases, for CI")
     out = "folder to write to (results/reports/latest, or results/reports/TABLE)"
     add("--out", type=Path, metavar="DIR", help=out)
     add("--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs")

@@ -23,11 +23,9 @@ from benchmarks.report.table import Column, Table, key_columns, table
 
 _TRUST = [  # from the most trusted kind; the first that a configuration has is its reference
     "measured",
-    "traced with real tensors",
     "traced",
     "published",
     "replayed",
-    "simulated with traced compute",
     "simulated",
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}

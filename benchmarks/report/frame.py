@@ -152,7 +152,7 @@ def has_default_degrees(spec: RecordedSpec) -> bool:
 
 
 def evidence_of(record: RunRecord) -> str:
-    """A record's kind of evidence in words, such as ``simulated with traced compute``."""
+    """A record's kind of evidence in words, such as ``measured with shared GPU``."""
     return " with ".join(filter(None, (record.provenance, record.variant)))
 
 
@@ -213,7 +213,6 @@ class Derived:
     trained: str  # what losses depend on except the contender; empty where masks are drawn
     unchecked: str  # how the gate was left out or loosened; empty if it was not
     has_spans: bool
-    is_lone: bool
     memory_by_kind: dict[str, int]  # of the fullest rank, in bytes
     predicted_gib: float
     peak_gib: float
@@ -280,7 +279,6 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         trained=_trained(spec),
         unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
         has_spans=timeline_from_rows("", record.provenance, record.spans).step_s > 0,
-        is_lone="lone_step_s" in record.predicted,
         memory_by_kind=_fullest(record.predicted.get("memory", planned)),
         predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
         peak_gib=peak,

@@ -1,4 +1,4 @@
-"""The tables of throughput, of memory, of ranks that ran without their peers, and that of a paper.
+"""The tables of throughput, of memory, and that of a paper.
 
 They take the rows of ``latest_ok``. The paper's table has one row per model size and GPU count and
 one group of columns per contender, in its fastest configuration that ran. A table of a paper mixes
@@ -9,15 +9,12 @@ numbers of all are one tidy table, with one line per cell and contender.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.record import RunRecord, read_record
 from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.speedup import SPEEDUP, SUBJECT, speedup_of, with_speedups
@@ -97,59 +94,6 @@ def attempts_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     data = pd.DataFrame(lines, columns=None if lines else names)
     caption = "Attempts that did not succeed, of configurations that other tables show by another."
     return table("attempts", "Other attempts", columns, data, caption=caption)
-
-
-_LONE = (
-    Column("layout", "layout"),
-    Column("rank", "rank", form=display.count),
-    Column("lone_step_s", "step without peers [s]", form=display.seconds),
-    Column("compute_over_kernels", "compute over kernels", form=display.seconds),
-    Column("host_bound", "host-bound", form=display.share),
-    Column("gathers_beside_compute", "gathers beside compute", form=display.share),
-)
-
-
-_PEAKS = {"allocated_gib": "allocated", "reserved_gib": "reserved"}
-
-
-def lone_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
-    """One line per lone rank: its step, compute and memory; cells for which a CPU has no number
-    are empty."""
-    keys = [c for c in key_columns(rows) if c.name not in ("seq", "precision", "evidence", "basis")]
-    names = [*(column.name for column in keys), "layout", "record_id"]
-    lines = [
-        {name: row[name] for name in names} | line
-        for row in rows[rows["is_lone"]].to_dict("records")
-        for line in _lines(read_record(Path(row["path"])))
-    ]
-    unit = display.memory_unit([line[name] for line in lines for name in _PEAKS])
-    peaks = [Column(n, f"{word} [{unit.name}]", form=unit.form) for n, word in _PEAKS.items()]
-    data = pd.DataFrame(lines, columns=None if lines else names)
-    return table("lone_ranks", "Ranks without their peers", (*keys, *_LONE, *peaks), data)
-
-
-def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
-    predicted, ranks = record.predicted, {rank.rank: rank for rank in record.ranks}
-    for rank, steps, sums in zip(
-        predicted["ranks"], predicted["lone_step_s"], predicted["kernels"], strict=True
-    ):
-        yield {
-            "rank": rank,
-            "lone_step_s": statistics.median(steps) if steps else math.nan,
-            "compute_over_kernels": _share(sums, "compute_s", "kernels_s"),
-            "host_bound": _share(sums, "host_bound_s", "step_s"),
-            "gathers_beside_compute": _share(sums, "gather_beside_compute_s", "gather_s"),
-            "allocated_gib": _gib(ranks[rank].peak_allocated_bytes),
-            "reserved_gib": _gib(ranks[rank].peak_reserved_bytes),
-        }
-
-
-def _share(sums: dict[str, float], part: str, whole: str) -> float:
-    return sums[part] / sums[whole] if sums.get(whole) else math.nan
-
-
-def _gib(size: int | None) -> float:
-    return math.nan if size is None else size / 2**30
 
 
 _KINDS = {

@@ -159,8 +159,8 @@ def test_each_contender_of_a_mixed_sweep_has_its_own_settings(
     told(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS="4", CUDA_MODULE_LOADING="LAZY", RANK="0")
     spec = SimpleNamespace(contender=SimpleNamespace(name=contender))
     monkeypatch.setattr(worker, "load_spec", lambda _: spec)
-    monkeypatch.setattr(worker, "measure_lone_rank", lambda *_: None)
-    assert worker.main(["spec.json", "--out", str(tmp_path), "--lone"]) == 0
+    monkeypatch.setattr(worker, "_run", lambda *_: 0)
+    assert worker.main(["spec.json", "--out", str(tmp_path)]) == 0
     expected = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "CUDA_MODULE_LOADING": "EAGER"}
     assert {name: os.environ[name] for name in expected} == expected
 

@@ -114,14 +114,9 @@ CASES = [
     ("data=text data.path=/", "data.path='/': no such file"),
     ("model.name=a/b", "model.name='a/b': must be a name for files"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
-    ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
+    ("launcher=trace launcher.pipeline_ranks=[]", "must name pipeline ranks"),
     ("launcher.steps=often", "launcher.steps='often': input should be"),
     ("launcher.step=true", "launcher.step=true: there is no such key (did you mean"),
-    ("launcher=simulate launcher.compute=no", "launcher.compute='no': input should be"),
-    (
-        "launcher=simulate launcher.compute=traced cluster=a100 data=synthetic",
-        "launcher.compute=traced: ",
-    ),
     ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
     ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
 ]
