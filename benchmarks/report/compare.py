@@ -86,7 +86,7 @@ def write_comparison(
         if not timed.empty:
             picture = Picture(
                 name="comparison",
-                caption="Throughput after over before, with 95 % bootstrap intervals.",
+                caption="Throughput after over before, with 95 % intervals.",
                 figure=_intervals(timed),
                 shown=style.shown(timed) if "cluster" in timed else "",
             )
