@@ -52,14 +52,15 @@ TABLES = {"paper": "tables:paper_table"} | {
 @dataclass(frozen=True)
 class Options:
     """Options of a report: the contender over which speed-ups are given, the knobs of the
-    configuration that ablations are ``against``, whether to draw every timeline, and the contenders
-    and columns of the paper's table (empty: all)."""
+    configuration that ablations are ``against``, whether to draw every timeline, the contenders and
+    columns of the paper's table (empty: all), and whether to write figures as PDF, too."""
 
     base: str = "deepspeed_3d"
     against: Mapping[str, str] = field(default_factory=dict)
     timelines: bool = False
     contenders: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    pdf: bool = False
 
 
 DEFAULTS = Options()

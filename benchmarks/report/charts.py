@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
@@ -49,7 +50,7 @@ class SavedPicture:
 
     name: str
     caption: str
-    paths: tuple[Path, Path]  # PNG, PDF
+    paths: tuple[Path, ...]  # PNG, and PDF if that was asked for
 
 
 def say_what_it_shows(picture: Picture) -> None:
@@ -60,8 +61,8 @@ def say_what_it_shows(picture: Picture) -> None:
         picture.figure.supxlabel(text, fontsize=_SHOWN_PT, color="#555555", x=0.01, ha="left")
 
 
-def save(picture: Picture, out: Path) -> SavedPicture:
-    """Write PNG (200 dots per inch) and PDF, and release the figure.
+def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
+    """Write PNG, and PDF if that is asked for, and release the figure.
 
     The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
@@ -71,13 +72,17 @@ def save(picture: Picture, out: Path) -> SavedPicture:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
-    png, pdf = (out / f"{picture.name}.{kind}" for kind in ("png", "pdf"))
-    picture.figure.savefig(png, pil_kwargs={"compress_level": 0})
-    few = Image.open(png).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
-    few.save(png)  # a quarter of the bytes, and sooner than all colours are compressed
-    picture.figure.savefig(pdf, metadata={"CreationDate": None})  # equal pictures, equal files
+    paths = [out / f"{picture.name}.png"]
+    canvas = FigureCanvasAgg(picture.figure)
+    canvas.draw()
+    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    few = drawn.quantize(256, method=Image.Quantize.FASTOCTREE)
+    few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
+    if pdf:
+        paths.append(out / f"{picture.name}.pdf")
+        picture.figure.savefig(paths[1], metadata={"CreationDate": None})  # equal if drawn again
     plt.close(picture.figure)
-    return SavedPicture(picture.name, picture.caption, (png, pdf))
+    return SavedPicture(picture.name, picture.caption, tuple(paths))
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -185,8 +190,10 @@ def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: display.Form) ->
     contenders = style.ordered(rows["contender"])
     width = 0.84 / len(contenders)
     turn = 90 if len(counts) * len(contenders) > 6 else 0
+    ends = [f"{column}_low", f"{column}_high"]
+    shown = rows.reindex(columns=["contender", "num_gpus", "status", column, *ends])  # few: faster
     for number, contender in enumerate(contenders):
-        series = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
+        series = shown[shown["contender"] == contender].set_index("num_gpus").reindex(counts)
         places = np.arange(len(counts)) + (number - (len(contenders) - 1) / 2) * width
         values = series[column].to_numpy(dtype=float)
         drawn = axis.bar(
@@ -299,8 +306,10 @@ def _curves(groups: Mapping[str, pd.DataFrame], lines: Sequence[str]) -> Figure:
 def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
     """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
     ends: list[tuple[float, float, str, str]] = []
+    speeds = [name for name in panel if name.startswith(("tokens_per_s", "model_tflops"))]
+    shown = panel[["contender", "num_gpus", *speeds]].sort_values("num_gpus")  # few: faster
     for contender in style.ordered(panel["contender"]):
-        series = panel[panel["contender"] == contender].sort_values("num_gpus")
+        series = shown[shown["contender"] == contender]
         gpus, per_gpu, tflops = (
             series[c].to_numpy(float)
             for c in ("num_gpus", "tokens_per_s_per_gpu", "model_tflops_per_gpu")

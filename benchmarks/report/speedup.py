@@ -125,8 +125,8 @@ def _median_of(group: pd.DataFrame) -> dict[str, object]:
 
 
 def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
-    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
-    the base. Cells in which either of the two failed say so."""
+    """Throughput divided by the base's, for models and GPU counts: a map of ZeroPP, or one of each
+    of ``options.contenders``. Cells in which either of the two failed say so."""
     over = display.contender_label(options.base)
     compared = with_speedups(best_or_failed(rows), options.base)
     compared = compared[(compared["contender"] != options.base) & compared["base_record"].notna()]
@@ -136,7 +136,9 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
     timed = compared[compared["speedup"].notna()]
     for suffix, evidence, group in by_evidence(timed):
         reach = max(0.1, float(np.abs(np.log2(group["speedup"].to_numpy(dtype=float))).max()))
-        for contender in style.ordered(group["contender"]):
+        for contender in style.ordered(
+            {*group["contender"]} & {*(options.contenders or [SUBJECT])}
+        ):
             label = display.contender_label(contender)
             contender_rows = group[group["contender"] == contender]
             kinds = ["evidence", "basis", "cluster", "contender"]

@@ -209,13 +209,12 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
         compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
-    chosen = bool(options.columns or options.contenders)
     columns = (*_key_columns(rows).values(), *_COLUMNS)
     return table(
         "paper",
         "Comparison",
         columns,
-        compared.assign(base=options.base, label=labels, chosen=chosen),
+        compared.assign(base=options.base, label=labels),
     )
 
 
@@ -270,7 +269,6 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         ),
         keys=len(keys),
         notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
-        optional=() if rows["chosen"].iloc[0] else tuple(metrics[i].head for i in (1, 0, 3, 2)),
     )
 
 

@@ -140,12 +140,11 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
 def test_a_page_has_room_for_every_column(committed: dict[str, dict[str, Path]]) -> None:
     """The default table of the verdict had 62 columns in one line."""
     text = committed["claim_33"][".tex"].read_text()
-    forms = re.findall(r"begin\{tabular\}\{@\{\}(\w+)@", text)
-    assert 8 < len(forms) < 25
+    forms = re.findall(r"begin\{tabular\}\{(\w+)\}", text)
+    assert len(forms) > 8
     assert max(map(len, forms)) <= 10
     numbers = pd.read_csv(committed["claim_33"][".csv"])
     assert all(label.replace("&", r"\&") in text for label in numbers["label"].unique())
-    assert "In the files of numbers: MFU, TFLOP/s" in text
 
 
 def test_only_what_is_settled_is_bold(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
     records.append(make_record(attempt="local-2", fields=failed("oom", "rank 0: out of memory")))
     write_records(records, tmp_path / "runs")
-    every = Options(timelines=True)
+    every = Options(timelines=True, pdf=True)
     paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET, every)
     assert len([path for path in paths.files if path.parent.name == "traces"]) == 3
     assert len([path for path in paths.files if path.match("timeline_*.png")]) == 2
