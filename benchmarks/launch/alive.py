@@ -2,7 +2,7 @@
 
 Whoever works on an attempt holds a lock on its file ``alive`` and touches it every
 ``BEAT_S`` seconds. On the machine that wrote the file, the lock decides: the kernel drops it when
-the process ends, however it ends, and also containers share it. Elsewhere, and for Slurm's scripts,
+the process ends, however it ends. Elsewhere, and for Slurm's scripts,
 which only touch the file, a heartbeat of the last ``QUIET_S`` seconds decides. An age is the
 difference of two times of the same file system, so that the clocks of hosts do not matter.
 """
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 from threading import Event, Thread
 
 ALIVE = "alive"
@@ -38,7 +39,7 @@ def keep_alive(file: Path) -> Iterator[None]:
     try:
         with suppress(OSError):  # a file system without locks: the heartbeat alone will do
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, _boot().encode())
+            os.write(descriptor, gethostname().encode())
         thread.start()
         yield
     finally:
@@ -55,7 +56,7 @@ def is_alive(attempt: Path) -> bool:
     """Whether the process behind an attempt may be at work, by the rule above."""
     try:
         with (attempt / ALIVE).open("rb") as file:
-            if _boot() and file.read().decode(errors="replace") == _boot():
+            if file.read() == gethostname().encode():
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
         return age_s(attempt / ALIVE) < QUIET_S
@@ -74,11 +75,3 @@ def age_s(path: Path) -> float:
             return os.fstat(probe.fileno()).st_mtime - written
     except OSError:
         return time.time() - written
-
-
-def _boot() -> str:
-    """The id of this start of this machine's kernel; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -27,11 +27,9 @@ from benchmarks.records.environment import read_code
 from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
 from benchmarks.records.record import (
     SCHEMA_VERSION,
-    RecordError,
     RunRecord,
     Status,
     now,
-    read_record,
     write_atomically,
 )
 from benchmarks.records.recorded_spec import unchecked
@@ -298,22 +296,12 @@ def finish_attempt(
 
     ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit); if
     it is None, the events say how the attempt ended. ``num_ranks`` is the number of ranks that were
-    started, if these were not all. If somebody closed the attempt before its end, that record
-    stays, and this one is written beside it as ``record-late.json``. Raises DamagedError if the
-    spec or the header cannot be read, and OSError if nothing can be written.
+    started, if these were not all. Raises DamagedError if the spec or the header cannot be read,
+    and OSError if nothing can be written, or if somebody closed the attempt before its end.
     """
     record = _assembled(directory, ending, slurm, num_ranks)
-    if record.write(directory / "record.json"):
-        return record
-    try:
-        closed = read_record(directory / "record.json")
-        was = f"{closed.status}: {closed.reason}"
-    except RecordError as error:
-        was = f"what cannot be read ({error})"
-    notes = [*record.notes, f"closed before its end as {was}"]
-    record = replace(record, record_id=f"{record.record_id}/late", notes=notes)
-    if not record.write(late := directory / "record-late.json"):
-        raise FileExistsError(f"{late}: is there, and no record is overwritten")
+    if not record.write(path := directory / "record.json"):
+        raise FileExistsError(f"{path}: is there, and no record is overwritten")
     return record
 
 

@@ -10,13 +10,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from errno import ENOLCK, EOPNOTSUPP
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from benchmarks.launch.attempt import PROVENANCE
 from benchmarks.launch.launchers import LAUNCHERS
@@ -57,19 +56,14 @@ def only_one(lock: Path, purpose: str, say: Callable[[str], None]) -> Iterator[N
     """Hold the file ``lock`` inside this context, also against other hosts that share it: it is
     locked with flock, which NFS, Lustre and GPFS share between hosts, and which the kernel releases
     when the holder ends. If another process holds it, this says so once and waits. Raises OSError
-    if the file cannot be written."""
+    if the file cannot be written or locked."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    file: BaseFileLock = FileLock(lock, mode=0o666)
-    while not file.is_locked:
-        try:
-            file.acquire(timeout=0)
-        except Timeout:
-            say(f"waiting for another process, which {purpose} ({file.lock_file})")
-            file.acquire()
-        except OSError as error:
-            if error.errno not in (ENOLCK, EOPNOTSUPP) or isinstance(file, SoftFileLock):
-                raise
-            file = SoftFileLock(lock.with_name(f"{lock.name}-held"), mode=0o666)  # while it exists
+    file = FileLock(lock, mode=0o666)
+    try:
+        file.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process, which {purpose} ({file.lock_file})")
+        file.acquire()
     try:
         yield
     finally:

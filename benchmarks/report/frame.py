@@ -379,8 +379,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 skipped.append(str(error))
                 continue
             for record in records:
-                # ``record-late.json`` is of the attempt that ``record.json`` had given up.
-                key = (record.record_id.removesuffix("/late"), record.git_sha * is_table)
+                key = (record.record_id, record.git_sha * is_table)
                 try:
                     rows.setdefault(key, row_of(record, "" if is_table else str(path)))
                 except _ODD as error:

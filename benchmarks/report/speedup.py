@@ -134,11 +134,10 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
     texts = [_cell_text(row, over) for row in compared.to_dict("records")]
     compared = compared.assign(text=texts)[compared["speedup"].notna() | failed]
     timed = compared[compared["speedup"].notna()]
+    drawn = {*(options.contenders or [SUBJECT])}
     for suffix, evidence, group in by_evidence(timed):
         reach = max(0.1, float(np.abs(np.log2(group["speedup"].to_numpy(dtype=float))).max()))
-        for contender in style.ordered(
-            {*group["contender"]} & {*(options.contenders or [SUBJECT])}
-        ):
+        for contender in style.ordered(drawn.intersection(group["contender"])):
             label = display.contender_label(contender)
             contender_rows = group[group["contender"] == contender]
             kinds = ["evidence", "basis", "cluster", "contender"]

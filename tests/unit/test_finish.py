@@ -95,11 +95,13 @@ def test_records_in_hidden_folders_are_not_of_these_runs(attempt: Path) -> None:
     assert len(list(find_records([copy]))) == 1  # asked for by its name
 
 
-def test_an_attempt_has_one_record_and_one_late_one(attempt: Path) -> None:
+def test_an_attempt_has_one_record(attempt: Path) -> None:
     write_rank(attempt, 0)
-    assert [finish_attempt(attempt).record_id.endswith("/late") for _ in range(2)] == [False, True]
-    with pytest.raises(FileExistsError, match="late"):
+    first = finish_attempt(attempt)
+    write_rank(attempt, 1)
+    with pytest.raises(FileExistsError, match="is there, and no record is overwritten"):
         finish_attempt(attempt)
+    assert read_record(attempt / "record.json") == first
 
 
 def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:

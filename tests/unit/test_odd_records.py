@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks.records.record import GateCheck, GateResult, json_text, read_record
+from benchmarks.records.record import GateCheck, GateResult, read_record
 from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.table import Column, latex, table
@@ -56,13 +56,6 @@ def test_the_page_holds_json_whatever_records_hold(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     sources = page.partition('id="sources">')[2].partition("</script>")[0]
     assert record.record_id in json.loads(sources, parse_constant=refuse)
-
-
-def test_a_name_that_is_no_text_makes_a_record_that_is_read(tmp_path: Path) -> None:
-    record = make_record(fields=failed("failed", "no file bad\udc80, \U0001f600"))
-    record.write(tmp_path / "record.json")
-    assert read_record(tmp_path / "record.json").reason == "no file bad\\udc80, \U0001f600"
-    assert json_text({"a\udc80": ("é", math.nan)}) == '{"a\\\\udc80": ["\\u00e9", null]}'
 
 
 ODD: dict[str, Callable[[dict[str, Any]], None]] = {

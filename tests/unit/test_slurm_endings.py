@@ -11,10 +11,7 @@ from benchmarks.launch.attempt import Ending
 from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import EndedJob
 from benchmarks.launch.slurm.endings import ScriptEnd, close, ending_by_state
-from benchmarks.launch.slurm.submissions import close_ended, read_view
 from benchmarks.records.events import EventWriter
-from benchmarks.records.record import read_record
-from tests.unit.slurm_attempts import silent_for, submitted
 
 
 @pytest.fixture
@@ -260,18 +257,3 @@ def test_a_signal_after_the_last_event_changes_nothing(attempt: Path) -> None:
     for rank in range(2):
         EventWriter(attempt, rank).write("done")
     assert close(attempt, ScriptEnd(0, "TERM")).status == "ok"
-
-
-@pytest.mark.usefixtures("silent_slurm")
-def test_a_closed_attempt_that_speaks_again_is_noted_and_overwrites_nothing(attempt: Path) -> None:
-    submitted(attempt, "7")
-    view = read_view(attempt.parents[1])
-    silent_for(attempt, 100)
-    (lost,) = close_ended(view)
-    for rank in range(2):
-        EventWriter(attempt, rank).write("done")
-    late = close(attempt, ScriptEnd(0))
-    assert read_record(attempt / "record.json") == lost
-    assert read_record(attempt / "record-late.json") == late
-    assert (lost.status, late.status) == ("lost", "ok")
-    assert late.notes == [f"closed before its end as lost: {lost.reason}"]

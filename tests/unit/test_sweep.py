@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import threading
-from errno import ENOLCK, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
@@ -130,18 +127,6 @@ def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     assert "0 of 1 points to run with launcher=local, 1 already recorded" in said
     write_unstarted(point.spec, tmp_path / "runs", new_header("local"), Ending("ok"))
     assert run_points([point], [config]) == 0
-
-
-@pytest.mark.parametrize("number", [ENOLCK, EOPNOTSUPP])
-def test_a_file_system_without_locks_has_a_file_that_is_there_while_it_is_held(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(self: FileLock, *_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(FileLock, "acquire", refused)
-    said = said_by_the_second(tmp_path / ".lock")
-    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock-held'})"]
 
 
 def test_a_dry_run_says_why_and_how_long_with_any_launcher(

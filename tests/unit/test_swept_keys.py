@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.records.record import RunRecord, find_records, read_record
 from benchmarks.report import TABLES
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
@@ -21,8 +20,8 @@ from benchmarks.report.display import varied
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
 from benchmarks.report.speedup import paired_speedups, speedup_maps
 from benchmarks.report.write import grids_of, make_table
-from tests.unit.report_frames import failed, frame_of
-from tests.unit.synthetic_records import make_record, write_records
+from tests.unit.report_frames import frame_of
+from tests.unit.synthetic_records import make_record
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -214,20 +213,3 @@ def test_a_record_that_is_found_twice_counts_once(tmp_path: Path) -> None:
     twice = latest_ok(load_frame([DEMO, DEMO, point, tmp_path])[0])
     columns = ["record_id", "runs", "step_s", "step_s_low"]
     assert twice[columns].equals(alone[columns])
-    linked = tmp_path / "links"
-    linked.mkdir()
-    (linked / "demo").symlink_to(DEMO)
-    (linked / "loop").symlink_to(tmp_path)
-    assert latest_ok(load_frame([linked])[0])[columns].equals(alone[columns])
-    (tmp_path / "best").symlink_to(tmp_path / f"{point.name}.bak")
-    assert not any("best" in str(path) for path in find_records([tmp_path]))
-
-
-def test_a_late_record_is_of_the_attempt_that_was_given_up(tmp_path: Path) -> None:
-    lost = make_record(fields=failed("lost", "no sign of life"))
-    write_records([lost], tmp_path)
-    late = RunRecord(**(vars(make_record()) | {"record_id": f"{lost.record_id}/late"}))
-    late.write(tmp_path / lost.record_id / "record-late.json")
-    rows = latest_ok(load_frame([tmp_path])[0])
-    assert (list(rows["status"]), rows["unsuccessful"][0]) == (["ok"], [])
-    assert read_record(tmp_path / lost.record_id / "record.json").status == "lost"
