@@ -50,12 +50,13 @@ PROVENANCE: dict[str, Provenance] = {
 # Errors of a file system, node or network that may not happen again, so that the point runs again.
 _PASSING = re.compile(
     r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
-    r"node failure|communication connection failure|address already in use|EADDRINUSE",
+    r"node failure|communication connection failure|address already in use|EADDRINUSE|"
+    r"invalid job\b",  # srun's, of a controller that has begun anew
     re.I,
 )
 _NO_CAUSE = re.compile(  # lines of logs that only say that something ended
     r"^\s*$|lacks support for cpu binding|force terminated|terminated$|job step aborted|"
-    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited|^Try \"",
+    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: (\*\*\*|_)|task \d+.*: exited|^Try \"",
     re.I,
 )
 HINTS = {9: "; often the system's, for lack of memory"}  # by signal, for those who read its name
@@ -247,16 +248,15 @@ def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
     return sum(bool(of_kind(events, "done")) for events in ranks.values()) == num_ranks
 
 
-def last_words(log: Path, use: Callable[[str], object] = bool) -> str:
-    """The last line of a log that may be a cause, among those that ``use`` accepts; empty if there
-    is none."""
+def last_words(log: Path) -> str:
+    """The last line of a log that may be a cause; empty if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip()) and use(x.strip())]
+    causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip())]
     return causes[-1][:300] if causes else ""
 
 

@@ -35,7 +35,7 @@ def make_attempt(tmp_path: Path) -> Path:
     directory.mkdir(parents=True)
     freeze(spec, new_header("slurm"), directory)
     slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "timeout_s": 600}
-    slurm |= {"time_limit": "9:00", "grace_s": 60, "log": str(tmp_path / "a.log")}
+    slurm |= {"grace_s": 60, "log": str(tmp_path / "a.log")}
     (directory / "slurm.json").write_text(json.dumps(slurm))
     (directory / ALIVE).touch()
     for rank in range(2):
@@ -50,9 +50,9 @@ def silent_for(attempt: Path, seconds: float) -> None:
 
 
 def silence_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Slurm say nothing of a job's ending and time limit."""
+    """Let Slurm say nothing of a job's ending; its time limit is nine minutes."""
     monkeypatch.setattr(slurm_endings, "last_state", lambda job, timeout_s: None)
-    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: None)
+    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: 540.0)
 
 
 def submitted(attempt: Path, job: str, sweep: str = "sweep", **who: Any) -> Path:

@@ -152,47 +152,56 @@ def test_term_has_the_meaning_that_slurm_gives_it(
 
 
 FULL = "No space left on device"
-EXITED = "srun: error: n: task 1: Exited with exit code 1\nsrun: error: n: task 0: Killed\n"
+EXITED = "srun: error: n: task 1: Exited with exit code {}\nsrun: error: n: task 0: Killed\n"
+NOISE = "slurmstepd: error: _get_pss: ferror() indicates error on file /proc/71/smaps"
+BEFORE = "before the ranks started: "
 
 
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize(
-    ("end", "file", "line", "interrupted"),
+    ("end", "file", "line", "reason", "interrupted"),
     [
-        (ScriptEnd(1, stage="setup"), "a.log", "module: command not found", False),
-        (ScriptEnd(1, stage="start"), "a.log", f"cp: error writing 'spec.json': {FULL}", True),
-        (ScriptEnd(1, stage="setup"), "a.log", f"slurmstepd: error: write to /tmp: {FULL}", True),
-        (ScriptEnd(143, stage="setup"), "a.log", "run: line 9: 42 Terminated: sleep 60", True),
-        (ScriptEnd(1), "srun.log", "srun: error: Unable to create step: no processors", False),
-        (ScriptEnd(1), "rank_001.log", "ModuleNotFoundError: No module named 'torch'", False),
-        (ScriptEnd(1), "rank_001.log", "RuntimeError: EADDRINUSE: address already in use", True),
+        (ScriptEnd(1, stage="setup"), "a.log", "module: no such command", "in setup: ", False),
+        (ScriptEnd(1, stage="setup"), "a.log", f"write to /tmp: {FULL}", "in setup: ", True),
+        (ScriptEnd(1, stage="start"), "a.log", f"cp: error writing: {FULL}", BEFORE, True),
+        (ScriptEnd(143, stage="setup"), "a.log", "line 9: Terminated: sleep", "in setup: ", True),
+        (ScriptEnd(1), "srun.log", "srun: error: Unable to create step: no CPU", BEFORE, False),
+        (ScriptEnd(1), "srun.log", "srun: Expired or invalid job 34", BEFORE, True),
+        (ScriptEnd(1), "rank_001.log", "ModuleNotFoundError: No module named", "rank 1: ", False),
+        (ScriptEnd(1), "rank_001.log", "EADDRINUSE: address already in use", "rank 1: ", True),
+        (ScriptEnd(7), "rank_001.log", "", "rank 1: exit code 1", False),
+        (ScriptEnd(0), "a.log", "", f"{BEFORE}ended with exit code 0", False),
+        (ScriptEnd(3, stage="setup"), "a.log", "", "in setup: ended with exit code 3", False),
     ],
 )
 def test_a_failure_before_the_ranks_start_says_its_line(
-    unstarted: Path, end: ScriptEnd, file: str, line: str, interrupted: bool
+    unstarted: Path, end: ScriptEnd, file: str, line: str, reason: str, interrupted: bool
 ) -> None:
     """By the first rank that failed, which need not be rank 0."""
     if file.startswith("rank"):
-        (unstarted / "srun.log").write_text(EXITED)
+        (unstarted / "srun.log").write_text(EXITED.format(1))
         (unstarted / "rank_000.log").write_text("loading\n")
     place = unstarted.parents[1] if file == "a.log" else unstarted
-    (place / file).write_text(f"loading\n{line}\nslurmstepd: error: *** STEP 7.0 ON n CANCELLED\n")
+    after = f"{NOISE}\nslurmstepd: error: *** STEP 7.0 ON n CANCELLED\n"
+    (place / file).write_text(f"loading\n{line}\n{after}" if line else after)
     record = close(unstarted, end)
-    words = {"setup": "in setup: ", "start": "before the ranks started: "}
-    first = "rank 1: " if file.startswith("rank") else "before the ranks started: "
-    assert record.reason == words.get(end.stage, first) + line
-    assert (record.status, record.interrupted) == ("failed", interrupted)
+    assert (record.status, record.reason) == ("failed", reason + line)
+    assert record.interrupted == interrupted
 
 
-@pytest.mark.usefixtures("silent_slurm")
-def test_a_controller_that_has_forgotten_a_job_has_lost_it(unstarted: Path) -> None:
-    (unstarted / "srun.log").write_text(
-        "srun: error: Unable to confirm allocation for job 34: Invalid job id specified\n"
-        "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 34\n"
-    )
-    record = close(unstarted, ScriptEnd(1))
-    assert (record.status, record.interrupted) == ("lost", True)
-    assert record.reason.endswith("Expired or invalid job 34")
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (EndedJob("COMPLETED", "0:0", "n"), f"{BEFORE}ended with exit code 0"),
+        (EndedJob("FAILED", "7:0", "n"), f"{BEFORE}ended with exit code 7"),
+        (EndedJob("FAILED", "1:0", "n"), ""),  # also if it could not write the record
+    ],
+)
+def test_a_script_that_becomes_another_program(
+    unstarted: Path, ended: EndedJob, reason: str
+) -> None:
+    ending = slurm_endings.reason(unstarted, ended, Path("/nonexistent"))
+    assert ending == (Ending("failed", reason) if reason else None)
 
 
 @pytest.mark.usefixtures("silent_slurm")
@@ -200,56 +209,6 @@ def test_an_error_of_a_passing_kind_is_an_interruption(attempt: Path) -> None:
     EventWriter(attempt, 0).write("error", type="OSError", message=f"[Errno 28] {FULL}")
     record = close(attempt, ScriptEnd(1))
     assert (record.status, record.interrupted) == ("failed", True)
-
-
-@pytest.mark.usefixtures("silent_slurm")
-@pytest.mark.parametrize(
-    ("end", "log", "reason"),
-    [
-        (ScriptEnd(7), "srun: error: n: task 0: Exited with exit code 7\n", "rank 0: exit code 7"),
-        (ScriptEnd(1), "srun: error: n: task 0: Exited with exit code 1\n", "rank 0: exit code 1"),
-        (ScriptEnd(0), "", "the ranks wrote nothing, and ended with exit code 0"),
-    ],
-)
-def test_ranks_that_end_silently_are_told_by_their_exit_code(
-    unstarted: Path, end: ScriptEnd, log: str, reason: str
-) -> None:
-    (unstarted.parents[1] / "a.log").write_text("loading\n")
-    terminating = "srun: launch/slurm: _step_signal: Terminating StepId=242.0\n"
-    (unstarted / "srun.log").write_text(log + terminating * bool(log))
-    record = close(unstarted, end)
-    assert Ending(record.status, record.reason, record.interrupted) == Ending("failed", reason)
-
-
-@pytest.mark.parametrize(
-    ("ended", "ending"),
-    [
-        (
-            EndedJob("COMPLETED", "0:0", "n"),
-            Ending("failed", "the script ended with exit code 0, before its ranks"),
-        ),
-        (
-            EndedJob("FAILED", "7:0", "n"),
-            Ending("failed", "the script ended with exit code 7, before its ranks"),
-        ),
-        (EndedJob("FAILED", "1:0", "n"), None),  # also if it could not write the record
-    ],
-)
-def test_a_script_that_becomes_another_program(
-    unstarted: Path, ended: EndedJob, ending: Ending | None
-) -> None:
-    assert slurm_endings.reason(unstarted, ended, Path("/nonexistent")) == ending
-
-
-@pytest.mark.usefixtures("silent_slurm")
-@pytest.mark.parametrize("before", ["module: command not found\n", ""])
-def test_slurms_daemon_does_not_speak_over_the_line_that_failed(
-    unstarted: Path, before: str
-) -> None:
-    noise = "slurmstepd: error: _get_pss: ferror() indicates error on file /proc/71/smaps"
-    (unstarted.parents[1] / "a.log").write_text(f"{before}{noise}\n")
-    reason = close(unstarted, ScriptEnd(127, stage="setup")).reason
-    assert reason == f"in setup: {before.strip() or noise}"
 
 
 @pytest.mark.usefixtures("silent_slurm")
