@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from benchmarks.launch import local, replay, simulate, trace
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress
+from benchmarks.launch.running import Sweep, SweepProgress
 from benchmarks.launch.slurm import submit
 from benchmarks.records.record import RunRecord
 
@@ -16,7 +16,7 @@ from benchmarks.records.record import RunRecord
 class Launcher(Protocol):
     """What the module of a launcher has. ``options`` are of its own type."""
 
-    def check(self, points: Sequence[Point], options: Any) -> None:
+    def check(self, points: Sequence[Point], options: Any, sweep: Sweep) -> None:
         """Raise SpecError, before anything is started or written, if a point cannot be launched."""
 
     def settle(self, runs_dir: Path) -> dict[str, str]:

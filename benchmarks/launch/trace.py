@@ -20,7 +20,14 @@ from benchmarks.launch.attempt import close_abandoned, plan_summary
 from benchmarks.launch.local import is_here, preload, run_attempt
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
-from benchmarks.launch.running import SweepProgress, one_by_one, without_ranks
+from benchmarks.launch.running import (
+    Sweep,
+    SweepProgress,
+    check_once,
+    check_rank,
+    one_by_one,
+    without_ranks,
+)
 from benchmarks.records.lone import is_of_one_gpu, read_lone
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import predicted_memory
@@ -138,13 +145,15 @@ def _like(plan: Plan, stage: int) -> Like:
     return plan.blocks_of(stage), 0 in pieces, plan.shape.num_pieces - 1 in pieces
 
 
-def check(points: Sequence[Point], options: TraceOptions) -> None:
+def check(points: Sequence[Point], options: TraceOptions, sweep: Sweep) -> None:
     """Raise SpecError for points that cannot run without peers, and for pipeline ranks that a plan
     does not have."""
     ranks = options.pipeline_ranks
     if not ranks:
         raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
+    check_once(options.kind, sweep)
     for point in points:
+        check_rank(point)
         cluster, is_real = point.spec.cluster, options.tensors == "real"
         if is_real and not is_here(cluster.device):
             raise SpecError(

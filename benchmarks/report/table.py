@@ -340,7 +340,10 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
     console.print(Text(f"{grid.title}\n", style="bold"))
     for row in grid.rows:
         known = [
-            cell.text if index < grid.keys and _is_word(cell.text) else f"{head}: {cell.text}"
+            cell.text
+            if index < grid.keys
+            and (cell.text[0].isalpha() and cell.text.lower() not in ("true", "false", "none"))
+            else f"{head}: {cell.text}"
             for index, (head, cell) in enumerate(zip(grid.heads, row, strict=True))
             if cell.text not in ("", MISSING)
         ]
@@ -355,8 +358,3 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
         for line in told:
             console.print(Text(f"    {line}"))
     console.print(Text("\n" + " ".join((grid.caption, *grid.notes)).strip()))
-
-
-def _is_word(text: str) -> bool:
-    """Whether the value of a key is clear without the key's name."""
-    return text[0].isalpha() and text.lower() not in ("true", "false", "none")

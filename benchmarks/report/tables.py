@@ -159,19 +159,6 @@ _KINDS = {
 }
 
 
-def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """The columns of a contender's group; the best value of a line is set in bold."""
-    flops = display.flops_unit(rows["model_tflops_per_gpu"])
-    memory = display.memory_unit(rows["peak_gib"])
-    return (
-        Column("model_tflops_per_gpu", flops.name, form=flops.form),
-        Column("mfu", "MFU", form=display.share),
-        Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
-        Column("peak_gib", memory.name, form=memory.form),
-        replace(SPEEDUP, interval=False),
-    )
-
-
 _KEYS = ("model", "num_gpus", "cluster", "global_batch", "seq", "precision")
 # ``Options.columns`` chooses among these columns of the paper's table; others are empty then.
 _CHOSEN = ("model_tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "peak_gib", "speedup")
@@ -247,7 +234,16 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique(dropna=False)
         if key != "cluster":  # which the title names
             (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
-    metrics = _metrics(rows)
+    # The columns of a contender's group; the best value of a line is set in bold
+    flops = display.flops_unit(rows["model_tflops_per_gpu"])
+    memory = display.memory_unit(rows["peak_gib"])
+    metrics = (
+        Column("model_tflops_per_gpu", flops.name, form=flops.form),
+        Column("mfu", "MFU", form=display.share),
+        Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
+        Column("peak_gib", memory.name, form=memory.form),
+        replace(SPEEDUP, interval=False),
+    )
     groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
     for row in rows.to_dict("records"):  # once, because pandas takes long for every call

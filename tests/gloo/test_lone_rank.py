@@ -19,7 +19,7 @@ from benchmarks.launch.points import plan_point
 from benchmarks.launch.running import SweepProgress
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.toy_spec import changed, spec_of
+from tests.unit.toy_spec import SWEEP, changed, spec_of
 from zeropp.emulate.world import fake_world
 from zeropp.engine import collectives
 
@@ -62,7 +62,7 @@ def test_lone_ranks_compute_what_the_simulator_takes(
     values["measure"] = {"warmup_steps": 1, "steps": 1, "timeout_s": 240}
     point = plan_point(spec_from_mapping(values))
     assert point.plan is not None
-    trace.check([point], OPTIONS)
+    trace.check([point], OPTIONS, SWEEP)
     with SweepProgress(1) as progress:
         (record,) = trace.launch([point], OPTIONS, tmp_path, progress)
     assert (record.status, record.reason) == ("ok", "")
@@ -82,7 +82,7 @@ def test_lone_ranks_compute_what_the_simulator_takes(
             names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
         assert name == "fsdp" or any(re.fullmatch(r"(PP:)?\d+F\d+", action) for action in names)
     priced = SimulateOptions(compute="traced", traced_runs=str(tmp_path))
-    simulate.check([point], priced)
+    simulate.check([point], priced, SWEEP)
     with SweepProgress(1) as progress:
         (simulated,) = simulate.launch([point], priced, tmp_path, progress)
     on_the_way = [seconds for action, seconds in compute.items() if not action.endswith("W")]
@@ -111,7 +111,7 @@ def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     point = plan_point(spec_from_mapping(changed("cluster.device.name", "A100")))
     monkeypatch.setattr(trace, "is_here", lambda device: False)
     with pytest.raises(SpecError, match=r"launcher\.tensors=real needs that GPU"):
-        trace.check([point], OPTIONS)
+        trace.check([point], OPTIONS, SWEEP)
 
 
 def test_more_ranks_than_gpus_are_refused_unless_they_share_one(
@@ -120,5 +120,5 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share_one(
     point = plan_point(spec_of())
     monkeypatch.setattr(local, "_gpus", lambda: [Path("/dev/nvidia0")])
     with pytest.raises(SpecError, match=r"^num_gpus=4: this machine has 1 \(launcher.share_gpu="):
-        local.check([point], LocalOptions())
-    local.check([point], LocalOptions(share_gpu=True))
+        local.check([point], LocalOptions(), SWEEP)
+    local.check([point], LocalOptions(share_gpu=True), SWEEP)

@@ -18,7 +18,7 @@ from benchmarks.records.lone import LONE, is_of_one_gpu, read_lone
 from benchmarks.report.one_gpu import described_seconds, one_gpu_tables, write_one_gpu
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
-from tests.unit.toy_spec import mapping
+from tests.unit.toy_spec import SWEEP, mapping
 from zeropp.price import price_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_the_simulator_takes_its_compute(folder: Path, tmp_path: Path) -> None:
     point = plan_point(spec_of("none", pp=1))
     write_rank_of_all(folder, point.spec)
     options = SimulateOptions(compute="traced", traced_runs=str(folder))
-    simulate.check([point], options)
+    simulate.check([point], options, SWEEP)
     with SweepProgress(1) as progress:
         (record,) = simulate.launch([point], options, tmp_path, progress)
     assert record.predicted["compute_from"] == f"{folder}: all"

@@ -19,7 +19,7 @@ from benchmarks.report.evidence import (
     published_figure,
     published_table,
 )
-from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
+from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of, row_of
 from benchmarks.report.speedup import (
     headline_table,
     paired_speedups,
@@ -34,8 +34,10 @@ from tests.unit.synthetic_records import make_record, write_records
 
 
 def test_throughput_is_the_formula(tmp_path: Path) -> None:
-    frame = frame_of(make_record(step_s=[2.0] * 6), root=tmp_path)
+    record = make_record(step_s=[2.0] * 6)
+    frame = frame_of(record, root=tmp_path)
     row = frame.iloc[0]
+    assert {*row_of(record)} == {*frame.columns}
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
     assert row["memory_kind"] == "resident"

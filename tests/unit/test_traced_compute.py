@@ -21,7 +21,7 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import lone_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.toy_spec import changed
+from tests.unit.toy_spec import SWEEP, changed
 from zeropp.price import price_plan
 from zeropp.types.timeline import Provenance
 
@@ -102,9 +102,9 @@ def test_full_backwards_are_split_and_tensor_parallelism_is_added() -> None:
 def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
     options = replace(OPTIONS, traced_runs=str(tmp_path))
     with pytest.raises(SpecError, match=r"launcher\.tensors=real"):
-        launcher.check([ZEROPP], options)
+        launcher.check([ZEROPP], options, SWEEP)
     source = write_trace(ZEROPP, tmp_path, COMPUTE)
-    launcher.check([ZEROPP], options)
+    launcher.check([ZEROPP], options, SWEEP)
     with SweepProgress(2) as progress:
         (plain,) = launcher.launch([ZEROPP], SimulateOptions(), tmp_path, progress)
         (record,) = launcher.launch([ZEROPP], options, tmp_path, progress)
@@ -124,7 +124,7 @@ def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
 
 def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
     infeasible = Point(ZEROPP.spec, None, "no plan")
-    launcher.check([infeasible], replace(OPTIONS, traced_runs=str(tmp_path)))
+    launcher.check([infeasible], replace(OPTIONS, traced_runs=str(tmp_path)), SWEEP)
     variant = OPTIONS.variant
     header = new_header("simulate", variant=variant)
     write_unstarted(infeasible.spec, tmp_path, header, Ending("infeasible", "no plan"))
@@ -139,10 +139,10 @@ def test_a_trace_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / record.record_id / "record.json"
     path.write_text(path.read_text().replace('"unit": 2', '"unit": 1'))
     with pytest.raises(SpecError, match="planned as it is today"):
-        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)))
+        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)), SWEEP)
 
 
 def test_a_stage_without_a_like_is_named(tmp_path: Path) -> None:
     write_trace(ZEROPP, tmp_path, {"0F": 1.0, "7F": 1.0})
     with pytest.raises(SpecError, match=r"like stage 1 .*pipeline_ranks=\[0,1,-1\]"):
-        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)))
+        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)), SWEEP)
