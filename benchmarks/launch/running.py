@@ -114,7 +114,21 @@ class SweepProgress:
         """Print the outcome of a point and advance the bar."""
         detail = record.reason
         if record.status == "ok":
-            detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
+            # The main results of a success, in a few words
+            words = []
+            if record.step_s:
+                words.append(f"{statistics.median(record.step_s):.3f} s/step")
+            if record.losses:
+                words.append(f"loss {record.losses[-1]:.4f}")
+            peak = peak_memory_gib(record)
+            if peak is not None:
+                words.append(memory_text(peak[0]))
+            kernels = [
+                sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums
+            ]
+            if kernels:
+                words.append(f"compute over its kernels {max(kernels):.3f}")
+            detail = ", ".join(filter(None, (", ".join(words), over_device(record))))
         say_outcome(record.status, record.spec_id, detail)
         self._bar.advance(self._task)
 
@@ -132,19 +146,3 @@ def over_device(record: RunRecord) -> str:
     if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
         return ""
     return f"WARNING: {peak[0]:.1f} GiB are more than the device's {device:g} GiB"
-
-
-def _outcome(record: RunRecord) -> str:
-    """The main results of a success, in a few words."""
-    words = []
-    if record.step_s:
-        words.append(f"{statistics.median(record.step_s):.3f} s/step")
-    if record.losses:
-        words.append(f"loss {record.losses[-1]:.4f}")
-    peak = peak_memory_gib(record)
-    if peak is not None:
-        words.append(memory_text(peak[0]))
-    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
-    if kernels:
-        words.append(f"compute over its kernels {max(kernels):.3f}")
-    return ", ".join(words)
