@@ -19,7 +19,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
@@ -73,10 +72,8 @@ def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
     paths = [out / f"{picture.name}.png"]
-    canvas = FigureCanvasAgg(picture.figure)
-    canvas.draw()
-    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-    few = drawn.quantize(256, method=Image.Quantize.FASTOCTREE)
+    picture.figure.savefig(paths[0], pil_kwargs={"compress_level": 0})
+    few = Image.open(paths[0]).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
     few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
     if pdf:
         paths.append(out / f"{picture.name}.pdf")
@@ -306,7 +303,7 @@ def _curves(groups: Mapping[str, pd.DataFrame], lines: Sequence[str]) -> Figure:
 def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
     """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
     ends: list[tuple[float, float, str, str]] = []
-    speeds = [name for name in panel if name.startswith(("tokens_per_s", "model_tflops"))]
+    speeds = [name for name in map(str, panel) if name.startswith(("tokens_per_s", "model_tflops"))]
     shown = panel[["contender", "num_gpus", *speeds]].sort_values("num_gpus")  # few: faster
     for contender in style.ordered(panel["contender"]):
         series = shown[shown["contender"] == contender]

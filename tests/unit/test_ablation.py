@@ -44,6 +44,11 @@ def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
     assert changes["base"] == 1.0
     assert changes["unit 2 → 4"] == pytest.approx(1 / 0.9)
     assert changes["recompute none → full"] == pytest.approx(1 / 1.3)
+    found = ablations(rows, {"unit": "2"})
+    assert any("16 (run as 8)" in change for change in found["change"])
+    assert sum("U=16 (run as 8)" in layout for layout in found["layout"]) == 2
+    with pytest.raises(SpecError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
+        ablation_table(rows, Options(against={"unit": "3"}))
     (picture,) = ablation_figure(rows)
     assert len(picture.figure.axes[0].patches) == 6
     options, quiet = Options(), Console(quiet=True)
@@ -51,17 +56,6 @@ def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
         "ablation", [tmp_path / "runs"], out=tmp_path / "out", options=options, console=quiet
     )
     assert len(pd.read_csv(tmp_path / "out" / "ablation.csv")) == 6
-
-
-def test_a_unit_that_was_cut_says_so(tmp_path: Path) -> None:
-    found = ablations(sweep(tmp_path), {"unit": "2"})
-    assert any("16 (run as 8)" in change for change in found["change"])
-    assert sum("U=16 (run as 8)" in layout for layout in found["layout"]) == 2
-
-
-def test_a_base_that_nobody_ran_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
-        ablation_table(sweep(tmp_path), Options(against={"unit": "3"}))
 
 
 def test_no_sweep_is_a_header_alone(tmp_path: Path) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from benchmarks.records.record import GateCheck, GateResult, read_record
 from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.table import Column, latex, table
-from benchmarks.report.write import grids_of, make_table, write_report
+from benchmarks.report.write import make_table, write_report
 from tests.unit.report_frames import QUIET, failed
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -89,33 +85,3 @@ def test_an_odd_value_leaves_one_record_out(tmp_path: Path, name: str) -> None:
     (line,) = skipped
     assert line.startswith(f"{path}: ")
     assert "\n" not in line
-
-
-_DOCUMENT = r"""\documentclass{article}
-\usepackage{array,booktabs,graphicx,longtable}
-\begin{document}
-%s
-\end{document}"""
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex (Debian's texlive)")
-def test_latex_of_empty_and_of_long_tables_compiles(tmp_path: Path) -> None:
-    """Empty tables stopped pdflatex, and 1,000 rows were one float, too large for its page."""
-    rows = latest_ok(load_frame([write_records([make_record()], tmp_path / "runs")])[0])
-    texts = [latex(grids_of(make_table(name, rows))) for name in TABLES]
-    lines = {"model": ["gpt_tiny"] * 1000, "words": ["shard=2 U=4 " * 20] * 1000}
-    columns = [Column("model", "model"), Column("words", "note_of"), Column("step", "step [s]")]
-    columns += [Column(f"n{i}", f"n{i}", form="{:.2f}".format) for i in range(9)]
-    data = pd.DataFrame(lines | {"step": "x"} | {f"n{i}": 12345.678 for i in range(9)})
-    texts.append(latex([table("long", "A long one", columns, data).grid()]))
-    (tmp_path / "a.tex").write_text(_DOCUMENT % "\n".join(texts))
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "a.tex"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=300, capture_output=True)
-    log = (tmp_path / "a.log").read_text(errors="replace")
-    assert "too large for page" not in log
-    wide = [
-        float(line.split("(")[1].split("pt")[0])
-        for line in log.splitlines()
-        if "Overfull \\hbox" in line
-    ]
-    assert max(wide, default=0.0) < 3.0

@@ -298,11 +298,7 @@ def test_report_of_failures_alone(tmp_path: Path) -> None:
 def test_no_records_is_no_report(tmp_path: Path) -> None:
     assert write_report([tmp_path], tmp_path / "out", QUIET).files == []
     assert not (tmp_path / "out").exists()
-
-
-def test_best_configuration_of_nothing_is_nothing(tmp_path: Path) -> None:
-    frame, _ = load_frame([tmp_path])
-    assert best_configuration(frame).empty
+    assert best_configuration(load_frame([tmp_path])[0]).empty
 
 
 def test_a_disk_that_becomes_full_is_one_line(

@@ -74,15 +74,12 @@ def test_what_cannot_be_seen_from_here_is_alive(
     assert "from login2, unseen from here: ask there, or remove " in line
 
 
-def test_a_script_that_beats_without_a_job_is_not_said_to_be_unseen(attempt: Path) -> None:
-    submitted(attempt, "7", cluster=HERE.identity)
-    (line,) = view_of(attempt).under_way().values()
-    assert line == "slurm-sweep-0 is alive, and has no record yet"
-
-
 def test_an_older_attempt_that_is_alive_counts_beside_a_newer_record(attempt: Path) -> None:
     submitted(attempt, "7", cluster=HERE.identity)
     submitted(attempt, "8", sweep="later", cluster=HERE.identity)
+    assert [*view_of(attempt).under_way().values()] == [
+        "slurm-sweep-0 is alive, and has no record yet"
+    ]
     newer = attempt.with_name("slurm-later-0")
     shutil.copytree(attempt, newer)
     finish_attempt(newer, Ending("failed", "the script was killed", interrupted=True))
@@ -229,53 +226,40 @@ def test_a_point_whose_submission_is_damaged_is_left_alone_until_that_is_removed
     assert lines == [words] * (not is_removed)
 
 
-@pytest.mark.parametrize(
-    "answer", ["Welcome to the cluster!\nnews: 12\n17\n", "17;here\n", "17\nSee you\n"]
-)
-def test_a_banner_is_no_job_id(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    monkeypatch.setattr(client, "call", lambda *_, more: answer)
-    assert client.submit(Path("a.sbatch"), []) == "17"
-
-
-class Sbatch:
-    """In the place of ``client.call``: sbatch answers or fails so, and squeue knows these ids."""
-
-    def __init__(self, answer: str | SlurmError, known: str | SlurmError) -> None:
-        self.answers = {"sbatch": answer, "squeue": known, "sacct": ""}
-
-    def __call__(self, *command: str, more: object = None) -> str:
-        answer = self.answers[command[0]]
-        if isinstance(answer, SlurmError):
-            raise answer
-        return answer if command[0] == "sbatch" or "--name=a" in command else ""
-
-
 UNABLE = SlurmError("sbatch: Unable to contact slurm controller (connect failure)")
+NO_ID = "sbatch: no job id in its answer 'Submitted, perhaps'"
 
 
-def test_an_answer_without_a_job_id_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "call", Sbatch("Submitted, perhaps\n", ""))
-    with pytest.raises(NoAnswerError, match="no job id in its answer 'Submitted, perhaps'"):
-        client.submit(Path("a.sbatch"), [])
-
-
-@pytest.mark.parametrize("answer", [UNABLE, "17\n99999\n", "Submitted, perhaps\n"])
-def test_a_job_that_sbatch_does_not_name_is_found_by_its_own_name(
-    monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError
+@pytest.mark.parametrize(
+    ("answer", "known", "expected"),
+    [
+        ("Welcome to the cluster!\nnews: 12\n17\n", UNABLE, "17"),  # a banner is no job id
+        ("17;here\n", UNABLE, "17"),
+        ("17\nSee you\n", UNABLE, "17"),
+        (UNABLE, "17\n", "17"),  # what sbatch does not name is found by its own name
+        ("17\n99999\n", "17\n", "17"),
+        ("Submitted, perhaps\n", "17\n", "17"),
+        ("Submitted, perhaps\n", "", NoAnswerError(NO_ID)),
+        (UNABLE, "", UNABLE),  # a refusal, only where Slurm knows no job of the name
+        (UNABLE, UNABLE, NoAnswerError(str(UNABLE))),
+    ],
+)
+def test_a_job_is_what_sbatch_says_or_what_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, known: Any, expected: Any
 ) -> None:
-    monkeypatch.setattr(client, "call", Sbatch(answer, "17\n"))
-    assert client.submit(Path("a.sbatch"), []) == "17"
+    def call(*command: str, more: object = None) -> str:
+        said = {"sbatch": answer, "squeue": known}.get(command[0], "")
+        if isinstance(said, SlurmError):
+            raise said
+        return said if command[0] == "sbatch" or "--name=a" in command else ""
 
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_failed_sbatch_is_a_refusal_only_where_slurm_knows_no_job_of_the_name(
-    monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
-    monkeypatch.setattr(client, "call", Sbatch(UNABLE, "" if is_known else UNABLE))
+    monkeypatch.setattr(client, "call", call)
+    if isinstance(expected, str):
+        assert client.submit(Path("a.sbatch"), []) == expected
+        return
     with pytest.raises(SlurmError) as refusal:
         client.submit(Path("a.sbatch"), [])
-    assert str(refusal.value) == str(UNABLE)
-    assert isinstance(refusal.value, NoAnswerError) == (not is_known)
+    assert (type(refusal.value), str(refusal.value)) == (type(expected), str(expected))
 
 
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:

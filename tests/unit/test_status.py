@@ -78,12 +78,6 @@ def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
     assert counts == "1 failed"
 
 
-def test_nothing_was_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(tmp_path, monkeypatch, capsys) == [f"no points in {tmp_path}"]
-
-
 def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +148,7 @@ def test_what_follows_from_a_name_is_not_told(
         (["--check", "model.layers=4"], "2 ok", 0),
         (["measure.gate=True", "measure.gate_tolerance=1e-4", "model.layers=4"], "2 ok", 0),
         (["model.layers=", "--check"], "no points in", 1),
+        (["--state", "lost"], "no points in", 0),
         (["contender=zeropp", "contender.pp=auto,2", "global_batch=8.0"], "2 ok", 0),
         (["notes", "model.layers=4"], "", 2),
         (["--check", "model.layers=4,8", "global_batch=16"], "1 failed, 1 ok", 1),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,17 @@ from tests.unit.toy_spec import changed, mapping
 from tests.waiting import wait_until
 
 
+def config_of(root: Path, kind: str = "local", /, **launcher: Any) -> dict[str, Any]:
+    """A configuration with its folders below ``root``."""
+    places = {"runs_dir": str(root / "runs"), "report_dir": str(root / "report")}
+    whole = {"rerun": "missing", "repeats": 1, "launcher": {"kind": kind, **launcher}}
+    return places | whole
+
+
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in (0, 1, 0)]
     points = [Point(spec, None, "no plan") for spec in specs]
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
-    launch_points(points, [config] * 3)
+    launch_points(points, [config_of(tmp_path)] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
 
@@ -39,26 +45,28 @@ def test_runs_stay_where_their_report_would_replace_a_file(
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "report.html").write_text("of the user")
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     assert run_points([point], [config]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"no report: {tmp_path}/report/report.html: is of no report")
     assert len(list(find_records([tmp_path / "runs"]))) == 1
 
 
-def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:
+def test_what_a_launcher_cannot_do_is_one_line(tmp_path: Path) -> None:
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1}
-    with pytest.raises(SpecError, match=r"launcher\.threads=4: unknown key"):
-        launch_points([point], [config | {"launcher": {"kind": "local", "threads": 4}}])
+    slurm = config_of(tmp_path, "slurm", report_dir="report", dry_run=True) | {"retries": 2}
+    for wrong, why in (
+        (config_of(tmp_path, "local", threads=4), r"launcher\.threads=4: unknown key"),
+        (config_of(tmp_path, "simulate") | {"repeats": 2}, "repeats=2: launcher=simulate gives"),
+        (slurm, r"retries=2: needs launcher\.wait=true"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            launch_points([point], [wrong])
 
 
-def said_by_the_second(lock: Path) -> list[str]:
-    """What a second holder of a lock says while it waits for the first."""
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     said: list[str] = []
-    order = []
+    order, lock = [], tmp_path / ".lock"
 
     def second() -> None:
         with only_one(lock, "runs tests", said.append):
@@ -71,12 +79,7 @@ def said_by_the_second(lock: Path) -> list[str]:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-    return said
-
-
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
-    said = said_by_the_second(tmp_path / ".lock")
-    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock'})"]
+    assert said == [f"waiting for another process, which runs tests ({lock})"]
 
 
 def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
@@ -118,8 +121,7 @@ def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     point = plan_point(spec_from_mapping(mapping()))
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     ending = Ending("failed", "rank 1: ValueError: no such token")
     write_unstarted(point.spec, tmp_path / "runs", new_header("local"), ending)
     assert run_points([point], [config]) == 1
@@ -135,9 +137,7 @@ def test_a_dry_run_says_why_and_how_long_with_any_launcher(
     values = changed("cluster.device.peak_fp32_tflops", 19.5)
     values["cluster"]["device"]["name"] = "A100"
     point = plan_point(spec_from_mapping(values))
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    asked = {"repeats": 1, "launcher": {"kind": "simulate", "dry_run": True}}
-    config = places | {"rerun": "failed"} | asked
+    config = config_of(tmp_path, "simulate", dry_run=True) | {"rerun": "failed"}
 
     def told() -> str:
         assert run_points([point], [config]) == 0
@@ -166,8 +166,7 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
         return [write_unstarted(p.spec, runs_dir, new_header("local"), begun[-1]) for p in points]
 
     monkeypatch.setattr(local, "launch", launch)
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     for retries, rerun, statuses, runs in ((0, "missing", ["lost"], 1), (2, "all", ["failed"], 3)):
         if retries:
             begun[:] = [Ending("ok")] * 2  # the next one fails by itself: it is not tried again
@@ -179,15 +178,6 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
     now = config | {"retries": 2, "runs_dir": str(tmp_path / "other")}
     assert [r.status for r in launch_points([point], [now]) or ()] == ["ok"]
     assert len(begun) == 2
-
-
-def test_retries_without_waiting_are_refused(tmp_path: Path) -> None:
-    point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
-    slurm = {"kind": "slurm", "report_dir": str(tmp_path), "dry_run": True}
-    config = places | {"rerun": "missing", "repeats": 1, "retries": 2, "launcher": slurm}
-    with pytest.raises(SpecError, match=r"retries=2: needs launcher\.wait=true"):
-        launch_points([point], [config])
 
 
 def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,16 @@ def test_what_was_swept_is_a_column(tmp_path: Path, name: str) -> None:
         assert len(texts) == 2, (table, texts)
 
 
-@pytest.mark.parametrize("change", [None, _ranks(host="node7")], ids=["nothing", "a host"])
-def test_equal_specifications_on_one_kind_of_machine_are_repeats(
-    tmp_path: Path, change: Change | None
-) -> None:
-    rows = latest_ok(load_frame([two(tmp_path, change)])[0])
+SAME: dict[str, Change | None] = {
+    "nothing": None,
+    "a host": _ranks(host="node7"),
+    "a field that older records lack": lambda record: record["spec"].pop("seed"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_specifications_on_one_kind_of_machine_are_repeats(tmp_path: Path, name: str) -> None:
+    rows = latest_ok(load_frame([two(tmp_path, SAME[name])])[0])
     assert (list(rows["runs"]), list(rows["step_s"]), varied(rows)) == ([2], [1.5], [])
 
 
@@ -111,12 +116,6 @@ def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
     assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
     (note,) = notes_of(rows)
     assert note.startswith("1 of 1 rows also ran with other versions")
-
-
-def test_a_field_that_older_records_lack_has_its_default(tmp_path: Path) -> None:
-    root = two(tmp_path, lambda record: record["spec"].pop("seed"))
-    rows = latest_ok(load_frame([root])[0])
-    assert (list(rows["runs"]), varied(rows)) == ([2], [])
 
 
 def test_an_attempt_that_never_started_belongs_to_those_that_did(tmp_path: Path) -> None:
