@@ -1,6 +1,6 @@
 """Runs a sweep: gives points to their launchers, collects the records and makes the report.
 
-What is still to run is decided after the launcher's ``settle`` (``launchers.Launcher``) and under a
+What is still to run is decided after the launcher's ``settle`` (``Launcher``) and under a
 lock, so that two sweeps at once run each point once.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from filelock import FileLock, Timeout
 
+from benchmarks.launch import local, replay, simulate, trace
 from benchmarks.launch.attempt import PROVENANCE
-from benchmarks.launch.launchers import LAUNCHERS
 from benchmarks.launch.options import LauncherOptions, SlurmOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, plan_point, records_of, still_to_run
 from benchmarks.launch.running import (
@@ -39,7 +39,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.run_spec import RunSpec, is_priced, spec_from_mapping
-from zeropp.price.simulator import simulate
+from zeropp.price import simulator
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
 _RUN_KEYS |= {"sequences_per_gpu", "repeats", "retries", "points"}
@@ -49,6 +49,32 @@ _SPEC_KEYS = {field.name for field in fields(RunSpec)}
 # the first of its points, would measure points twice.
 _LOCKED = ("local", "trace", "replay", "slurm")
 _MOST_LEFT = 10  # lines on points that are under way
+
+
+class Launcher(Protocol):
+    """What the module of a launcher has. ``options`` are of its own type."""
+
+    def check(self, points: Sequence[Point], options: Any, sweep: Sweep) -> None:
+        """Raise SpecError, before anything is started or written, if a point cannot be launched."""
+
+    def settle(self, runs_dir: Path) -> dict[str, str]:
+        """Record the attempts that are over, and return the points under way, by id, with a line on
+        each. Raises LaunchError if that cannot be known."""
+
+    def launch(
+        self, points: Sequence[Point], options: Any, runs_dir: Path, progress: SweepProgress
+    ) -> list[RunRecord]:
+        """Run points that have a plan, or submit them; returns the records of those that have
+        ended."""
+
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    "local": local,
+    "slurm": submit,
+    "trace": trace,
+    "replay": replay,
+    "simulate": simulate,
+}
 
 
 @contextmanager
@@ -255,7 +281,7 @@ def _expected(point: Point) -> str:
     assert plan is not None
     if spec.cluster.device.is_cpu or not is_priced(spec.cluster, spec.precision):
         return "of unknown duration"
-    result = simulate(plan, spec.cluster)
+    result = simulator.simulate(plan, spec.cluster)
     steps = spec.measure.warmup_steps + spec.measure.steps + EXTRA_STEPS
     hours = spec.num_gpus * steps * result.step_s / 3600
     gib = memory_text(result.peak_bytes / 2**30)

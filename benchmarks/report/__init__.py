@@ -31,7 +31,7 @@ SECTIONS = {
     "Throughput": Section({"throughput": "tables:throughput_table"}, ("charts:throughput_bars",)),
     "Speed-up": Section({"speedup": "speedup:speedup_table"}, ("speedup:speedup_maps",)),
     "Ablations": Section({"ablation": "speedup:ablation_table"}, ("speedup:ablation_figure",)),
-    "Scaling": Section({"scaling": "scaling:scaling_table"}, ("charts:scaling_curves",)),
+    "Scaling": Section({"scaling": "tables:scaling_table"}, ("charts:scaling_curves",)),
     "Memory": Section(
         {"memory": "tables:memory_table", "lone_ranks": "tables:lone_table"},
         ("charts:memory_bars", "charts:memory_breakdown"),

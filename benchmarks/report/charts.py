@@ -24,8 +24,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
 
 from benchmarks.report import DEFAULTS, Options, display, style
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed
-from benchmarks.report.repeats import ranges
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed, ranges
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]

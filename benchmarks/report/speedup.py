@@ -19,8 +19,14 @@ from matplotlib.figure import Figure
 from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed, default_knobs
-from benchmarks.report.repeats import ranges, ratio_of_repeats
+from benchmarks.report.frame import (
+    CELL,
+    best_configuration,
+    best_or_failed,
+    default_knobs,
+    ranges,
+    ratio_of_repeats,
+)
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
 from benchmarks.specification import SpecError
 

@@ -19,8 +19,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch import attempt as attempts
-from benchmarks.launch.alive import ALIVE
-from benchmarks.launch.attempt import Ending, finish_attempt, freeze, new_header, write_unstarted
+from benchmarks.launch.attempt import (
+    ALIVE,
+    Ending,
+    finish_attempt,
+    freeze,
+    new_header,
+    write_unstarted,
+)
 from benchmarks.launch.options import SlurmOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.running import SweepProgress

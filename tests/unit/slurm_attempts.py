@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.alive import ALIVE
-from benchmarks.launch.attempt import freeze, new_header
+from benchmarks.launch.attempt import ALIVE, freeze, new_header
 from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import ClusterFacts, QueuedJob
 from benchmarks.launch.slurm.submissions import (

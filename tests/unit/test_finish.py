@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.alive import ALIVE, BEAT_S, QUIET_S, is_alive, keep_alive
 from benchmarks.launch.attempt import (
+    ALIVE,
+    BEAT_S,
+    QUIET_S,
     DamagedError,
     Ending,
     close_abandoned,
     finish_attempt,
     freeze,
+    is_alive,
+    keep_alive,
     killed,
     new_header,
     started,
@@ -187,7 +191,7 @@ def test_a_step_that_holds_a_pause_is_noted(
 _HOLDER = """
 import sys
 from pathlib import Path
-from benchmarks.launch.alive import keep_alive
+from benchmarks.launch.attempt import keep_alive
 with keep_alive(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -224,7 +228,7 @@ def test_elsewhere_the_heartbeat_decides(attempt: Path) -> None:
 
 def test_a_holder_beats(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BEAT_S < QUIET_S / 3
-    monkeypatch.setattr("benchmarks.launch.alive.BEAT_S", 0.01)
+    monkeypatch.setattr("benchmarks.launch.attempt.BEAT_S", 0.01)
     with keep_alive(attempt / ALIVE):
         os.utime(attempt / ALIVE, (1e9, 1e9))
         wait_until(lambda: (attempt / ALIVE).stat().st_mtime > 1e9, "a beat")

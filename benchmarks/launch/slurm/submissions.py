@@ -23,13 +23,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.launch.alive import is_alive, is_open
 from benchmarks.launch.attempt import (
     PROVENANCE,
     DamagedError,
     Ending,
     close_attempt,
     frozen,
+    is_alive,
+    is_open,
     make_record,
 )
 from benchmarks.launch.slurm.client import (
