@@ -37,9 +37,9 @@ from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
 from benchmarks.report.ratio_errors import FEWEST_RUNS
-from benchmarks.report.scaling import as_table
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
+from benchmarks.report.tables import as_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose

@@ -42,7 +42,7 @@ from benchmarks.launch.attempt import (
 )
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one, say
+from benchmarks.launch.running import Sweep, SweepProgress, check_rank, one_by_one, say
 from benchmarks.launch.slurm.client import SlurmError
 from benchmarks.launch.slurm.submissions import close_ended, query_slurm, read_view
 from benchmarks.records.events import Events, of_kind, rank_file, read_events
@@ -325,9 +325,10 @@ def _free_port() -> int:
             return port
 
 
-def check(points: Sequence[Point], options: LocalOptions) -> None:
+def check(points: Sequence[Point], options: LocalOptions, sweep: Sweep) -> None:
     """Raise SpecError, before any process is started, if this machine cannot run a point."""
     for point in points:
+        check_rank(point)
         device, ranks, gpus = point.spec.cluster.device, point.spec.num_gpus, len(_gpus())
         if not is_here(device):
             raise SpecError(

@@ -91,7 +91,7 @@ def still_to_run(
     ``rerun=failed`` also returns points without a success, ``rerun=all`` returns every point. A
     point that is to have several successes is returned once for each that is missing, unless it has
     no plan; as in tables, those with the files of the latest one count
-    (``benchmarks.report.repeats``). All of these are shuffled, so that a drift of the machine meets
+    (``benchmarks.report.frame``). All of these are shuffled, so that a drift of the machine meets
     every point alike.
     """
     missing: list[Point] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one
+from benchmarks.launch.running import Sweep, SweepProgress, check_once, one_by_one
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import prediction
 from benchmarks.specification.run_spec import check_priced
@@ -23,8 +23,9 @@ from zeropp.price.simulator import simulate
 MOST_SPANS = 20_000  # most spans of a timeline that a record keeps
 
 
-def check(points: Sequence[Point], options: SimulateOptions) -> None:
+def check(points: Sequence[Point], options: SimulateOptions, sweep: Sweep) -> None:
     """Raise SpecError if a device's peak is not known for the precision."""
+    check_once(options.kind, sweep)
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.launch.attempt import close_abandoned
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one, without_ranks
+from benchmarks.launch.running import (
+    Sweep,
+    SweepProgress,
+    check_once,
+    check_rank,
+    one_by_one,
+    without_ranks,
+)
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import predicted_memory
 from benchmarks.specification import SpecError
@@ -26,13 +33,15 @@ if TYPE_CHECKING:
     from zeropp.types.training import OptimizerConfig
 
 
-def check(points: Sequence[Point], options: TraceOptions) -> None:
+def check(points: Sequence[Point], options: TraceOptions, sweep: Sweep) -> None:
     """Raise SpecError for points that cannot run without peers, and for pipeline ranks that a plan
     does not have."""
     ranks = options.pipeline_ranks
     if not ranks:
         raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
+    check_once(options.kind, sweep)
     for point in points:
+        check_rank(point)
         if point.plan is not None and point.plan.compile:
             raise SpecError(
                 "contender.compile=true: launcher=trace cannot compile with fake tensors (use "

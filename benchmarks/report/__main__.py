@@ -59,6 +59,7 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         arguments.timelines,
         tuple(arguments.contenders),
         tuple(arguments.columns),
+        arguments.pdf,
     )
     if arguments.compare:
         from benchmarks.report.compare import write_comparison
@@ -119,10 +120,11 @@ def _parser() -> CommandParser:
     add("--against", default="", metavar="KNOBS", help=against)
     timelines = "draw and trace the timelines of every cell (slow)"
     add("--timelines", action="store_true", help=timelines)
-    chosen = "%s of the paper's table (all)"
-    add("--contenders", nargs="+", default=[], metavar="NAME", help=chosen % "contenders")
-    columns = "columns: tokens_per_s_per_gpu model_tflops_per_gpu mfu peak_gib speedup,"
-    add("--columns", nargs="+", default=[], metavar="NAME", help=chosen % columns)
+    add("--pdf", action="store_true", help="write every figure as PDF, too (slow)")
+    contenders = "contenders of the paper's table (all) and of the maps of speed-ups (zeropp)"
+    add("--contenders", nargs="+", default=[], metavar="NAME", help=contenders)
+    columns = "columns of the paper's table (all): tokens_per_s_per_gpu model_tflops_per_gpu mfu "
+    add("--columns", nargs="+", default=[], metavar="NAME", help=columns + "peak_gib speedup")
     compare = "two sets of runs, before and after; exit status 1 if something became worse"
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
     add("--slower", type=_share, metavar="10%", help="worse is slower by this (and beyond noise)")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks import CHECKOUT
 from benchmarks.report import DEFAULTS, Options, display, style
@@ -95,15 +94,6 @@ def evidence_distance_figure(rows: pd.DataFrame, options: Options = DEFAULTS) ->
     distances = evidence_distances(rows)
     if distances.empty:
         return
-    yield Picture(
-        name="evidence_distance",
-        caption="How far one kind of evidence is from a more trusted one on the same configuration "
-        "(value / reference - 1); the worst of each quantity are shown.",
-        figure=_lollipops(distances),
-    )
-
-
-def _lollipops(distances: pd.DataFrame) -> Figure:
     groups = list(distances.groupby("quantity", sort=True))
     lines = [min(MAX_LINES, len(group)) + 1.5 for _, group in groups]
     height = 0.4 + 0.36 * sum(lines) / len(lines)
@@ -128,7 +118,12 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
         axis.set_ylim(-0.6, len(worst) - 0.4)
         axis.margins(x=0.2)
         axis.set_xlabel(f"distance of the {str(quantity).split(' [')[0]} [%]")
-    return figure
+    yield Picture(
+        name="evidence_distance",
+        caption="How far one kind of evidence is from a more trusted one on the same configuration "
+        "(value / reference - 1); the worst of each quantity are shown.",
+        figure=figure,
+    )
 
 
 def evidence_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -196,6 +191,12 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     distances = published_distances(rows)
     if distances.empty:
         return
+    lines = distances.groupby("quantity", sort=False)["source"].nunique()
+    height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
+    figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)
+    for axis, quantity in zip(axes, lines.index, strict=True):
+        _sources(axis, distances[distances["quantity"] == quantity])
+        axis.set_xlabel(_WORDS[quantity])
     yield Picture(
         name="evidence_published",
         caption="How far the simulator is from published measurements, by source: a dot per run, "
@@ -204,7 +205,7 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         "of the machine was chosen after the error had been seen. The blue ones are held out of "
         "both, which is less than blind: the rules for most of their programs were written with "
         "their tables in view.",
-        figure=_panels(distances),
+        figure=figure,
     )
 
 
@@ -212,16 +213,6 @@ def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], 
     keys = ["quantity", "role", "source"]
     for (quantity, role, source), group in distances.groupby(keys, sort=True):
         yield (str(quantity), str(role), str(source)), group["error"]
-
-
-def _panels(distances: pd.DataFrame) -> Figure:
-    lines = distances.groupby("quantity", sort=False)["source"].nunique()
-    height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
-    figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)
-    for axis, quantity in zip(axes, lines.index, strict=True):
-        _sources(axis, distances[distances["quantity"] == quantity])
-        axis.set_xlabel(_WORDS[quantity])
-    return figure
 
 
 def _sources(axis: Axes, distances: pd.DataFrame) -> None:

@@ -1,7 +1,7 @@
 """Measures what the engine costs on one device beside a plain loop, and writes it as JSON.
 
-A step of ZeroPP over one of a plain loop on the same layers. Both run in turn, so that other work on
-the machine slows both alike.
+A step of ZeroPP over one of a plain loop on the same layers. Both run in turn, so that other work
+on the machine slows both alike.
 
 ``scripts/gpu/run.sh`` runs it on a GPU. The committed record of CPUs, which also has FSDP2 on
 two ranks, was made by the program of 09d4f5b9.

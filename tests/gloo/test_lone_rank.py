@@ -13,7 +13,7 @@ from benchmarks.launch import local
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.specification import SpecError
-from tests.unit.toy_spec import spec_of
+from tests.unit.toy_spec import SWEEP, spec_of
 from zeropp.emulate.world import fake_world
 from zeropp.engine.ranks import collectives
 
@@ -42,5 +42,5 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share_one(
     point = plan_point(spec_of())
     monkeypatch.setattr(local, "_gpus", lambda: [Path("/dev/nvidia0")])
     with pytest.raises(SpecError, match=r"^num_gpus=4: this machine has 1 \(launcher.share_gpu="):
-        local.check([point], LocalOptions())
-    local.check([point], LocalOptions(share_gpu=True))
+        local.check([point], LocalOptions(), SWEEP)
+    local.check([point], LocalOptions(share_gpu=True), SWEEP)

@@ -17,7 +17,7 @@ from benchmarks.report.atlas_page import cases
 from benchmarks.report.display import program_label
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
-from benchmarks.report.scaling import published
+from benchmarks.report.tables import published
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import ATLAS
