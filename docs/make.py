@@ -45,7 +45,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.cells import VerdictSpec, cells_of, verdict_spec
+from benchmarks.verdict.cells import verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
@@ -110,14 +110,13 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced, spec = _verdict_records()
-    return page_tables(plans, repriced, [cell.key for cell in cells_of(spec, "bf16")])
+    plans, repriced = _verdict_records()
+    return page_tables(plans, repriced)
 
 
-def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame, VerdictSpec]:
+def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame]:
     plans, repriced = (pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED))
-    (config,) = compose("config", ["experiment=claim_33"])
-    return plans, repriced, verdict_spec(config["verdict"])
+    return plans, repriced
 
 
 def _accuracy(which: str) -> str:
@@ -496,7 +495,9 @@ def main() -> None:
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     pairs_figure().savefig(_IMAGES / "measured_pairs.png", dpi=150)
-    plans, repriced, spec = _verdict_records()
+    plans, repriced = _verdict_records()
+    (config,) = compose("config", ["experiment=claim_33"])
+    spec = verdict_spec(config["verdict"])
     for picture in pictures_of(plans, *judged(plans, repriced), spec):
         picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
     print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")

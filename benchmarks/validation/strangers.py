@@ -44,9 +44,9 @@ from benchmarks.validation.fit_constants import (
     slopes,
     with_factors,
 )
-from benchmarks.validation.plausible import SHARD_ALONE
 from benchmarks.validation.predict import Prediction, outcome_of, predict_case
 from benchmarks.validation.rows import (
+    SHARD_ALONE,
     PublishedRow,
     UnpredictableError,
     read_rows,

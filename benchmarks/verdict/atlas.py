@@ -110,9 +110,9 @@ def run(config: dict[str, Any]) -> int:
 
 
 def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
-    """The tables and sentences of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of
-    README), ``short``, ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and
-    ``moves`` (how that changes with batch, GPUs and network)."""
+    """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of README),
+    ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
+    changes with batch, GPUs and network); and the numbers of their sentences."""
     speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
     words = plans.pivot(index=CELL, columns="contender", values="plan")
     has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
@@ -133,35 +133,42 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     for name in ("without", "without_fsdp"):  # 0: nothing without tensor parallelism fits
         cells[name] = cells[name].fillna(0.0) / cells[name.replace("without", "fastest")]
     cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
-    return {
+    core, reach = cells["core_tp1"].dropna(), factor(one_program=False)
+    numbers = {
+        "cells": f"{len(cells)}",
+        "without_fits": f"{(cells['without'] > 0).sum()}",
+        "factor": f"{reach:.2f}",
+        "slower": f"{(cells['without'] < 1 / reach).sum()}",
+        "core": f"{core.median():.2f}",
+        "core_slower": f"{(core < 1 / factor(one_program=True)).sum()}",
+    }
+    for name in ("without", "without_fsdp"):  # less than the search's tolerance is no loss
+        needed = cells[name][cells[name] < 1 / (1 + _TOLERANCE)]
+        numbers[f"{name}_slower"] = f"{len(needed)}"
+        numbers[f"{name}_median"] = f"{needed.median():.2f}"
+        numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
+    return numbers | {
         "brief": _brief(cells),
-        "short": _short(cells, of_program),
         "first": _first(of_program),
         "need": _need(cells),
         "moves": _moves(cells),
     }
 
 
-def _margins(of_program: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """By cell, the fastest program, and its speed over that of the next one."""
-    of_program = of_program[of_program.notna().any(axis=1)]
-    ranked = np.sort(of_program.fillna(0.0).to_numpy(), axis=1)
-    with np.errstate(divide="ignore"):
-        margin = pd.Series(ranked[:, -1] / ranked[:, -2], of_program.index)
-    return of_program.idxmax(axis=1), margin
-
-
 def _first(of_program: pd.DataFrame) -> str:
     """In how many cells every program is the fastest, and by how much."""
-    winner, margin = _margins(of_program)
-    lines = []
+    of_program = of_program[of_program.notna().any(axis=1)]
+    winner, ranked = of_program.idxmax(axis=1), np.sort(of_program.fillna(0.0).to_numpy(), axis=1)
+    with np.errstate(divide="ignore"):
+        margin = pd.Series(ranked[:, -1] / ranked[:, -2], of_program.index)
+    limits, lines = (1 + TIE, factor(one_program=False)), []
     for label in of_program:
         own = margin[winner == label]
-        counts = [len(own), (own > 1 + TIE).sum(), (own > factor(one_program=False)).sum()]
+        counts = [len(own), *((own > limit).sum() for limit in limits)]
         fits = f"{of_program[label].notna().sum()}"
         lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
     heads = ["fastest of all programs", f"in how many of {len(margin)} cells"]
-    heads += [f"by more than {TIE:.0%}", f"by more than {factor(one_program=False) - 1:.0%}"]
+    heads += [f"by more than {limit - 1:.0%}" for limit in limits]
     return markdown_table([*heads, "cells in which it fits"], lines)
 
 
@@ -218,39 +225,3 @@ def _moves(cells: pd.DataFrame) -> str:
         "Megatron-Core without over with",
     ]
     return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)
-
-
-def _short(cells: pd.DataFrame, of_program: pd.DataFrame) -> str:
-    """The paragraph of README."""
-    reach = factor(one_program=False)
-    winner, margin = _margins(of_program)
-    alone = margin > reach
-    by_program = winner[alone].value_counts()
-    named = ", ".join(f"{label} in {count}" for label, count in by_program.items())
-    without = cells["without"]
-    alone_tp1, own = cells["core_tp1"].dropna(), factor(one_program=True)
-    words = [
-        f"In {(without > 0).sum()} of {len(cells)} cells of the atlas a plan without tensor "
-        f"parallelism fits. The fastest plan has it in {_with_tp(without)}",
-        f"It is slower beyond the simulator's errors, a factor of {reach:.2f} between two "
-        f"programs, in {(without < 1 / reach).sum()} cells.",
-        "Megatron-FSDP's price has been held against no run in 16 bits. Without that program the "
-        f"fastest plan has tensor parallelism in {_with_tp(cells['without_fsdp'])}",
-        f"Megatron-Core without it has {alone_tp1.median():.2f} times its own speed in the median, "
-        f"and is slower beyond its error in {(alone_tp1 < 1 / own).sum()} cells.",
-        f"One program is first beyond the errors in {alone.sum()} cells"
-        + (f": {named}." if named else "."),
-    ]
-    return " ".join(words)
-
-
-def _with_tp(without: pd.Series) -> str:
-    """In how many cells the fastest plan has tensor parallelism, and what the others lose there.
-    Less than the search's tolerance is no loss."""
-    needed = without[without < 1 / (1 + _TOLERANCE)]
-    if needed.empty:
-        return "none of them."
-    return (
-        f"{len(needed)}; there the fastest without it has {needed.median():.2f} times its speed in "
-        f"the median and {needed.min():.2f} at least."
-    )

@@ -49,7 +49,7 @@ from benchmarks.verdict.cells import (
 )
 from benchmarks.verdict.given_settings import GIVEN
 from benchmarks.verdict.judge import with_own, with_shared_plans
-from benchmarks.verdict.pages import short
+from benchmarks.verdict.pages import rows_table
 from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
 
@@ -143,7 +143,7 @@ def write_verdict(
     names += [f"paper/{path}" for path in paper]
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
     console = Console()
-    console.print(short(best, uncertainty).replace("**", ""), markup=False)
+    console.print(rows_table(best, uncertainty), markup=False)
     console.print(f"Written to {out}: {', '.join(names)}", markup=False)
 
 
