@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, plan_record, prediction
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import COMPARED, ROWS, Compared, candidate_in
+from benchmarks.specification.contenders import (
+    COMPARED,
+    ROWS,
+    Compared,
+    candidate_in,
+    setting_of,
+)
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
@@ -170,7 +176,7 @@ def winner_of(
 def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:
     known: dict[str, Any] = {}
     if plan is not None:
-        known = {"setting": asdict(plan.candidate), "predicted": prediction(plan.result)}
+        known = {"setting": setting_of(plan.candidate), "predicted": prediction(plan.result)}
     return plan_record(
         cell.task,
         row,
