@@ -413,7 +413,7 @@ def _device(row: PublishedRow) -> _Checks:
     )
     yield (
         row.intra_link and row.intra_gb_s,
-        f"intra_gb_s={row.intra_gb_s}: leave intra_link={row.intra_link} or it blank",
+        f"intra_gb_s={row.intra_gb_s or 0:g}: leave intra_link={row.intra_link} or it blank",
     )
 
 

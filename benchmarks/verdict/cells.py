@@ -8,13 +8,14 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from benchmarks.records.own_cache import Line
 from benchmarks.records.record import RunRecord
-from benchmarks.records.simulated import BASES, plan_record, prediction
+from benchmarks.records.simulated import BASES, line_of, plan_record, prediction
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import (
     COMPARED,
@@ -70,14 +71,6 @@ class CellPart:
     known: tuple[str, ...] = ()  # settings of best plans that earlier searches found
     budget_s: float = float("inf")  # CPU time after which the best plan so far is taken
 
-    @property
-    def effort(self) -> float:
-        """How long this part takes in comparison with the others, roughly: a step of
-        ``Contender.search_effort`` is a factor of two."""
-        task, row = self.cell.task, ROWS.get(self.part)
-        size = task.global_batch * task.shape.layers
-        return size * 2.0 ** (row.contender.search_effort if row else 0)
-
     def records(self, commit: str) -> list[RunRecord]:
         """The records of this part, which the code of a ``commit`` computes."""
         cell, name = self.cell, self.part
@@ -90,6 +83,13 @@ class CellPart:
         plans = GIVEN[name](cell.priced)
         return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
 
+    def lines(self, commit: str, before: list[Line]) -> list[Line]:
+        """The lines of this part in the table; ``before`` are those of nearby parts, at whose plans
+        the search begins, too."""
+        settings = [str(line["setting"]) for line in before if line["setting"]]
+        begun = replace(self, known=(*self.known, *settings))
+        return [line_of(record) for record in begun.records(commit)]
+
 
 def parts_of(cell: Cell) -> list[tuple[str, str]]:
     """The parts of a cell of the verdict: each a row and mode, or a given setting and itself.
@@ -101,21 +101,6 @@ def parts_of(cell: Cell) -> list[tuple[str, str]]:
     if cell.bandwidth == 1.0:
         parts += [(name, "own") for name, row in COMPARED.items() if row.contender.gradient_types]
     return parts
-
-
-def jobs_of(
-    cell: Cell,
-    tolerance: float,
-    known: Mapping[object, tuple[str, ...]],
-    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
-    budget_s: float = float("inf"),
-) -> list[CellPart]:
-    """The ``parts`` of a cell; ``known`` has settings by the cell's key, the row's name and the
-    mode."""
-    return [
-        CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ()), budget_s)
-        for name, mode in parts(cell)
-    ]
 
 
 def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:

@@ -8,12 +8,8 @@ and sentence of the verdict is derived from these two and from the errors of pub
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +21,14 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import RunRecord, write_atomically
-from benchmarks.records.simulated import TABLE, commit_of, line_of
+from benchmarks.records.own_cache import Job, Line, fill, write
+from benchmarks.records.simulated import TABLE, commit_of
 from benchmarks.report.charts import save
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import check_writable, workers
+from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import COMPARED, CONTENDERS, ROWS, whole
-from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.verdict.assumptions import REPRICED, price_assumptions
 from benchmarks.verdict.cells import (
@@ -42,7 +37,6 @@ from benchmarks.verdict.cells import (
     CellPart,
     VerdictSpec,
     cells_of,
-    jobs_of,
     parts_of,
     verdict_spec,
     winner_of,
@@ -55,7 +49,6 @@ from benchmarks.verdict.uncertainty import judged
 
 REFERENCE = CHECKOUT / "results" / "reference"
 COMMITTED = REFERENCE / "claim_33" / TABLE
-_NEAREST = 3  # of the last best plans with which a search begins
 _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
 
 
@@ -158,67 +151,22 @@ def simulate_cells(
     budget_s: float = float("inf"),
     near: Callable[[Cell], object] = lambda cell: cell,
 ) -> None:
-    """Simulate the ``parts`` of cells that are missing in the file ``path``, with one process per
-    core, and add their rows, sorted. A cell is written when all of its missing parts are done.
+    """Simulate the ``parts`` of cells that are missing in the file ``path``, and write it, sorted.
     Searches begin with the ``known`` settings, and those of cells with equal ``near`` also with the
-    last best plans of the same row and mode."""
-    rows: list[dict[str, Any]] = []
-    if path.exists() and not anew:
-        rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    of_cell = partial(jobs_of, tolerance=tolerance, known=known, parts=parts, budget_s=budget_s)
-    todo = missing_jobs(rows, cells, of_cell)
+    last best plans of the same row and mode. A given setting in which nothing fits leaves no rows,
+    and is tried again."""
     commit = commit_of(*git_state())
-    chains: defaultdict[object, deque[CellPart]] = defaultdict(deque)
-    for job in (job for missing in todo.values() for job in missing):
-        chains[near(job.cell), job.part, job.mode].append(job)
-    finished: dict[Cell, list[RunRecord]] = defaultdict(list)
-    left = Counter({cell: len(missing) for cell, missing in todo.items()})
-    with workers(os.cpu_count() or 1) as pool:
-        for job, records in _as_they_end(pool, [*chains.values()], commit):
-            finished[job.cell] += records
-            left[job.cell] -= 1
-            if left[job.cell]:
-                continue
-            rows += [line_of(record) for record in finished[job.cell]]
-            rows.sort(key=_order)
-            shared = with_shared_plans(with_own(pd.DataFrame(rows))).to_dict("records")
-            lines: list[dict[str, Any]] = shared  # type: ignore[assignment]
-            lines.sort(key=_order)
-            table = pd.DataFrame(lines)
-            write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
-
-
-def _as_they_end(
-    pool: ProcessPoolExecutor, chains: list[deque[CellPart]], commit: str
-) -> Iterator[tuple[CellPart, list[RunRecord]]]:
-    """The parts of cells as they end, with a line of how many are left and for about how long. A
-    part begins when the one before it in its chain has ended, with the best plans of the last ones
-    as known settings."""
-    started, effort = time.monotonic(), sum(job.effort for chain in chains for job in chain)
-    settled, running = 0.0, {}
-
-    def begin(chain: deque[CellPart], found: tuple[str, ...]) -> None:
-        if chain:
-            job = chain.popleft()
-            begun = replace(job, known=(*job.known, *found))
-            running[pool.submit(begun.records, commit)] = job, chain, found
-
-    with progress_line() as bar:
-        line = bar.add_task("searches", total=sum(map(len, chains)))
-        for chain in chains:
-            begin(chain, ())
-        while running:
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                job, chain, found = running.pop(done)
-                records = done.result()
-                yield job, records
-                settings = [str(line_of(each)["setting"]) for each in records if each.predicted]
-                begin(chain, (*found, *settings)[-_NEAREST:])
-                settled += job.effort
-                if settled > effort / 20:  # before, an estimate would be far off
-                    left_s = (time.monotonic() - started) * (effort / settled - 1)
-                    bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
-                bar.advance(line)
+    chains: defaultdict[object, list[tuple[Hashable, Job]]] = defaultdict(list)
+    for cell in cells:
+        for name, mode in parts(cell):
+            key = (*cell.key, name, mode)
+            part = CellPart(cell, name, mode, tolerance, known.get(key, ()), budget_s)
+            chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
+    lines = fill(path, chains.values(), key_of, "searches", anew=anew)
+    places = {name: place for place, name in enumerate(ROWS)}
+    table = with_shared_plans(with_own(pd.DataFrame(lines))).to_dict("records")
+    order = [*CELL, "mode"]
+    write(path, sorted(table, key=lambda row: (*map(row.get, order), places[row["contender"]])))  # type: ignore[arg-type]
 
 
 def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, tuple[str, ...]]:
@@ -235,29 +183,7 @@ def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, t
     return {key: (setting,) for key, setting in zip(keys, best["setting"], strict=True)}
 
 
-def missing_jobs(
-    rows: list[dict[str, Any]],
-    cells: list[Cell],
-    jobs_of_cell: Callable[[Cell], list[CellPart]],
-) -> dict[Cell, list[CellPart]]:
-    """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
-    tried again."""
-    have = {
-        (
-            *(row[name] for name in CELL),
-            row["mode"] if row["mode"] in GIVEN else row["contender"],
-            row["mode"],
-        )
-        for row in rows
-    }
-    jobs = {
-        cell: [job for job in jobs_of_cell(cell) if (*cell.key, job.part, job.mode) not in have]
-        for cell in cells
-    }
-    return {cell: missing for cell, missing in jobs.items() if missing}
-
-
-def _order(row: dict[str, Any]) -> tuple[object, ...]:
-    """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
-    places = {name: place for place, name in enumerate(ROWS)}
-    return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])
+def key_of(line: Line) -> tuple[object, ...]:
+    """The cell, the part and the mode of a line of the table."""
+    part = line["mode"] if line["mode"] in GIVEN else line["contender"]
+    return (*(line[name] for name in CELL), part, line["mode"])
