@@ -44,10 +44,8 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
     predictions = predictions_of(outcomes)
     text = [
-        "absolute relative error in sample, of speed, simulated against published; ratio and",
-        "microbatch: of pairs of runs that differ in schedule or parallelism alone, or in the",
-        "microbatch alone; bias: + is too fast, or too much memory; signs: of pairs more than 2 %",
-        "apart, those in their order",
+        "absolute relative error in sample, of speed, simulated against published; bias: + is too",
+        "fast, or too much memory",
         "",
         HEADER,
         *(error.line() for error in errors),

@@ -160,6 +160,22 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
     assert error_text("alone", "Alone") == alone
 
 
+def test_the_error_of_a_ratio_is_of_pairs_with_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = dict.fromkeys(ratio_errors._SAME, "8") | {"quantity": "speed"}
+    runs = [
+        same | {"source": "s", "program": "a", "metric": "time", "value": "2", "stranger": "0.1"},
+        same | {"source": "s", "program": "a", "metric": "time", "value": "4", "stranger": "0"},
+        same | {"source": "t", "program": "b", "metric": "time", "value": "2", "stranger": "-0.1"},
+        same | {"source": "t", "program": "a", "metric": "rate", "value": "9", "stranger": "0"},
+    ]
+    monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
+    pairs = ratio_errors.pairs.__wrapped__
+    assert pairs(one_program=True) == [("s", pytest.approx(log(1.1)), pytest.approx(log(2)))]
+    first, second = pairs(one_program=False)
+    assert first == ("s", pytest.approx(log(1.1 / 0.9)), 0)
+    assert second == ("s", pytest.approx(-log(0.9)), pytest.approx(-log(2)))
+
+
 def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> None:
     folder = CHECKOUT / "results" / "reference" / "validation"
     with (folder / "stranger_runs.csv").open(newline="", encoding="utf-8") as file:
