@@ -206,7 +206,7 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         "of the machine was chosen after the error had been seen. The blue ones are held out of "
         "both, which is less than blind: the rules for most of their programs were written with "
         "their tables in view.",
-        figure=_panels(distances),
+        figure=errors_figure(distances),
     )
 
 
@@ -216,7 +216,8 @@ def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], 
         yield (str(quantity), str(role), str(source)), group["error"]
 
 
-def _panels(distances: pd.DataFrame) -> Figure:
+def errors_figure(distances: pd.DataFrame) -> Figure:
+    """Every ``error`` as a dot, a line per ``source`` and ``role``, a panel per ``quantity``."""
     lines = distances.groupby("quantity", sort=False)["source"].nunique()
     height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
     figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)

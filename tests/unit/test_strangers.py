@@ -106,11 +106,11 @@ def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> N
     many = [run("many", 0.01) for _ in range(90)]
     few = [run("few", error) for error in (-0.3, 0.3)]
     assert interval_of((r.source, r.stranger) for r in [*many, *few]) == 0.3
-    of = {each.source: each for each in errors_by_source([*many, *few])}
-    assert (of["few"].interval, of["few"].inside) == (0.01, 0)
-    assert (of["many"].interval, of["many"].inside) == (0.3, 1)
-    assert of["all sources"].inside == pytest.approx(90 / 92)
-    assert (of["few"].median, of["few"].bias, of["all sources"].runs) == (0.3, 0, 92)
+    of = {each["source"]: each for each in errors_by_source([*many, *few])}
+    assert (of["few"]["interval"], of["few"]["inside"]) == (0.01, 0)
+    assert (of["many"]["interval"], of["many"]["inside"]) == (0.3, 1)
+    assert of["all sources"]["inside"] == pytest.approx(90 / 92)
+    assert (of["few"]["median"], of["few"]["bias"], of["all sources"]["runs"]) == (0.3, 0, 92)
 
 
 def test_two_sources_are_priced_by_each_others_programs() -> None:
@@ -187,10 +187,11 @@ def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> Non
     with (folder / "strangers.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     for errors, line in zip(errors_by_source(runs), lines, strict=True):
-        assert (errors.quantity, errors.source, str(errors.runs)) == (
+        assert list(errors) == list(line)
+        assert (errors["quantity"], errors["source"], str(errors["runs"])) == (
             line["quantity"], line["source"], line["runs"],
         )  # fmt: skip
         for name in ("median_in_sample", "p90_in_sample", "median", "p90", "bias", "interval"):
-            assert getattr(errors, name) == pytest.approx(float(line[name]), abs=2e-4)
-    whole = next(e for e in errors_by_source(runs) if e.source == "all sources")
-    assert 0.85 < whole.inside < 0.95  # what an interval of 90 % promises
+            assert errors[name] == pytest.approx(float(line[name]), abs=2e-4)
+    whole = next(e for e in errors_by_source(runs) if e["source"] == "all sources")
+    assert 0.85 < whole["inside"] < 0.95  # what an interval of 90 % promises
