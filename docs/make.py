@@ -43,10 +43,8 @@ from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
-from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.cells import verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
@@ -484,9 +482,7 @@ def main() -> None:
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     pairs_figure().savefig(_IMAGES / "measured_pairs.png", dpi=150)
     plans, repriced = _verdict_records()
-    (config,) = compose("config", ["experiment=claim_33"])
-    spec = verdict_spec(config["verdict"])
-    for picture in pictures_of(plans, *judged(plans, repriced), spec):
+    for picture in pictures_of(plans, *judged(plans, repriced)):
         picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
     print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)

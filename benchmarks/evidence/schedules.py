@@ -41,7 +41,7 @@ from benchmarks.specification.command import CommandParser, command, workers
 from benchmarks.specification.compose import compose
 from benchmarks.specification.progress import track
 from benchmarks.specification.reading import preset
-from benchmarks.verdict.cells import Cell, cells_of, verdict_spec
+from benchmarks.verdict.cells import Cell, study_spec
 from zeropp.choose.bounds import least_bytes
 from zeropp.choose.contender import describe
 from zeropp.choose.space import points
@@ -244,7 +244,7 @@ def _durations(pool: Executor) -> dict[str, Any]:
 
 def _grid(pool: Executor) -> dict[str, Any]:
     (config,) = compose("config", ["experiment=claim_33"])
-    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
+    cells = study_spec("verdict", config["verdict"]).cells(config["precision"])
     per_cell = pool.map(grid_gains, cells, repeat(PLANS_PER_CELL))
     gains = [pair for of_cell in track(per_cell, len(cells), "cells") for pair in of_cell]
     return {

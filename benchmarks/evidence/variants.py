@@ -27,7 +27,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED
-from benchmarks.verdict.cells import CELL, Cell, candidate_of, cells_of, verdict_spec
+from benchmarks.verdict.cells import CELL, Cell, candidate_of, study_spec
 from zeropp.choose.contender import describe
 from zeropp.choose.search import search
 from zeropp.choose.task import Task
@@ -103,8 +103,8 @@ def main() -> int:
         names = ", ".join(variant.name for variant in VARIANTS)
         raise SpecError(f"--only={options.only}: no such variant (known: {names})")
     (config,) = compose("config", ["experiment=claim_33"])
-    spec = verdict_spec(config["verdict"])
-    cells = {cell.key: cell for cell in cells_of(spec, "bf16") if cell.bandwidth == 1.0}
+    spec = study_spec("verdict", config["verdict"])
+    cells = {cell.key: cell for cell in spec.cells("bf16") if cell.bandwidth == 1.0}
     plans = pd.read_csv(REFERENCE / "claim_33" / TABLE)
     best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
     best = best.set_index([*CELL, "contender"])["setting"]

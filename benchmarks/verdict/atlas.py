@@ -8,16 +8,13 @@ number of GPUs begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.records.simulated import TABLE, shape_named
+from benchmarks.records.simulated import TABLE
 from benchmarks.report.atlas_page import write_page
 from benchmarks.report.display import cluster_label, model_label, program_label
 from benchmarks.report.frame import latest_ok, load_frame
@@ -25,65 +22,18 @@ from benchmarks.report.ratio_errors import factor
 from benchmarks.report.table import markdown_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS
-from benchmarks.specification.reading import preset, validated
-from benchmarks.verdict.cells import CELL, Cell
+from benchmarks.verdict.cells import CELL, study_spec
 from benchmarks.verdict.judge import TIE
 from benchmarks.verdict.study import REFERENCE, known_settings, report_folder, simulate_cells
-from zeropp.choose.task import Task
-from zeropp.price.cluster import Cluster
-from zeropp.types.literals import FROM_0_TO_1, MORE_THAN_0, Precision
 
 COMMITTED = REFERENCE / "atlas" / TABLE
-_STRICT = {"extra": "forbid"}
 _TOLERANCE = 0.02  # of the committed atlas: smaller differences are the search's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridSpec:
-    """A model (``llama_8b_32k`` is llama_8b at 32,768 tokens) in all combinations of the rest."""
-
-    model: str
-    clusters: list[str]
-    num_gpus: list[int]
-    sequences_per_gpu: list[int]
-    bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
-
-    __pydantic_config__ = _STRICT
-
-    def cells(self, precision: Precision) -> Iterator[Cell]:
-        """All combinations; a search that is stopped has finished the first clusters' maps."""
-        numbers = product(self.clusters, self.num_gpus, self.sequences_per_gpu)
-        for name, gpus, sequences in numbers:
-            task = Task(
-                shape=shape_named(self.model),
-                cluster=preset("cluster", name, Cluster),
-                num_gpus=gpus,
-                global_batch=gpus * sequences,
-                precision=precision,
-            )
-            yield Cell(task, self.bandwidth)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasSpec:
-    """The ``atlas`` mapping of ``conf/experiment/atlas.yaml``, checked."""
-
-    tolerance: Annotated[float, FROM_0_TO_1]
-    budget_s: Annotated[float, MORE_THAN_0]
-    grids: list[GridSpec]
-
-    __pydantic_config__ = _STRICT
-
-    def cells(self, precision: Precision) -> list[Cell]:
-        """The cells of all grids, each once."""
-        cells = (cell for grid in self.grids for cell in grid.cells(precision))
-        return list({cell.key: cell for cell in cells}.values())
 
 
 def run(config: dict[str, Any]) -> int:
     """Write plans.csv and atlas.html into ``report_dir`` and print what they say. Rows that are in
     plans.csv are not searched again unless ``rerun=all``."""
-    spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
+    spec = study_spec("atlas", config["atlas"])
     if config["launcher"]["kind"] != "simulate":
         raise SpecError("launcher: study=atlas simulates (use launcher=simulate)")
     if config["precision"] != "bf16":  # a line of the table does not say it

@@ -8,14 +8,15 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Annotated, Any
 
 from benchmarks.records.own_cache import Line
 from benchmarks.records.record import RunRecord
-from benchmarks.records.simulated import BASES, line_of, plan_record, prediction
+from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import (
     COMPARED,
@@ -28,10 +29,9 @@ from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
 from zeropp.choose.search import Evaluated, search
-from zeropp.choose.task import Candidate, Task
+from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
 from zeropp.price.cluster import Cluster
-from zeropp.types.literals import AT_LEAST_0, Precision
-from zeropp.types.shape import ModelShape
+from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, MORE_THAN_0, Precision
 
 # The columns of the tables that name a cell: ``Cell.key``.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
@@ -173,89 +173,50 @@ def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] |
     )
 
 
-_STRICT = {"extra": "forbid"}
-
-
-@dataclass(frozen=True)
-class _BatchMap:
-    """A map over the batch and another quantity, for one model on one cluster."""
+@dataclass(frozen=True, kw_only=True)
+class GridSpec:
+    """A model (``llama_8b_32k`` is llama_8b at 32,768 tokens) in all combinations of the rest."""
 
     model: str
-    cluster: str
-    sequences_per_gpu: list[int]
-
-    __pydantic_config__ = _STRICT
-
-
-@dataclass(frozen=True)
-class MapSpec(_BatchMap):
-    """The map over GPU count and batch."""
-
+    clusters: list[str]
     num_gpus: list[int]
+    sequences_per_gpu: list[int]
+    bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
 
-
-@dataclass(frozen=True)
-class BandwidthSpec(_BatchMap):
-    """The map over inter-node bandwidth and batch."""
-
-    num_gpus: int
-    factors: list[float]
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictSpec:
-    """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
+class StudySpec:
+    """The ``verdict`` or ``atlas`` mapping of an experiment, checked."""
 
-    tolerance: float
-    memory_margin: Annotated[float, AT_LEAST_0]
-    clusters: list[str]
-    sequences_per_gpu: list[int]
-    num_gpus: dict[str, list[int]]  # by model
-    sequences_of: dict[str, list[int]]  # instead of sequences_per_gpu, by model
-    map: MapSpec
-    bandwidth: BandwidthSpec
+    tolerance: Annotated[float, FROM_0_TO_1]
+    grids: list[GridSpec]  # a search that is stopped has finished the first ones
+    memory_margin: Annotated[float, AT_LEAST_0] = MEMORY_MARGIN
+    budget_s: Annotated[float, MORE_THAN_0] = float("inf")
+    clusters: list[str] = field(default_factory=list)  # those on which best plans are run for real
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def cells(self, precision: Precision) -> list[Cell]:
+        """The cells of all grids, each once."""
+        cells = []
+        for grid in self.grids:
+            numbers = product(grid.clusters, grid.num_gpus, grid.sequences_per_gpu)
+            for name, gpus, sequences in numbers:
+                task = Task(
+                    shape=shape_named(grid.model),
+                    cluster=preset("cluster", name, Cluster),
+                    num_gpus=gpus,
+                    global_batch=gpus * sequences,
+                    precision=precision,
+                    memory_margin=self.memory_margin,
+                )
+                cells.append(Cell(task, grid.bandwidth))
+        return list({cell.key: cell for cell in cells}.values())
 
 
-def verdict_spec(values: Any) -> VerdictSpec:
-    """The mapping, checked; raises SpecError with one line for a mistake."""
-    return validated(VerdictSpec, values, "verdict")
-
-
-def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
-    """All cells, each once. Those whose search takes longest come first, so that no core is still
-    busy with one of them when the others have nothing left."""
-    unique = {cell.key: cell for cell in _cells(spec, precision)}
-    return sorted(unique.values(), key=lambda c: c.task.global_batch * c.task.shape.layers)[::-1]
-
-
-def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
-    def cell(model: str, cluster: str, *, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
-        shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-        return Cell(
-            Task(
-                shape=shape,
-                cluster=machine,
-                num_gpus=gpus,
-                global_batch=gpus * sequences,
-                precision=precision,
-                memory_margin=spec.memory_margin,
-            ),
-            factor,
-        )
-
-    for cluster in spec.clusters:
-        for model, counts in spec.num_gpus.items():
-            for gpus in counts:
-                for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
-                    yield cell(model, cluster, gpus=gpus, sequences=sequences)
-    grid, band = spec.map, spec.bandwidth
-    for gpus in grid.num_gpus:
-        for sequences in grid.sequences_per_gpu:
-            yield cell(grid.model, grid.cluster, gpus=gpus, sequences=sequences)
-    for factor in band.factors:
-        for sequences in band.sequences_per_gpu:
-            yield cell(
-                band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor
-            )
+def study_spec(name: str, values: Any) -> StudySpec:
+    """The mapping ``name`` of an experiment, checked; raises SpecError with one line for a
+    mistake."""
+    return validated(StudySpec, values, name)

@@ -35,10 +35,8 @@ from benchmarks.verdict.cells import (
     CELL,
     Cell,
     CellPart,
-    VerdictSpec,
-    cells_of,
     parts_of,
-    verdict_spec,
+    study_spec,
     winner_of,
 )
 from benchmarks.verdict.given_settings import GIVEN
@@ -87,8 +85,8 @@ def run(config: dict[str, Any]) -> int:
     a change of the cost model or of the schedules. Searches begin with the committed best plans, or
     with nothing if ``search=fresh``.
     """
-    spec = verdict_spec(config["verdict"])
-    cells = cells_of(spec, config["precision"])
+    spec = study_spec("verdict", config["verdict"])
+    cells = spec.cells(config["precision"])
     if config["launcher"]["kind"] != "simulate":
         real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
         points = points_of(real, spec_of(config), spec.tolerance)
@@ -103,7 +101,7 @@ def run(config: dict[str, Any]) -> int:
     simulate_cells(cells, out / TABLE, tolerance=spec.tolerance, known=known, anew=anew)
     plans = pd.read_csv(out / TABLE)
     price_assumptions(plans, cells, out / REPRICED, anew=anew)
-    write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
+    write_verdict(plans, pd.read_csv(out / REPRICED), out)
     return 0
 
 
@@ -122,13 +120,11 @@ def report_folder(config: Mapping[str, Any]) -> Path:
     return out
 
 
-def write_verdict(
-    plans: pd.DataFrame, repriced: pd.DataFrame, spec: VerdictSpec, out: Path
-) -> None:
+def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> None:
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    pictures = pictures_of(plans, verdicts, uncertainty, spec)
+    pictures = pictures_of(plans, verdicts, uncertainty)
     paths = [path for picture in pictures for path in save(picture, out).paths]
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")

@@ -21,10 +21,10 @@ from benchmarks.report.scaling import published
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import ATLAS
-from benchmarks.specification.reading import preset, validated
+from benchmarks.specification.reading import preset
 from benchmarks.validation.rows import read_rows, training_tables
-from benchmarks.verdict.atlas import AtlasSpec, atlas_tables
-from benchmarks.verdict.cells import Cell, CellPart
+from benchmarks.verdict.atlas import atlas_tables
+from benchmarks.verdict.cells import Cell, CellPart, study_spec
 from benchmarks.verdict.measured_pairs import measured_pairs, tokens_per_s_per_gpu
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
@@ -61,8 +61,7 @@ def _cells(table: str) -> list[list[str]]:
 
 def test_the_experiment_has_every_cell_once() -> None:
     (config,) = compose("config", ["experiment=atlas"])
-    spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
-    cells = spec.cells("bf16")
+    cells = study_spec("atlas", config["atlas"]).cells("bf16")
     assert len({cell.key for cell in cells}) == len(cells) > 50
     sequences = {cell.task.shape.name: cell.task.shape.seq for cell in cells}
     assert (sequences["llama_405b"], sequences["llama_70b_32k"]) == (8192, 32768)

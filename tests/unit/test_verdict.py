@@ -27,9 +27,8 @@ from benchmarks.verdict.cells import (
     Cell,
     CellPart,
     candidate_of,
-    cells_of,
     priced_again,
-    verdict_spec,
+    study_spec,
     winner_of,
 )
 from benchmarks.verdict.judge import BASELINES, CLAIM, PUBLIC_3D, judge
@@ -142,7 +141,7 @@ def test_parts_of_a_cell_that_have_no_rows_are_simulated(
 def test_every_configured_cell_is_among_the_rows() -> None:
     """As docs/verdict.md says."""
     (config,) = compose("config", ["experiment=claim_33"])
-    keys = {cell.key for cell in cells_of(verdict_spec(config["verdict"]), "bf16")}
+    keys = {cell.key for cell in study_spec("verdict", config["verdict"]).cells("bf16")}
     plans = pd.read_csv(REFERENCE / "plans.csv")
     assert set(plans[CELL].itertuples(index=False, name=None)) >= keys
 
