@@ -24,7 +24,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS
 from benchmarks.verdict.cells import CELL, study_spec
 from benchmarks.verdict.judge import TIE
-from benchmarks.verdict.study import REFERENCE, known_settings, report_folder, simulate_cells
+from benchmarks.verdict.study import REFERENCE, simulate_cells
 
 COMMITTED = REFERENCE / "atlas" / TABLE
 _TOLERANCE = 0.02  # of the committed atlas: smaller differences are the search's own
@@ -36,17 +36,11 @@ def run(config: dict[str, Any]) -> int:
     spec = study_spec("atlas", config["atlas"])
     if config["launcher"]["kind"] != "simulate":
         raise SpecError("launcher: study=atlas simulates (use launcher=simulate)")
-    if config["precision"] != "bf16":  # a line of the table does not say it
-        raise SpecError(f"precision={config['precision']}: the atlas is of bf16 (use bf16)")
-    out = report_folder(config)
-    simulate_cells(
-        spec.cells(config["precision"]),
-        out / TABLE,
-        tolerance=spec.tolerance,
-        known=known_settings(config, COMMITTED),
-        anew=config["rerun"] == "all",
+    out = simulate_cells(
+        config,
+        spec,
+        COMMITTED,
         parts=lambda _: [(name, "best") for name in ATLAS],
-        budget_s=spec.budget_s,
         near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
     )
     console = Console()

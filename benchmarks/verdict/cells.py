@@ -15,7 +15,6 @@ from itertools import product
 from typing import Annotated, Any
 
 from benchmarks.records.own_cache import Line
-from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import (
@@ -71,24 +70,23 @@ class CellPart:
     known: tuple[str, ...] = ()  # settings of best plans that earlier searches found
     budget_s: float = float("inf")  # CPU time after which the best plan so far is taken
 
-    def records(self, commit: str) -> list[RunRecord]:
-        """The records of this part, which the code of a ``commit`` computes."""
-        cell, name = self.cell, self.part
-        if name not in GIVEN:
-            own = self.mode == "own"
-            winner = winner_of(
-                cell, self.tolerance, ROWS[name], self.known, own=own, budget_s=self.budget_s
-            )
-            return [_record(cell, self.mode, commit, name, winner)]
-        plans = GIVEN[name](cell.priced)
-        return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
-
     def lines(self, commit: str, before: list[Line]) -> list[Line]:
-        """The lines of this part in the table; ``before`` are those of nearby parts, at whose plans
-        the search begins, too."""
-        settings = [str(line["setting"]) for line in before if line["setting"]]
-        begun = replace(self, known=(*self.known, *settings))
-        return [line_of(record) for record in begun.records(commit)]
+        """The lines of this part in the table, by the code of a ``commit``; ``before`` are those of
+        nearby parts, at whose plans the search begins, too."""
+        cell, name = self.cell, self.part
+        if name in GIVEN:
+            given = GIVEN[name](cell.priced)
+            return [_line(cell, name, commit, plan.plan.contender, plan) for plan in given]
+        known = [*self.known, *(str(line["setting"]) for line in before if line["setting"])]
+        winner = winner_of(
+            cell,
+            self.tolerance,
+            ROWS[name],
+            known,
+            own=self.mode == "own",
+            budget_s=self.budget_s,
+        )
+        return [_line(cell, self.mode, commit, name, winner)]
 
 
 def parts_of(cell: Cell) -> list[tuple[str, str]]:
@@ -103,12 +101,12 @@ def parts_of(cell: Cell) -> list[tuple[str, str]]:
     return parts
 
 
-def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
-    """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
+def priced_again(cell: Cell, mode: str, setting: str) -> Line:
+    """The line of a ``setting`` as today's code computes it, without a commit. Raises SpecError
     if its contender no longer has these knobs."""
     row, contender, candidate = candidate_of(setting)
     plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
-    return _record(cell, mode, "", row.name, plan)
+    return _line(cell, mode, "", row.name, plan)
 
 
 def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
@@ -158,11 +156,13 @@ def winner_of(
     return min(winners, key=lambda winner: winner.step_s, default=None)
 
 
-def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:
+def _line(
+    cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None
+) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if plan is not None:
         known = {"setting": setting_of(plan.candidate), "predicted": prediction(plan.result)}
-    return plan_record(
+    record = plan_record(
         cell.task,
         row,
         BASES[mode],
@@ -171,6 +171,7 @@ def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] |
         words=describe(plan.plan) if plan else "no plan fits",
         **known,
     )
+    return line_of(record)
 
 
 @dataclass(frozen=True, kw_only=True)

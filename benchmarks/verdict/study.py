@@ -35,6 +35,7 @@ from benchmarks.verdict.cells import (
     CELL,
     Cell,
     CellPart,
+    StudySpec,
     parts_of,
     study_spec,
     winner_of,
@@ -91,16 +92,9 @@ def run(config: dict[str, Any]) -> int:
         real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
         points = points_of(real, spec_of(config), spec.tolerance)
         return run_points(points, [config] * len(points))
-    if config["precision"] != "bf16":  # a line of the table does not say it
-        raise SpecError(
-            f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
-        )
-    out = report_folder(config)
-    anew = config["rerun"] == "all"
-    known = known_settings(config, COMMITTED)
-    simulate_cells(cells, out / TABLE, tolerance=spec.tolerance, known=known, anew=anew)
+    out = simulate_cells(config, spec, COMMITTED)
     plans = pd.read_csv(out / TABLE)
-    price_assumptions(plans, cells, out / REPRICED, anew=anew)
+    price_assumptions(plans, cells, out / REPRICED, anew=config["rerun"] == "all")
     write_verdict(plans, pd.read_csv(out / REPRICED), out)
     return 0
 
@@ -137,32 +131,33 @@ def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> Non
 
 
 def simulate_cells(
-    cells: list[Cell],
-    path: Path,
-    *,
-    tolerance: float,
-    known: Mapping[object, tuple[str, ...]],
-    anew: bool,
+    config: Mapping[str, Any],
+    spec: StudySpec,
+    committed: Path,
     parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
-    budget_s: float = float("inf"),
     near: Callable[[Cell], object] = lambda cell: cell,
-) -> None:
-    """Simulate the ``parts`` of cells that are missing in the file ``path``, and write it, sorted.
-    Searches begin with the ``known`` settings, and those of cells with equal ``near`` also with the
-    last best plans of the same row and mode. A given setting in which nothing fits leaves no rows,
-    and is tried again."""
+) -> Path:
+    """Simulate the ``parts`` of a study's cells that are missing in the table of its folder, write
+    it, sorted, and return the folder. Searches begin with the settings of the ``committed`` table,
+    and those of cells with equal ``near`` also with the last best plans of the same row and mode. A
+    given setting in which nothing fits leaves no rows, and is tried again."""
+    if config["precision"] != "bf16":  # a line of the table does not say it
+        raise SpecError(f"precision={config['precision']}: the study's table is of bf16 (use bf16)")
+    known, out = known_settings(config, committed), report_folder(config)
     commit = commit_of(*git_state())
     chains: defaultdict[object, list[tuple[Hashable, Job]]] = defaultdict(list)
-    for cell in cells:
+    for cell in spec.cells("bf16"):
         for name, mode in parts(cell):
             key = (*cell.key, name, mode)
-            part = CellPart(cell, name, mode, tolerance, known.get(key, ()), budget_s)
+            part = CellPart(cell, name, mode, spec.tolerance, known.get(key, ()), spec.budget_s)
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
-    lines = fill(path, chains.values(), key_of, "searches", anew=anew)
+    anew = config["rerun"] == "all"
+    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=anew)
     places = {name: place for place, name in enumerate(ROWS)}
-    table = with_shared_plans(with_own(pd.DataFrame(lines))).to_dict("records")
-    order = [*CELL, "mode"]
-    write(path, sorted(table, key=lambda row: (*map(row.get, order), places[row["contender"]])))  # type: ignore[arg-type]
+    table = with_shared_plans(with_own(pd.DataFrame(lines)))
+    table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
+    write(out / TABLE, table.drop(columns="place").to_dict("records"))
+    return out
 
 
 def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, tuple[str, ...]]:

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.evidence import memory_table, schedules
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.records.simulated import line_of, shape_named
+from benchmarks.records.simulated import shape_named
 from benchmarks.specification.reading import preset
 from benchmarks.validation.errors import errors_of
 from benchmarks.validation.predict import Prediction, outcome_of
@@ -64,9 +64,9 @@ def plan(row: Row) -> dict[str, Any]:
         num_gpus=int(row["num_gpus"]),
         global_batch=int(row["global_batch"]),
     )
-    record = priced_again(Cell(task, float(row["bandwidth"])), row["mode"], row["setting"])
+    line = priced_again(Cell(task, float(row["bandwidth"])), row["mode"], row["setting"])
     # A row may have the plan of another row that is its own, too (``with_shared_plans``).
-    computed = line_of(record) | {name: row[name] for name in ("commit", "contender")}
+    computed = line | {name: row[name] for name in ("commit", "contender")}
     return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
 
 

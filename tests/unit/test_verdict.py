@@ -117,22 +117,26 @@ def test_no_committed_3d_row_is_faster_than_the_bound() -> None:
 def test_parts_of_a_cell_that_have_no_rows_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell = Cell(task(16, 32))
+    (config,) = compose("config", ["experiment=claim_33_quick", f"report_dir={tmp_path}"])
+    spec = study_spec("verdict", config["verdict"])
+    cell = spec.cells("bf16")[0]
+    spec = replace(spec, grids=[replace(spec.grids[0], clusters=["a800"], sequences_per_gpu=[4])])
     keys = dict(zip(CELL, cell.key, strict=True)) | {"tokens_per_s_per_gpu": 1.0}
     rows = [keys | {"contender": name, "mode": "best"} for name in COMPARED if name != "fsdp"]
     rows.append(keys | {"contender": "zeropp", "mode": "equal"})
-    begun: list[Any] = []
+    begun: list[CellPart] = []
 
     def filled(path: Path, chains: Any, of: Any, words: str, *, anew: bool) -> list[Any]:
         have = set(map(of, rows))
-        begun.extend(part for chain in chains for key, part in chain if key not in have)
+        begun.extend(job.func.__self__ for chain in chains for key, job in chain if key not in have)
         return rows
 
     monkeypatch.setattr(study, "fill", filled)
-    known: dict[object, tuple[str, ...]] = {(*cell.key, "fsdp", "best"): ("{}",)}
-    study.simulate_cells([cell], tmp_path / TABLE, tolerance=0.03, known=known, anew=False)
-    first, paper, *own = [job.func.__self__ for job in begun]
-    assert (first.part, first.mode, first.known, paper.part) == ("fsdp", "best", ("{}",), "paper")
+    study.simulate_cells(config, spec, study.COMMITTED)
+    first, paper, *own = begun
+    known = study.known_settings(config, study.COMMITTED)
+    assert first.known == known[(*cell.key, "fsdp", "best")]
+    assert (first.part, first.mode, paper.part) == ("fsdp", "best", "paper")
     typed = [name for name, row in COMPARED.items() if row.contender.gradient_types]
     assert [(job.part, job.mode) for job in own] == [(name, "own") for name in typed]
     assert 0 < len(typed) < len(COMPARED)
@@ -193,19 +197,17 @@ def test_a_cell_in_which_nothing_fits_is_a_record_without_a_step(tmp_path: Path)
     assert (row["layout"], row["default_degrees"]) == ("no plan fits", False)
 
 
-@pytest.mark.parametrize(("part", "basis"), [("fsdp", "best plans"), ("equal", "equal degrees")])
-def test_a_part_of_a_cell_gives_the_records_of_its_plans(part: str, basis: str) -> None:
+@pytest.mark.parametrize("part", ["fsdp", "equal"])
+def test_a_part_of_a_cell_gives_the_lines_of_its_plans(part: str) -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE), 0.5)
     mode = "best" if part == "fsdp" else part
-    records = CellPart(cell, part, mode, 0.3).records("0123456789ab+changes")
-    assert [r.spec["contender"]["name"] for r in records] == (
+    lines = CellPart(cell, part, mode, 0.3).lines("0123456789ab+changes", [])
+    assert [line["contender"] for line in lines] == (
         ["fsdp"] if part == "fsdp" else ["deepspeed_3d", "megatron_core", "zeropp"]
     )
-    for record in records:
-        assert (record.basis, record.git_sha, record.git_dirty) == (basis, "0123456789ab", True)
-        line = line_of(record)
-        assert line["bandwidth"] == 0.5
-        again = line_of(priced_again(cell, str(line["mode"]), str(line["setting"])))
+    for line in lines:
+        assert (line["mode"], line["bandwidth"]) == (mode, 0.5)
+        again = priced_again(cell, mode, str(line["setting"]))
         assert line == again | {"commit": "0123456789ab+changes"}
 
 
@@ -252,8 +254,7 @@ def test_every_row_of_best_plans_has_one_with_types_of_gradients_of_its_own() ->
 
 def test_a_setting_of_a_row_is_read_again() -> None:
     cell = Cell(replace(task(8, 16), shape=SHAPE))
-    (record,) = CellPart(cell, "deepspeed_best", "own", 0.3).records("")
-    line = line_of(record)
+    (line,) = CellPart(cell, "deepspeed_best", "own", 0.3).lines("", [])
     assert (line["contender"], line["mode"]) == ("deepspeed_best", "own")
     row, contender, candidate = candidate_of(str(line["setting"]))
     assert (row.name, candidate.knobs.name) == ("deepspeed_best", contender.name)
@@ -295,8 +296,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE))
-    (record,) = CellPart(cell, "zeropp", "best", 0.3).records("")
-    line = line_of(record)
+    (line,) = CellPart(cell, "zeropp", "best", 0.3).lines("", [])
     times = RepricedPlan(cell, str(line["setting"])).step_s()
     assert len(times) == 2 * len(ASSUMPTIONS)
     ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
