@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks import CHECKOUT
 from benchmarks.report import DEFAULTS, Options, display, style
@@ -191,12 +192,6 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     distances = published_distances(rows)
     if distances.empty:
         return
-    lines = distances.groupby("quantity", sort=False)["source"].nunique()
-    height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
-    figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)
-    for axis, quantity in zip(axes, lines.index, strict=True):
-        _sources(axis, distances[distances["quantity"] == quantity])
-        axis.set_xlabel(_WORDS[quantity])
     yield Picture(
         name="evidence_published",
         caption="How far the simulator is from published measurements, by source: a dot per run, "
@@ -205,7 +200,7 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         "of the machine was chosen after the error had been seen. The blue ones are held out of "
         "both, which is less than blind: the rules for most of their programs were written with "
         "their tables in view.",
-        figure=figure,
+        figure=errors_figure(distances),
     )
 
 
@@ -213,6 +208,17 @@ def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], 
     keys = ["quantity", "role", "source"]
     for (quantity, role, source), group in distances.groupby(keys, sort=True):
         yield (str(quantity), str(role), str(source)), group["error"]
+
+
+def errors_figure(distances: pd.DataFrame) -> Figure:
+    """Every ``error`` as a dot, a line per ``source`` and ``role``, a panel per ``quantity``."""
+    lines = distances.groupby("quantity", sort=False)["source"].nunique()
+    height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
+    figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)
+    for axis, quantity in zip(axes, lines.index, strict=True):
+        _sources(axis, distances[distances["quantity"] == quantity])
+        axis.set_xlabel(_WORDS[quantity])
+    return figure
 
 
 def _sources(axis: Axes, distances: pd.DataFrame) -> None:

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.evidence import traced
 from benchmarks.evidence.renew import REFERENCE
 from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
-from benchmarks.report.scaling import published as published_scaling
+from benchmarks.report.tables import published as published_scaling
 from benchmarks.specification.contenders import PRICED, setting_of
 from benchmarks.specification.reading import preset
 from benchmarks.validation.errors import errors_of
