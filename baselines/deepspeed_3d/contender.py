@@ -127,7 +127,19 @@ def _program(
     bucket (4), casts it (6), and casts what it has received back (6).
     """
     zero = layout.replicate_zero
-    _check_types(precision, zero, sums=sums, sent=sent)
+    if precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
+            "ZeRO only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    check_types(precision, sums=sums, sent=sent)
+    if (sums, sent) == ("bf16", "fp32"):
+        raise InfeasibleError(
+            "contender.reduce_dtype=fp32: gradients that are added in bf16 are sent in bf16 (use "
+            "bf16, or contender.grad_accum_dtype=fp32)",
+            "bf16 sums are sent in bf16",
+        )
     if layout.pp > 1 and zero == 2:
         raise InfeasibleError(
             f"contender.replicate_zero=2: DeepSpeed's pipelines have no ZeRO-2 (use 1, or "
@@ -154,13 +166,8 @@ def _program(
     return f"{name}+{precision}.zero1_all_reduces=false"
 
 
-def _check_types(precision: Precision, zero: int, *, sums: WireType, sent: WireType) -> None:
-    if precision == "bf16" and zero == 0:
-        raise InfeasibleError(
-            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
-            "ZeRO only (use 1)",
-            "bf16 needs ZeRO-1",
-        )
+def check_types(precision: Precision, *, sums: WireType, sent: WireType) -> None:
+    """Raise InfeasibleError if gradients of fp32 parameters would be added or sent in bf16."""
     for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
         if precision == "fp32" and kind == "bf16":
             raise InfeasibleError(
@@ -168,12 +175,6 @@ def _check_types(precision: Precision, zero: int, *, sums: WireType, sent: WireT
                 "(use fp32, or precision=bf16)",
                 "bf16 gradients need bf16",
             )
-    if (sums, sent) == ("bf16", "fp32"):
-        raise InfeasibleError(
-            "contender.reduce_dtype=fp32: gradients that are added in bf16 are sent in bf16 (use "
-            "bf16, or contender.grad_accum_dtype=fp32)",
-            "bf16 sums are sent in bf16",
-        )
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -246,14 +247,14 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
     )
 
 
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     """All knobs to try at a point."""
     asked, degrees = point.asked, point.degrees
     largest = -(-point.task.shape.layers // degrees.pp)
-    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest)
+    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, RECOMPUTE, largest)
     for reduction, placement, (recompute, blocks) in product(
         _reductions(point), placement_choices(asked.placement, point), list(recomputed)
     ):

@@ -47,7 +47,8 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
         super().__init__(plan.layout.coordinates(dist.get_rank())["pp"], device)
-        self._plan = plan
+        self._plan, self._program = plan, program_named(plan.program)
+        self._zero3 = self._program.live_parameters > 0
         self._topology = _join_topology(plan.layout)
         self._group = _own_group(self._topology.get_axis_comm_lists("model"))
         arguments = self._arguments(seed)
@@ -67,8 +68,54 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         """The model, and what else ``deepspeed.initialize`` needs for this engine."""
 
     def _config(self, parameters: int) -> dict[str, Any]:
-        """DeepSpeed's configuration for a rank that holds ``parameters`` parameters."""
-        return _config(self._plan, parameters)
+        """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
+
+        ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank
+        has (``runtime/zero/stage_1_and_2.py``), which here are no larger than its parameters. It
+        neither looks for overflow (``check_grad_overflow``) nor takes a norm
+        (``compute_grad_norm``), as this trainer takes one; ``BF16_Optimizer`` has no such setting.
+        In bf16, ``immediate_grad_update`` (off by default) saves a copy of all gradients in 16
+        bits, and 8 of the 26 bytes per parameter that a microbatch's gradients move.
+        """
+        plan, program = self._plan, self._program
+        state, zero = program.state(plan.precision), plan.layout.replicate_zero
+        if self._zero3:
+            stage = {
+                "stage": 3,
+                "reduce_bucket_size": state.bucket,
+                "stage3_allgather_sequential": not program.gathered_together,
+                "stage3_prefetch_bucket_size": program.gathered_together or 50_000_000,
+                "stage3_max_live_parameters": program.live_parameters,
+                "stage3_max_reuse_distance": program.live_parameters,
+                "stage3_param_persistence_threshold": program.persistent,
+                "zero_hpz_partition_size": program.zero_hpz_partition_size,
+            }
+        else:
+            stage = {
+                "stage": zero,
+                "reduce_bucket_size": min(parameters, state.bucket or parameters),
+                "use_multi_rank_bucket_allreduce": state.zero1_all_reduces,
+                "compute_grad_norm": not (state.bucket and zero),
+            }
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": plan.microbatch_size,
+            "gradient_accumulation_steps": plan.num_microbatches,
+            "train_batch_size": plan.global_batch,
+            "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
+            "communication_data_type": plan.reduce_dtype,
+            "zero_optimization": stage | {"overlap_comm": program.overlap_reduction},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 30,
+        }
+        if plan.precision == "bf16":
+            config["bf16"] = {
+                "enabled": True,
+                "immediate_grad_update": True,
+                "check_grad_overflow": False,
+            }
+            config["data_types"] = {"grad_accum_dtype": plan.sum_dtype}
+        return config
 
     @abstractmethod
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -89,7 +136,7 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         """See ``Trainer.full_parameters``."""
         for name, parameter in self._engine.module.named_parameters():
             values = parameter
-            if parameter.dtype is torch.bfloat16:
+            if self._zero3 or parameter.dtype is torch.bfloat16:
                 values = safe_get_full_fp32_param(parameter)  # the fp32 master weights
             whole = whole_parameter(parameter, values, self._group)
             if not is_tied_copy(parameter):
@@ -164,42 +211,3 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
             own_group = group
     assert own_group is not None
     return own_group  # type: ignore[no-any-return]
-
-
-def _config(plan: Plan, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
-
-    ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has
-    (``runtime/zero/stage_1_and_2.py``), which here are no larger than its parameters. It neither
-    looks for overflow (``check_grad_overflow``) nor takes a norm (``compute_grad_norm``), as this
-    trainer takes one; ``BF16_Optimizer`` has no such setting. In bf16, ``immediate_grad_update``
-    (off by default) saves a copy of all gradients in 16 bits, and 8 of the 26 bytes per parameter
-    that a microbatch's gradients move.
-    """
-    program = program_named(plan.program)
-    state = program.state(plan.precision)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": plan.microbatch_size,
-        "gradient_accumulation_steps": plan.num_microbatches,
-        "train_batch_size": plan.global_batch,
-        "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
-        "communication_data_type": plan.reduce_dtype,
-        "zero_optimization": {
-            "stage": plan.layout.replicate_zero,
-            "reduce_bucket_size": min(parameters, state.bucket or parameters),
-            "use_multi_rank_bucket_allreduce": state.zero1_all_reduces,
-            "overlap_comm": program.overlap_reduction,
-            "compute_grad_norm": not (state.bucket and plan.layout.replicate_zero),
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 30,
-    }
-    if plan.precision == "bf16":
-        config["bf16"] = {
-            "enabled": True,
-            "immediate_grad_update": True,
-            "check_grad_overflow": False,
-        }
-        config["data_types"] = {"grad_accum_dtype": plan.sum_dtype}
-    return config

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3, Zero3Knobs
+from baselines.deepspeed_3d.zero3 import DEEPSPEED_ZERO3, Zero3Knobs
 from benchmarks.specification.reading import preset
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster
