@@ -135,7 +135,7 @@ def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, floa
 
 def _like(plan: Plan, stage: int) -> Like:
     pieces = plan.pieces_of(stage)
-    return plan.blocks_of(stage), 0 in pieces, plan.shape.num_pieces - 1 in pieces
+    return plan.blocks[stage], 0 in pieces, plan.shape.num_pieces - 1 in pieces
 
 
 def check(points: Sequence[Point], options: TraceOptions) -> None:

@@ -41,11 +41,6 @@ class Latency:
     backward: list[float]
     weight: list[float]  # weight gradients that wait
 
-    @property
-    def last_weight(self) -> float:
-        """The weight gradient that stage 0 makes after its last input gradient."""
-        return self.weight[0]
-
     def held(self, stage: int) -> float:
         """The least time from the start of a forward at a stage to the end of its weight gradient:
         through the last stage and back."""
@@ -164,15 +159,10 @@ def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
     kinds = ["parameters", "optimizer", "gradients"]
     if not program_named(first.program).flat_chunks:
         kinds += ["unsharded", "unsharded_gradients"]
-    return least_of_family(first, _without(held, *kinds))
-
-
-def _without(held: StepBytes, *kinds: str) -> StepBytes:
-    """The bytes of a plan without these kinds. Equal stages share one object, and do so here."""
-    stages = {id(of): of for of in held.memory}
     none = dict.fromkeys(kinds, 0)
-    new = {key: replace(of, **none) for key, of in stages.items()}
-    return replace(held, memory=tuple(new[id(of)] for of in held.memory))
+    # Equal stages share one object, and do so here.
+    new = {id(of): replace(of, **none) for of in {id(of): of for of in held.memory}.values()}
+    return least_of_family(first, replace(held, memory=tuple(new[id(of)] for of in held.memory)))
 
 
 def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
@@ -343,7 +333,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         if first:
             weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
             at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
-            worst = max(worst, at_0 + latency.last_weight + last.reduced_s + last.updated_s)
+            worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
             worst = max(
                 worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
@@ -417,7 +407,7 @@ def _capped_s(
     work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
     exposed = m * sum(price.extras[s].exposed for s in stages)
     between = max(0.0, work * slowed - exposed * (slowed - 1.0))
-    return first_backward + between + after_forward + latency.last_weight
+    return first_backward + between + after_forward + latency.weight[0]
 
 
 def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:

@@ -196,7 +196,7 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces
-    shape, weights = plan.shape, float(plan.blocks_of(stage) * linear_weights(plan.shape))
+    shape, weights = plan.shape, float(plan.blocks[stage] * linear_weights(plan.shape))
     ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
     shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
     rest = sum(pieces) - weights - shared * len(ends)

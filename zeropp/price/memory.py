@@ -220,8 +220,8 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
     message, buffers = _messages(plan, work, stage)
-    repeated = plan.recomputed_blocks(stage)
-    plain = plan.blocks_of(stage) - repeated
+    repeated = plan.recomputed_per_stage[stage]
+    plain = plan.blocks[stage] - repeated
     return StageMemory(
         buffers=int(buffers),
         **_of_microbatch(work, plain=plain, repeated=repeated, head=head, message=message),

@@ -128,7 +128,7 @@ def gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, .
     table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
     ends = [0 in pieces, shape.num_pieces - 1 in pieces]
     head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
-    return head + block * plan.blocks_of(stage) + table * ends[0]
+    return head + block * plan.blocks[stage] + table * ends[0]
 
 
 @dataclass(frozen=True, kw_only=True)

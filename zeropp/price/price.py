@@ -258,10 +258,10 @@ def _extras(
     embedding and the head each add one tensor-parallel collective to the forward and one to the
     backward."""
     times, plain, fused = _piece_times(work, tensor)
-    blocks = plan.blocks_of(stage)
+    blocks = plan.blocks[stage]
     ends_s = len(_ends_of(plan, stage, times)) * tensor.collective
     logits = tensor.logits * (plan.cuts[stage + 1] == plan.shape.num_pieces)
-    repeated = plan.recomputed_blocks(stage)
+    repeated = plan.recomputed_per_stage[stage]
     again = times.block.backward_input - plain.block.backward_input - tensor.again
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends_s + logits,
@@ -275,7 +275,7 @@ def _extras(
 def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
-    held = [(plan.blocks_of(stage), times.block)]
+    held = [(plan.blocks[stage], times.block)]
     held += [(1, end) for end in _ends_of(plan, stage, times)]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
