@@ -366,7 +366,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
     }
     if plan.recompute == "full":
-        blocks = max(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
+        blocks = max(plan.recomputed_per_stage)
         fields |= {
             "recompute_granularity": "full",
             "recompute_method": "block",
