@@ -223,28 +223,18 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
         # Each pass takes one slot.
         first = stage if action.op is Op.FORWARD else 2 * last + 1 - stage
         previous, slot = slot, first + 2 * action.microbatch
-        received, sent = _transfers(action, last)
+        # None at the pipeline's ends.
+        ops = ([Op.RECV_F, Op.SEND_B] if stage else []) + ([Op.SEND_F, Op.RECV_B] * (stage < last))
+        forward = action.op is Op.FORWARD
+        before, after = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
+        received = [Action(stage, before, action.microbatch)] * (before in ops)
+        sent = [Action(stage, after, action.microbatch)] * (after in ops)
         receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
         out += (*received, *unsent) if receive_first else (*unsent, *received)
         out.append(action)
         unsent = sent
     sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
     return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
-
-
-def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
-    """(receives before a pass, sends after it): at most one of each, none at the pipeline's ends.
-    ``last`` is the index of the last stage."""
-    stage, microbatch = action.stage, action.microbatch
-    up = [] if stage == 0 else [Op.RECV_F, Op.SEND_B]
-    down = [] if stage == last else [Op.SEND_F, Op.RECV_B]
-    before = Op.RECV_F if action.op is Op.FORWARD else Op.RECV_B
-    after = Op.SEND_F if action.op is Op.FORWARD else Op.SEND_B
-    ops = up + down
-    return (
-        [Action(stage, before, microbatch)] if before in ops else [],
-        [Action(stage, after, microbatch)] if after in ops else [],
-    )
 
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")

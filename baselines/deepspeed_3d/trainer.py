@@ -32,7 +32,6 @@ from zeropp.engine.update.update_rules import build_optimizer, clip_factor, squa
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.types.layout import Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
 TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
@@ -49,7 +48,13 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         super().__init__(plan.layout.coordinates(dist.get_rank())["pp"], device)
         self._plan, self._program = plan, program_named(plan.program)
         self._zero3 = self._program.live_parameters > 0
-        self._topology = _join_topology(plan.layout)
+        # DeepSpeed uses the process group that exists, and numbers ranks as the layout does.
+        forbid_shared_memory_collectives()
+        deepspeed.init_distributed(verbose=False)
+        data = "shard" if plan.layout.shard > 1 else "replicate"
+        names = {"pp": "pipe", data: "data", "tp": "model"}
+        axes = [(names[axis], size) for axis, size in plan.layout.axes if axis in names]
+        self._topology = ProcessTopology([name for name, _ in axes], [size for _, size in axes])
         self._group = _own_group(self._topology.get_axis_comm_lists("model"))
         arguments = self._arguments(seed)
         module = arguments["model"]
@@ -165,7 +170,13 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         gradients is enough."""
         if self._takes_norm:
             return
-        total = self._local_square_norm()
+        parts = []
+        for parameter, gradient, copies in self._gradients():
+            if not is_tied_copy(parameter):  # the first stage counts it
+                whole = not hasattr(parameter, "cut_dim")
+                parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
+        # Of a gradient that several ranks hold, each counts its share.
+        total = square_norm(parts, self._device)
         dist.all_reduce(total)
         self._grad_norm = total.sqrt()
         if self._clip_norm:
@@ -173,32 +184,11 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
             for _, gradient, _ in self._gradients():
                 gradient.mul_(factor)
 
-    def _local_square_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm; the parts of all ranks add up to the
-        whole. A gradient that several ranks hold is divided by their number."""
-        parts = []
-        for parameter, gradient, copies in self._gradients():
-            if is_tied_copy(parameter):  # the first stage counts it
-                continue
-            whole = not hasattr(parameter, "cut_dim")
-            parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
-        return square_norm(parts, self._device)
-
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, its reduced gradient or this rank's partition of that, the number of
         data-parallel ranks that hold the same)."""
         parameters, copies = self._engine.module.parameters(), self._plan.layout.replicate
         yield from reduced_gradients(self._optimizer, parameters, copies)
-
-
-def _join_topology(layout: Layout) -> ProcessTopology:
-    """Let DeepSpeed use the process group that exists, and number the ranks as the layout does."""
-    forbid_shared_memory_collectives()
-    deepspeed.init_distributed(verbose=False)
-    data = "shard" if layout.shard > 1 else "replicate"
-    names = {"pp": "pipe", data: "data", "tp": "model"}
-    axes = [(names[axis], size) for axis, size in layout.axes if axis in names]
-    return ProcessTopology([name for name, _ in axes], [size for _, size in axes])
 
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
