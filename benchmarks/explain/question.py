@@ -28,7 +28,7 @@ from zeropp.schedule.plan import SizedPlan
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
 # Programs of Megatron's, which pad a vocabulary to a multiple of 128 x TP (training/tokenizer).
-_PADDING = ("megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble")
+_PADDING = ("megatron_core", "megatron_core_local")
 # The host's time per launch of blocks in eager mode over that of plain modules, by whether there is
 # tensor parallelism and sequence parallelism: FSDP2, and with DTensor (host_time.csv).
 _EAGER_HOST = {(False, False): 2.59, (True, False): 6.88, (True, True): 9.65}

@@ -36,7 +36,7 @@ BOUND = "best_3d"
 # A search ends within its tolerance of the best plan, so one row may end with a plan slower than
 # that of another row whose plans are among its own; then it takes that plan. The bound takes those
 # of all programs of TP x PP x DP.
-PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
+PUBLIC_3D = ("deepspeed_best", "megatron_core")
 _TAKES = {
     "deepspeed_best": ("deepspeed_3d", "deepspeed_zero3"),
     BOUND: ("deepspeed_3d", *PUBLIC_3D),

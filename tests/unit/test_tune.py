@@ -106,13 +106,13 @@ def test_where_one_wins_those_that_share_its_compute_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shards: list[int] = []
-    evaluate = _Search._evaluate
+    evaluate = _Search.evaluate
 
-    def counted(self: Any, entry: Any, slowest: float) -> None:
+    def counted(self: Any, entry: Any) -> None:
         shards.append(entry.candidate.knobs.shard)
-        evaluate(self, entry, slowest)
+        evaluate(self, entry)
 
-    monkeypatch.setattr(_Search, "_evaluate", counted)
+    monkeypatch.setattr(_Search, "evaluate", counted)
     asked = ZeroppKnobs(pp=2, context=1, placement="dp_inner", unit=2, recompute="none")
     search(task(16, 128), ZEROPP, asked, runner_up=False)
     with_most = [number for number, shard in enumerate(shards) if shard == 8]

@@ -244,10 +244,10 @@ def test_a_row_has_only_plans_that_it_allows() -> None:
 
 def test_every_row_of_best_plans_has_one_with_types_of_gradients_of_its_own() -> None:
     """The faster one of both, or the only one."""
-    best = _rows("best", {"zeropp": (100.0, 10.0), "fsdp": (90.0, 9.0), "zero_bubble": (80.0, 8.0)})
+    best = _rows("best", {"zeropp": (100.0, 10.0), "fsdp": (90.0, 9.0), "torch_pp": (80.0, 8.0)})
     own = _rows("own", {"zeropp": (90.0, 9.0), "fsdp": (95.0, 9.5)})
     row = judge(pd.concat([best, own])).set_index("mode").loc["own"]
-    speeds = [row[f"{name}_tokens_per_s_per_gpu"] for name in ("zeropp", "fsdp", "zero_bubble")]
+    speeds = [row[f"{name}_tokens_per_s_per_gpu"] for name in ("zeropp", "fsdp", "torch_pp")]
     assert speeds == [100.0, 95.0, 80.0]
     assert set(judge(best)["mode"]) == {"best"}
 

@@ -419,7 +419,7 @@ class Engine:
             store,
             names=[sizes[index].names for index in layers],
             recompute=plan.recompute,
-            recomputed=blocks[: plan.recomputed_blocks(stage)],
+            recomputed=blocks[: plan.recomputed_per_stage[stage]],
             arriving=arriving,
             leaving=leaving,
             seed=seed,
