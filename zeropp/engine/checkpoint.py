@@ -8,14 +8,12 @@ checkpoint into a plain state dict.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -141,8 +139,6 @@ _ONLY_A_PART = (
 )
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
-_BUSY_S = 60.0  # for another job's save to the same name
-_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
 
 class CheckpointError(RuntimeError):
@@ -170,20 +166,19 @@ class Checkpointer:
         The new checkpoint is written into ``NAME.being-written``, and takes the last one's place
         only when every rank has written and every file has a digest. If the job is killed between
         the two renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it.
-        (Folders of these names are deleted, so the names are none that people give.) Where anything
-        raises on one rank, every rank raises, and the last checkpoint is untouched. Other files in
-        its directory stay there.
+        (Folders of these names are deleted, so the names are none that people give, and no two jobs
+        may save to one name at once.) Where anything raises on one rank, every rank raises, and the
+        last checkpoint is untouched. Other files in its directory are deleted with it.
         """
         saved = {"model": self.state("save").named()}
         place = together(lambda: _place(directory))
         partial = _beside(place, _WRITTEN)
-        with ExitStack() as held:
-            _on_first_rank(lambda: _make_empty(partial, held))
-            together(lambda: _check_seen(partial))
-            with _one_line(partial):
-                together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
-            digests = _digests_over_ranks(partial)
-            _on_first_rank(lambda: _publish(partial, place, digests))
+        _on_first_rank(lambda: _make_empty(partial))
+        together(lambda: _check_seen(partial))
+        with _one_line(partial):
+            together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
+        digests = _digests_over_ranks(partial)
+        _on_first_rank(lambda: _publish(partial, place, digests))
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """As ``ParallelModel.load``. Settings of optimizer groups that the checkpoint does not have
@@ -297,52 +292,19 @@ def _on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
 
-def _make_empty(partial: Path, held: ExitStack) -> None:
-    """Make an empty directory, to which no other job writes while it is ``held``, where the file
-    system has locks; raises CheckpointError if another does for too long."""
-    end = time.monotonic() + _BUSY_S
-    while time.monotonic() < end:
-        partial.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is the other job's checkpoint by now
-            descriptor = os.open(partial, os.O_RDONLY)
-            if _is_locked(descriptor):
-                inodes = [
-                    one.inode() for one in os.scandir(partial.parent) if one.name == partial.name
-                ]
-                if inodes == [os.fstat(descriptor).st_ino]:
-                    for path in partial.iterdir():
-                        path.unlink()
-                    held.callback(os.close, descriptor)
-                    return
-            os.close(descriptor)
-        time.sleep(0.05)
-    raise CheckpointError(
-        f"{partial}: another job is writing it (give every job a name of its own)"
-    )
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether a directory is now this process's alone, as far as the file system can say."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # no locks there
-        pass
-    return True
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _check_seen(partial: Path) -> None:
     """Refuse a directory that is not the one that rank 0 has just made: what this rank would write
-    there would be missing from the checkpoint. A network file system may show it a little late."""
-    end = time.monotonic() + _SEEN_S
-    while not partial.is_dir() or any(partial.iterdir()):
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
-                "same directory, on a file system that all of them see); nothing was written"
-            )
-        time.sleep(0.1)
+    there would be missing from the checkpoint."""
+    if not partial.is_dir() or any(partial.iterdir()):
+        raise CheckpointError(
+            f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
+            "same directory, on a file system that all of them see); nothing was written"
+        )
 
 
 def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
@@ -354,19 +316,10 @@ def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
     _sync_directory(partial)
     previous = _beside(directory, _REPLACED)
     if directory.exists():  # else what is beside it may be the only whole one
-        _remove(previous, directory)
+        shutil.rmtree(previous, ignore_errors=True)
         directory.rename(previous)
     partial.rename(directory)
     _sync_directory(directory.parent)
-    _remove(previous, directory)
-
-
-def _remove(previous: Path, directory: Path) -> None:
-    """Delete the last checkpoint; other files that lie beside its own go on to the new one's
-    ``directory``."""
-    for path in sorted(previous.glob("*")):
-        if not (path.name == _DIGESTS or _is_own(path) or (directory / path.name).exists()):
-            path.rename(directory / path.name)
     shutil.rmtree(previous, ignore_errors=True)
 
 
