@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from weakref import WeakValueDictionary
@@ -23,11 +23,11 @@ from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
-from zeropp.engine.ranks.errors import ErrorBarrier, T, agreed, lost_ranks
+from zeropp.engine.ranks.cuda_settings import check_cuda
+from zeropp.engine.ranks.errors import ErrorBarrier, T, agree, lost_ranks
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
-from zeropp.engine.ranks.preflight_cuda import check_cuda
-from zeropp.engine.settings import ParameterName, Settings
+from zeropp.engine.settings import Settings
 from zeropp.engine.sharding import make_flats
 from zeropp.engine.update.optimizer import ParameterUpdate, Updater
 from zeropp.engine.walk import LayerSizes
@@ -63,24 +63,6 @@ def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
             wanted[id(parameter)] = parameter
     _claimed.update(wanted)
     undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
-
-
-def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[ParameterName, str]:
-    """The optimizer group of every trained parameter of a model with layers of these sizes."""
-    return {
-        (index, name): settings.group_of((index, name), kind.empty())
-        for index, layer in enumerate(sizes)
-        for name, kind in layer.kinds.items()
-        if kind.trained
-    }
-
-
-def shapes_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of a model's trained parameters, by optimizer group, each parameter once."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for (index, name), group in groups_of(settings, sizes).items():
-        shapes.setdefault(group, []).append(sizes[index].kinds[name].shape)
-    return shapes
 
 
 class Engine:
@@ -120,6 +102,11 @@ class Engine:
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
+        # A batch's count of tokens is known only once all of it has run forward: until the update,
+        # losses are divided by its rows times their positions, so that gradients stay in range.
+        means = schedule.num_microbatches * layout.dp * layout.context
+        tokens = plan.global_batch * prod(settings.sample.shape[1:2])
+        divisor = {"mean": means, "sum": 1, "tokens": tokens}[loss.reduction]
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
@@ -129,7 +116,7 @@ class Engine:
             undo.callback(self._groups.close)
             named = {name for layer in sizes for name in layer.names}
             self.context = Context.of(layout, self._groups, settings.sample_keywords, named)
-            agreed(self._make_own(sizes, plan, settings, undo))
+            agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
             tied = None
@@ -145,14 +132,14 @@ class Engine:
                 self.updater,
                 self._groups.world,
                 self.skipped_steps,
-                _divisor(plan, settings) if loss.reduction == "tokens" else None,
+                divisor if loss.reduction == "tokens" else None,
             )
             self.interpreter = Interpreter(
                 schedule,
                 self.chunks,
                 channels=self._channels,
                 loss=loss,
-                divisor=_divisor(plan, settings),
+                divisor=divisor,
                 update=self.update,
             )
             self._evaluator = Evaluator(
@@ -342,8 +329,8 @@ class Engine:
 
     def _make_own(
         self, sizes: Sequence[LayerSizes], plan: Plan, settings: Settings, undo: ExitStack
-    ) -> Generator[dict[str, str], None, None]:
-        """Make what a rank makes without the others: lanes, chunks and the optimizer. Yields the
+    ) -> tuple[None, dict[str, str]]:
+        """Make what a rank makes without the others: lanes, chunks and the optimizer. Gives the
         optimizer's settings, which must be equal on all ranks."""
         if self._device.type == "cuda":
             check_cuda(self._layout.pp)
@@ -367,12 +354,12 @@ class Engine:
             self.flats,
             settings.optimizer,
             self._device,
-            groups_of(settings, sizes).values(),
+            (kind.group for one in sizes for kind in one.kinds.values() if kind.trained),
             whole=plan.whole_groups,
             clip_norm=settings.clip_norm,
             lr_schedule=settings.lr_schedule,
         )
-        yield {"optimizer": self.updater.described()}
+        return None, {"optimizer": self.updater.described()}
 
     def _chunk(
         self,
@@ -396,19 +383,25 @@ class Engine:
         deferred = defer_weight_grads(blocks, store, least=least)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
+        compute = torch.bfloat16 if plan.precision == "bf16" else None
+        arriving, leaving = (  # what one microbatch sends into the stage, and out of it
+            [
+                TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
+                for x in sizes[cut - 1].outputs
+            ]
+            if 0 < cut < len(sizes)
+            else None
+            for cut in plan.cuts[stage : stage + 2]
+        )
         flats = make_flats(
             layers,
             deferred if splits else (),
+            sizes=sizes,
             groups=self._groups,
             lanes=self.lanes,
             plan=plan,
             settings=settings,
             keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
-        )
-        compute = torch.bfloat16 if plan.precision == "bf16" else None
-        arriving, leaving = (
-            _outputs(sizes[cut - 1], compute) if 0 < cut < len(sizes) else None
-            for cut in plan.cuts[stage : stage + 2]
         )
         indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
@@ -434,24 +427,3 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
-
-
-def _divisor(plan: Plan, settings: Settings) -> int:
-    """The number by which the losses of microbatches are divided. A batch's count of tokens is
-    known only once all of it has run forward: until the update, losses are divided by its rows
-    times their positions, so that gradients stay in range."""
-    means = plan.num_microbatches * plan.layout.dp * plan.layout.context
-    rows = {"mean": means, "sum": 1, "tokens": plan.global_batch}
-    positions = settings.sample.shape[1:2] if settings.loss_reduction == "tokens" else ()
-    return rows[settings.loss_reduction] * prod(positions)
-
-
-def _outputs(layer: LayerSizes, compute: torch.dtype | None) -> list[TensorShape]:
-    """What one microbatch sends from a layer into the next stage; floating-point numbers in the
-    type ``compute``, if there is one."""
-    return [
-        TensorShape(output.size, compute or output.dtype)
-        if output.dtype.is_floating_point
-        else output
-        for output in layer.outputs
-    ]

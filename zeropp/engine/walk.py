@@ -42,7 +42,7 @@ from zeropp.engine.layers.values import (
 )
 from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
 from zeropp.engine.ranks.errors import free_frames, refusal
-from zeropp.engine.settings import ParameterName
+from zeropp.engine.settings import GroupOf, ParameterName, one_group
 from zeropp.engine.trial import unchanged
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
@@ -68,18 +68,12 @@ Owners = Mapping[int, Owner]  # by the parameter's identity
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A parameter without its values."""
+    """A parameter without its values; ``group`` is that of the optimizer, empty if frozen."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def empty(self) -> nn.Parameter:
-        """Such a parameter on the meta device, with the attributes that its maker has set."""
-        made = nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trained)
-        vars(made).update(self.attributes)
-        return made
+    group: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,43 +111,76 @@ def walk(
     tied: tuple[ParameterName, ParameterName] | None = None,
     context: Context | None = None,
     stages: Stages = (),
+    group_of: GroupOf = one_group,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
     each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
     ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
     there are no ``operators``. Layers that use ``torch.func`` can run only without
     ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
-    object. ``stages``: as in ``OperationWatch``.
+    object. ``stages``: as in ``OperationWatch``; ``group_of``: as in ``Settings``.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
     reads a parameter of another layer, or whose function gives one that another layer has.
     """
-    for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            check_values(layer, index)
-    walked = partial(
-        _walk,
-        layers,
-        recompute=recompute,
-        recorder=recorder,
-        tied=tied,
-        stages=stages,
-        hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
-    )
-    exchanging = partial(context.exchanging, sample.shape[1]) if context else nullcontext
+    _check_modules(layers, tied)
+
+    def walked(inputs: Tensor, named: Mapping[str, Tensor]) -> list[LayerSizes]:
+        with (
+            context.exchanging(sample.shape[1]) if context else nullcontext(),
+            unchanged(layers, None if inputs.is_meta else inputs.device),
+        ):
+            return _walk(
+                layers,
+                inputs,
+                named,
+                recompute=recompute,
+                recorder=recorder,
+                tied=tied,
+                stages=stages,
+                group_of=group_of,
+                hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
+            )
+
+    def on_meta(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
     try:
-        with exchanging(), unchanged(layers):
-            return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})
+        return walked(on_meta(sample), {name: on_meta(one) for name, one in keywords.items()})
     except _NeedsValuesError as error:
         # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
         free_frames(error)
-    with exchanging(), unchanged(layers, sample.device):
-        return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
+    return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _check_modules(
+    layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
+) -> None:
+    """Raise InfeasibleError for layers that cannot be trained apart. A parameter in two of them
+    would be trained twice, each time with a part of its gradient; ``tied`` names the only pair."""
+    owners: dict[int, ParameterName] = {}
+    places: dict[int, tuple[int, ParameterName]] = {}  # in memory
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            continue
+        check_layer(layer, index)
+        for name, parameter in layer.named_parameters():
+            before = owners.setdefault(id(parameter), (index, name))
+            if before[0] != index and (before, (index, name)) != tied:
+                raise _shared_parameter(index, name, before)
+            if parameter.is_meta or not parameter.numel():
+                continue
+            other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
+            if other != id(parameter) and (where, (index, name)) != tied:
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} is in the same memory as {where[1]!r} of "
+                    f"layers[{where[0]}], but is another parameter (make it the same object, or "
+                    "clone its values)"
+                )
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            check_values(layer, index)
 
 
 def owners_of(layers: Sequence[Layer]) -> dict[int, Owner]:
@@ -175,6 +202,7 @@ def _walk(
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
     stages: Stages,
+    group_of: GroupOf,
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
     value: Value = sample
@@ -192,7 +220,7 @@ def _walk(
             "function of tensors into a module",
         ):
             made = layer if isinstance(layer, nn.Module) else _made(layer, index, sample.device)
-            if not is_module:  # preflight has looked at the modules
+            if not is_module:  # modules were looked at before
                 _own(made, index, owners, tied)
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
@@ -222,7 +250,7 @@ def _walk(
                 _recomputed(function, given, module, recompute)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
-            kinds=_kinds(made),  # torch copies no attributes of parameters
+            kinds=_kinds(made, index, group_of),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
             operators=record.operators(tensors_of(value)) if record else None,
@@ -491,12 +519,16 @@ def _has_extra_state(part: nn.Module) -> bool:
     return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
-def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
+def _kinds(module: nn.Module, index: int, group_of: GroupOf) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
-    return {
-        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, dict(vars(one)))
-        for name, one in module.named_parameters(remove_duplicate=False)
-    }
+    kinds = {}
+    for name, one in module.named_parameters(remove_duplicate=False):
+        empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        like = nn.Parameter(empty, one.requires_grad)
+        vars(like).update(vars(one))  # torch copies no attributes of parameters
+        group = group_of((index, name), like) if one.requires_grad else ""
+        kinds[name] = ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, group)
+    return kinds
 
 
 def _check_outputs(value: object, index: int) -> None:
@@ -522,7 +554,7 @@ def check_values(module: nn.Module, index: int) -> None:
             )
 
 
-def shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
+def _shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
     """The error of a layer that has a parameter of another one."""
     return InfeasibleError(
         f"layers[{index}]: shares {name!r} with layers[{other[0]}], but layers are trained apart "
@@ -556,7 +588,7 @@ def _own(
         if other is None:
             owners[id(parameter)] = Owner(ref(parameter), index, name)
         elif other[0] != index and tied not in ((other, (index, name)), ((index, name), other)):
-            raise shared_parameter(index, name, other)
+            raise _shared_parameter(index, name, other)
 
 
 def _copied(
