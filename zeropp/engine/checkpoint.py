@@ -225,8 +225,7 @@ class Checkpointer:
         self._take_over(state, optimizer=bool(optimizer))
 
     def _take_over(self, state: State, *, optimizer: bool) -> None:
-        """Continue from a state into whose tensors a checkpoint has been read, with what it has of
-        the ``optimizer``, or with the optimizer as it is."""
+        """Continue from a state into whose tensors a checkpoint has been read."""
         engine, updater = self._engine, self._engine.updater
         engine.steps_done = int(state.steps_done)
         updater.rates_set = []
@@ -277,8 +276,7 @@ def _place(directory: Path | str) -> Path:
 
 @contextmanager
 def _one_line(place: Path) -> Iterator[None]:
-    """Inside this context torch's report of a checkpoint that failed, with the stack of every rank,
-    is a CheckpointError with the error of the first that did."""
+    """Inside, torch's report of a checkpoint that failed is a CheckpointError of one line."""
     try:
         yield
     except CheckpointException as report:
@@ -298,8 +296,7 @@ def _make_empty(partial: Path) -> None:
 
 
 def _check_seen(partial: Path) -> None:
-    """Refuse a directory that is not the one that rank 0 has just made: what this rank would write
-    there would be missing from the checkpoint."""
+    """Refuse a directory that rank 0 has not just made: what is written there would be missing."""
     if not partial.is_dir() or any(partial.iterdir()):
         raise CheckpointError(
             f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
@@ -338,8 +335,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
-    """The directory that holds the whole checkpoint, and its files' digests by name; none where
-    torch's own ``save`` has written it."""
+    """The directory of the whole checkpoint, and its files' digests; torch's has none."""
     if not directory.exists() and _beside(directory, _REPLACED).exists():
         directory = _beside(directory, _REPLACED)
     listing = directory / _DIGESTS
@@ -447,8 +443,7 @@ def _state_of(engine: Engine) -> State:
 
 
 def _check_known(state: State, saved: Collection[str], place: Path) -> None:
-    """Refuse a checkpoint that has parameters, buffers or optimizer state which no rank has, or
-    has not what a rank needs; collective. Settings of optimizer groups may differ."""
+    """Refuse a checkpoint with names that no rank has, or without one's; collective."""
     optimizer = f"{OPTIMIZER}."
     own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
     held: list[set[str]] = [set()] * dist.get_world_size()
@@ -466,9 +461,7 @@ def _check_known(state: State, saved: Collection[str], place: Path) -> None:
 
 
 def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
-    """The settings of each optimizer group that are numbers (also as tensors, which torch allows
-    for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
-    may have changed or added some. With them come the numbers of its optimizer itself."""
+    """The numbers, switches and tuples of each optimizer group and its optimizer."""
     parts = map(id, parts_of(updater.optimizer))
     own = dict(zip(parts, zip(kept, updater.made, strict=True), strict=True))
     settings: dict[str, Settings] = {}
@@ -482,8 +475,7 @@ def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
 def _groups_of(
     updater: Updater,
 ) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
-    """The optimizer's groups, each under the name and place that it has on every rank, with the
-    optimizer that has it."""
+    """The optimizer's groups by name and place, the same on every rank, with their optimizer."""
     pairs = [(part, g) for part in parts_of(updater.optimizer) for g in part.param_groups]
     for place, (part, group) in enumerate(pairs):
         for name in {updater.groups[id(x)]: 0 for x in group["params"] if id(x) in updater.groups}:
@@ -531,8 +523,7 @@ def boxes(
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
 ) -> Iterator[tuple[str, Tensor]]:
-    """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
-    buffer, by name. ``name`` is a format that gets the parameter's name."""
+    """The part of every parameter in ``tensor``, the range ``held`` of the flat buffer, by name."""
     for slot in flat.layout.slots:
         common = slot.elements.intersect(held)
         held_boxes = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -15,12 +16,10 @@ from torch import Tensor, nn
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.layers.values import TensorShape, Value, computing_in_fp32
+from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
-from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
 from zeropp.engine.ranks.cuda_settings import check_cuda
@@ -36,6 +35,9 @@ from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import StepResult
 
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
+
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
 _LEAST_ADDED = 2**18
@@ -46,12 +48,7 @@ _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by i
 
 
 def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
-    """Reserve the parameters of some layers for one model, until ``undo`` gives them back.
-
-    A model puts its flat buffers in the place of its layers' parameters. If a second model were
-    made from the same layers, the first would go on with the second one's buffers and never see
-    its own updates. Raises InfeasibleError, and reserves nothing, if another model has one of them.
-    """
+    """Reserve layers for one model until ``undo``: a second one would take its buffers away."""
     wanted: dict[int, nn.Parameter] = {}
     for index, layer in layers.items():
         for name, parameter in layer.named_parameters():
@@ -77,6 +74,7 @@ class Engine:
 
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
     _seeds: StepSeeds | None = None  # where layers draw random numbers
+    context: Context | None = None  # the ranks that divide sequences, if there are several
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
     elements = 0  # of the inputs of the last batch, over all data-parallel ranks
 
@@ -114,13 +112,13 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
-            named = {name for layer in sizes for name in layer.names}
-            self.context = Context.of(layout, self._groups, settings.sample_keywords, named)
             agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
             tied = None
             if settings.tied is not None:
+                from zeropp.engine.parameters.tied import TiedWeights
+
                 tied = TiedWeights(settings.tied, plan, self.flats, timeout)
                 undo.callback(tied.close)
             self._copy = tied and tied.copy
@@ -207,8 +205,18 @@ class Engine:
         self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
         self.elements = sum(own[4] for own in numbers) // self._layout.pp
         if call == "train_step":
-            self._check_optimizers([settings for _, settings, *_ in numbers])
-            self._check_shapes(digests)
+            if others := [r for r, own in enumerate(numbers) if own[1] != numbers[0][1]]:
+                raise ValueError(
+                    f"train_step: the optimizer of ranks {others} has other settings than that of "
+                    f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
+                    "model.optimizer.param_groups alike on all ranks"
+                )
+            for ranks in self._layout.alike():
+                if len({digests[rank] for rank in ranks}) > 1:
+                    raise RowsError(
+                        f"train_step: ranks {list(ranks)}, which are one pipeline, were given "
+                        "inputs of different shapes"
+                    )
         self._rows.check(call, [sums for _, _, _, _, _, *sums in numbers])
         if any(is_stale for _, _, _, is_stale, *_ in numbers):
             self.update.gather_updated()
@@ -295,27 +303,9 @@ class Engine:
         if self._unusable:
             raise RuntimeError(self._unusable)
 
-    def _check_optimizers(self, digests: Sequence[int]) -> None:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
-            raise ValueError(
-                f"train_step: the optimizer of ranks {others} has other settings than that of rank "
-                f"0 (a learning rate, for example; here {self.updater.described()}): set "
-                "model.optimizer.param_groups alike on all ranks"
-            )
-
-    def _check_shapes(self, digests: Sequence[int]) -> None:
-        for ranks in self._layout.alike():
-            if len({digests[rank] for rank in ranks}) > 1:
-                raise RowsError(
-                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
-                    "of different shapes"
-                )
-
     @contextmanager
     def _usable_unless_it_fails(self) -> Iterator[None]:
-        """After an error in this context parameters may be partially updated, and other ranks may
-        wait for this one, so the engine refuses everything else."""
+        """After an error inside the engine refuses all else: peers may wait for it."""
         self.check_usable()
         try:
             with lost_ranks():
@@ -330,23 +320,25 @@ class Engine:
     def _make_own(
         self, sizes: Sequence[LayerSizes], plan: Plan, settings: Settings, undo: ExitStack
     ) -> tuple[None, dict[str, str]]:
-        """Make what a rank makes without the others: lanes, chunks and the optimizer. Gives the
-        optimizer's settings, which must be equal on all ranks."""
+        """Make lanes, chunks and the optimizer, whose settings must be equal on all ranks."""
         if self._device.type == "cuda":
             check_cuda(self._layout.pp)
         _claim(self._layers, undo)
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
-        if plan.precision == "bf16":
-            modules = [module for layer in self._layers.values() for module in layer.modules()]
-            wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
-            inner = {part for module in wide for part in module.modules() if part is not module}
-            for module in wide:
-                if module not in inner:
-                    undo.enter_context(computing_in_fp32(module, torch.bfloat16))
+        if self._layout.context > 1:
+            from zeropp.engine.layers.context import Context
+
+            self.context = Context(
+                self._layout.context,
+                self._layout.coordinates(dist.get_rank())["context"],
+                self._groups.context,
+                positions=any(POSITIONS in layer.names for layer in sizes),
+                packs=POSITIONS in settings.sample_keywords,
+            )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings, undo, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -367,6 +359,7 @@ class Engine:
         sizes: Sequence[LayerSizes],
         plan: Plan,
         settings: Settings,
+        undo: ExitStack,
         *,
         splits: bool,
     ) -> Chunk:
@@ -417,6 +410,8 @@ class Engine:
             leaving=leaving,
             seed=seed,
             compute=compute,
+            fp32_modules=settings.fp32_modules,
+            undo=undo,
             context=self.context,
         )
 

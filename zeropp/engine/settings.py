@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.layers.context import POSITIONS, Context
+from zeropp.engine.layers.values import POSITIONS
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout
@@ -37,6 +37,7 @@ from zeropp.types.literals import (
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
     from zeropp.price.cluster import Cluster
 else:
     Cluster = object  # its module is loaded, and looks at the value, where there is one
@@ -199,8 +200,11 @@ class Settings(StepKnobs):
     @cached_property
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
-        packs, size = POSITIONS in self.sample_keywords, self.layout.context
-        return Context(size, packs=packs) if size > 1 else None
+        if (size := self.layout.context) == 1:
+            return None
+        from zeropp.engine.layers.context import Context
+
+        return Context(size, packs=POSITIONS in self.sample_keywords)
 
     @cached_property
     def hardware(self) -> Cluster | None:
@@ -323,11 +327,7 @@ def _decided_by(plan: Plan) -> dict[str, Any]:
 
 
 def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
-    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
-
-    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
-    placement numbers ranks as the mesh does.
-    """
+    """The degrees of a mesh, and the placement that numbers ranks as it does."""
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(AXES):
         raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {AXES}")

@@ -69,6 +69,7 @@ def make_flats(
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
+        types = _types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32)
         members = []
         for entry in bucket:
             index, name = first_name or entry.names[0]
@@ -85,7 +86,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32),
+            types=types,
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,

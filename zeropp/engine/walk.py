@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.layers.chunk import run_recomputed
-from zeropp.engine.layers.context import Context, active
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -49,6 +48,7 @@ from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.emulate.recorder import Recorder
+    from zeropp.engine.layers.context import Context
     from zeropp.types.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -157,8 +157,7 @@ def walk(
 def _check_modules(
     layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
 ) -> None:
-    """Raise InfeasibleError for layers that cannot be trained apart. A parameter in two of them
-    would be trained twice, each time with a part of its gradient; ``tied`` names the only pair."""
+    """Refuse layers that cannot be trained apart; ``tied`` names the only pair of one parameter."""
     owners: dict[int, ParameterName] = {}
     places: dict[int, tuple[int, ParameterName]] = {}  # in memory
     for index, layer in enumerate(layers):
@@ -232,7 +231,10 @@ def _walk(
             given, inputs = value, _leaves_of(value)
             watch = OperationWatch(elsewhere, where, module, stages, shared)
             if stages:
-                twice = _in_one_memory(tensors_of(value))
+                uses_of = Counter(x.untyped_storage() for x in tensors_of(value))
+                twice = [
+                    n for n, x in enumerate(tensors_of(value)) if uses_of[x.untyped_storage()] > 1
+                ]
                 watch.given = chosen(keywords, names) | {f"input {n}": inputs[n] for n in twice}
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
@@ -242,12 +244,11 @@ def _walk(
             watch.check_kept(tensors_of(value))
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            _check_recurrent(module, index, recompute)
             with refused(
                 f"{where}: cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
             ):
-                _recomputed(function, given, module, recompute)
+                _recomputed(function, given, module, recompute, where)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
             kinds=_kinds(made, index, group_of),
@@ -262,8 +263,7 @@ def _walk(
 
 
 def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> frozenset[str]:
-    """The names of a layer's keyword inputs. One with ``**kwargs`` takes all that there are, unless
-    it hands them on to what cannot be called with all of them."""
+    """The names of a layer's keyword inputs; with ``**kwargs`` all, if it takes them."""
     names = keywords_of(module)
     if not takes_all(module) or keywords.keys() <= names:
         return names
@@ -321,6 +321,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_collective(next(x for x in args if isinstance(x, torch.ScriptObject)))
         if _draws(function, args, kwargs or {}):
             self.draws = True
+            from zeropp.engine.layers.context import active  # not loaded for others
+
             if (context := active()) is not None and not context.drops:
                 raise InfeasibleError(
                     f"{self._reader}: {function} draws the same numbers for every slice of a "
@@ -387,8 +389,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether such a call takes random numbers of torch's default generators. Attention is among
-    the operators that may, and does so with dropout alone."""
+    """Whether a call draws from torch's default generators, as attention does with dropout."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     arguments = function._schema.arguments
@@ -405,8 +406,7 @@ def _forward(
     watches: Sequence[AbstractContextManager[object]],
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> tuple[Value, int]:
-    """What a layer returns, without its graph, and the bytes that its graph keeps; ``watches`` see
-    its operators."""
+    """What a layer returns, without its graph, and the bytes that its graph keeps."""
     own = [parameter.untyped_storage() for parameter in module.parameters()]
     kept: list[torch.UntypedStorage] = []
 
@@ -436,16 +436,9 @@ def _is_of_a_graph(number: Tensor) -> bool:
     return True
 
 
-def _in_one_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """Which of some tensors lie in memory of another one."""
-    storages = [x.untyped_storage() for x in tensors]
-    return [n for n, one in enumerate(storages) if sum(one is other for other in storages) > 1]
-
-
 @torch.enable_grad()
 def _leaves_of(given: Value) -> list[Tensor]:
-    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
-    of a graph, but these. One that is given twice is one here, too."""
+    """Inputs as another layer gives them: not leaves, so they may be changed in place."""
     tensors = tensors_of(given)
     leaves = {id(x): x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors}
     copies = {key: leaf.clone() for key, leaf in leaves.items()}
@@ -457,9 +450,15 @@ def _recomputed(
     given: Value,
     module: nn.Module,
     recompute: Recompute,
+    where: str,
 ) -> None:
-    """Run a layer with recomputation, forward and backward; raises what torch raises, and
-    RuntimeError if buffers change in both."""
+    """Run a layer with recomputation; raises what torch raises, and if buffers change twice."""
+    for part in module.modules():  # on CPUs these change in place, unnoticed, what is kept
+        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"{where}: {type(part).__name__} cannot be recomputed with "
+                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
+            )
     with torch.enable_grad():
         value = run_recomputed(function, *_leaves_of(given), recompute=recompute, random=True)
     before = {name: (id(one), one._version) for name, one in module.named_buffers()}
@@ -469,17 +468,6 @@ def _recomputed(
     for name, one in module.named_buffers():
         if before.get(name) != (id(one), one._version):
             raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
-
-
-def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
-            )
 
 
 def check_layer(module: nn.Module, index: int) -> None:
@@ -594,8 +582,7 @@ def _own(
 def _copied(
     made: nn.Module, device: torch.device, owners: Owners, *, copies: bool
 ) -> tuple[nn.Module, dict[int, Owner]]:
-    """A layer on the meta device or with values, which is a copy where the layer is not the walk's
-    own; and the parameters of other layers, with the copies of those that the layer has reached."""
+    """A layer of the walk's own on its device, and other layers' parameters that it has reached."""
     own = {id(parameter) for parameter in made.parameters()}
     others = {key: owner for key, owner in owners.items() if key not in own}
     if not copies and device.type != "meta":

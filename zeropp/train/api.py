@@ -15,15 +15,17 @@ from typing import Any, Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zeropp.engine.engine import Engine
+from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.ranks import errors as ranks
 from zeropp.engine.settings import Settings, check_call, describe_function, read
-from zeropp.engine.walk import Layer, LayerSizes, owners_of
+from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
-from zeropp.train.stages import Planned, check_sizes, empty_others, make_plan, measure, own_layers
+from zeropp.train.stages import Planned, check_sizes, make_plan, measure, own_layers
 
 P = ParamSpec("P")
 Build = Callable[..., ParallelModel]
@@ -31,8 +33,7 @@ Call = Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]
 
 
 def _with_keywords_of(settings: Callable[P, object]) -> Callable[[Build], Call[P]]:
-    """A decorator: type checkers, and who asks for the signature, see the keywords of ``settings``
-    in the place of a function's own."""
+    """A decorator: type checkers and the signature show the keywords of ``settings``."""
 
     def decorate(build: Build) -> Call[P]:
         layers, loss_fn, _ = inspect.signature(build).parameters.values()
@@ -66,17 +67,22 @@ def parallelize(
     settings, sizes, planned = ranks.agree(lambda: _planned(layers, loss_fn, settings, auto))
     plan, device = planned.plan, torch.device(settings.device or "cpu")
     held = own_layers(layers, plan, device, settings.tied)
-    owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
     loss = Loss(
         loss_fn,
         settings.loss_reduction,
-        owners,
+        [held.get(index, layer) for index, layer in enumerate(layers)],
         settings.sample_keywords,
         plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
     model = ParallelModel(engine, planned, frozenset(settings.sample_keywords))
-    empty_others(layers, held)  # at last: layers of a call that failed can be given again
+    # At last, as layers of a call that failed can be given again: those that other ranks train are
+    # NaN and without memory from now on, since their first values would look like trained ones.
+    own = {id(parameter) for module in held.values() for parameter in module.parameters()}
+    for layer in layers:
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            if id(parameter) not in own and may_have_gradient(parameter.dtype):
+                parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
     return model
 
 

@@ -254,8 +254,7 @@ class _Layers:
 
 
 def _states(trial: Trial, sizes: Sequence[LayerSizes]) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps, and
-    whether it needs a parameter whole, depends on the parameter's group."""
+    """The bytes of every layer's gradients and optimizer state, by the groups of its parameters."""
     states = []
     for layer in sizes:
         counts = [(kind.group, prod(kind.shape)) for kind in layer.kinds.values() if kind.trained]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.engine.layers.values import keywords_of, may_have_gradient, takes_all
+from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
@@ -260,12 +260,7 @@ def own_layers(
 
 
 def _values(index: int, layer: nn.Module) -> dict[str, object]:
-    """What must be equal on all ranks that train a layer: shapes, types, and values, as checksums,
-    of parameters and buffers.
-
-    Raises InfeasibleError for a parameter that is NaN throughout: an earlier model has kept only
-    shards of it.
-    """
+    """What must be equal on all ranks of a layer; refuses what an earlier model has sharded."""
     values: dict[str, object] = {}
     parameters = dict(layer.named_parameters())
     for name, one in {**parameters, **dict(layer.named_buffers())}.items():
@@ -285,9 +280,7 @@ def _held(
     device: torch.device,
     tied: tuple[ParameterName, ParameterName] | None,
 ) -> dict[int, nn.Module]:
-    """The layers of this rank's stages. Where ``tied``
-    parameters are one object in two stages of this rank, the second gets one of its own, because
-    every stage has a copy."""
+    """The layers of this rank's stages; a tied parameter of two stages is copied for the second."""
     held: dict[int, nn.Module] = {}
     for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"]):
         for index in plan.pieces_of(stage):
@@ -307,13 +300,3 @@ def _held(
             copy = nn.Parameter(second.detach().clone(), second.requires_grad)
             setattr(held[index].get_submodule(path), attribute, copy)
     return held
-
-
-def empty_others(layers: Sequence[Layer], held: Mapping[int, nn.Module]) -> None:
-    """Leave the layers that other ranks train NaN and without memory: their first values would look
-    like trained ones."""
-    own = {id(parameter) for module in held.values() for parameter in module.parameters()}
-    for layer in layers:
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            if id(parameter) not in own and may_have_gradient(parameter.dtype):
-                parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)

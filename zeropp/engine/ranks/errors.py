@@ -235,7 +235,6 @@ def _raise_everywhere(error: Exception | None, reports: Sequence[tuple[str, str]
 
 
 def _control_device() -> torch.device:
-    """The device for small collectives of the default group: the CPU if its backend accepts CPU
-    tensors, otherwise this process's CUDA device."""
+    """The device for small collectives: the CPU if its backend takes CPU tensors, else CUDA."""
     devices = {entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")}
     return torch.device("cpu" if "cpu" in devices else "cuda")
