@@ -1,23 +1,37 @@
 """DeepSpeed 3D, FSDP2 alone and torch's pipelines over FSDP2 on real processes: the numbers of one
-process, and their programs as planned."""
+process, and their programs as planned, which are the frameworks' own, action for action."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.blocks import prepare_block
 from baselines.deepspeed_3d.build import build
+from baselines.deepspeed_3d.private_names import OPS
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
-from baselines.model import build_piece
-from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, LLAMA, STEPS, TIED, check, request
+from baselines.megatron_core.parameters import contents_of
+from baselines.model import build_model, build_piece, cross_entropy
+from baselines.torch_pp.trainer import CLASSES
+from benchmarks.launch.local import launch
+from benchmarks.launch.options import LocalOptions
+from benchmarks.launch.points import plan_point
+from benchmarks.launch.running import SweepProgress
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import open_batches
+from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, LLAMA, STEPS, TEXT, TIED, check, request
 from tests.gloo.world import World
 from zeropp.engine.layers.chunk import run_recomputed
 from zeropp.engine.layers.deferred import (
@@ -26,9 +40,11 @@ from zeropp.engine.layers.deferred import (
     defer_weight_grads,
     save_early,
 )
+from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.schedule.plan import Plan
-from zeropp.schedule.program import Op
+from zeropp.schedule.program import Action, Op, for_torch
 from zeropp.types.literals import Recompute
+from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
 CLIPPED = OptimizerConfig(clip_norm=0.1)
@@ -279,3 +295,222 @@ def test_contenders_clip_and_adapt(world: World, name: str, ranks: int, options:
 )
 def test_bf16_is_close(world: World, name: str, ranks: int, options: Options) -> None:
     check(world, plan_of(name, options, ranks, precision="bf16"), tolerance=2e-2)
+
+
+DEEP = {"layers": 16}
+
+
+def deepspeed_program(
+    stage: int, stages: int, microbatches: int, tied: tuple[int, ...]
+) -> list[Action]:
+    """DeepSpeed's own instructions of a stage as actions.
+
+    It names buffers, not microbatches: the n-th instruction of a kind is that of microbatch n.
+    Without tied weights ``ReduceTiedGrads`` does nothing.
+    """
+    schedule = TrainSchedule(micro_batches=microbatches, stages=stages, stage_id=stage)
+    actions = []
+    counts = dict.fromkeys(Op, 0)
+    for instruction in (i for commands in schedule for i in commands if type(i) in OPS):
+        op = OPS[type(instruction)]
+        if op is Op.REDUCE_TIED and stage not in tied:
+            continue
+        microbatch = counts[op] if op.has_microbatch else None
+        counts[op] += 1
+        actions.append(Action(stage, op, microbatch))
+        if microbatch is not None:
+            assert instruction.buffer_id == microbatch % schedule.num_pipe_buffers()
+    return actions
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 8, 16])
+def test_deepspeed_plan_is_its_train_schedule(stages: int, microbatches: int) -> None:
+    """Its ``ReduceGrads`` goes over all data-parallel ranks, which are replicas, and with ZeRO-1
+    its ``OptimizerStep`` gathers."""
+    contender = {"name": "deepspeed_3d", "pp": stages, "replicate": 2, "replicate_zero": 1}
+    tied = DEEP | {"tied_embeddings": True}
+    plan = request(2 * stages, contender, global_batch=2 * microbatches, model=tied).plan()
+    ends = (0, stages - 1)
+    for stage in range(stages):
+        program = list(plan.schedule.programs[stage])
+        ours = [action for action in program if action.op not in IN_DEEPSPEEDS_INSTRUCTIONS]
+        assert ours == deepspeed_program(stage, stages, microbatches, ends)
+        reduced = program.index(Action(stage, Op.REDUCE_GRAD))
+        end = [Op.REDUCE_GRAD, Op.REDUCE_REPLICAS, Op.UPDATE, Op.GATHER_UPDATED]
+        assert [action.op for action in program[reduced:]] == end
+
+
+def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> list[list[str]]:
+    """Programs of torch's own schedule class in its text form."""
+    stages = [
+        SimpleNamespace(
+            num_stages=ranks * chunks,
+            group_size=ranks,
+            group_rank=0,
+            submod=None,
+            stage_index=chunk * ranks,
+            has_backward=True,
+        )
+        for chunk in range(chunks)
+    ]
+    schedule = CLASSES[name](stages, n_microbatches=microbatches, loss_fn=lambda output, target: 0)
+    programs = []
+    for rank in range(ranks):
+        actions = []
+        for action in schedule.pipeline_order_with_comms[rank]:
+            overlaps = action.computation_type is OVERLAP_F_B
+            parts = (action.sub_actions or ()) if overlaps else (action,)
+            actions += [str(part) for part in parts]
+        programs.append(actions)
+    return programs
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "microbatches"),
+    [
+        ("1f1b", 1, 1, 3),
+        ("1f1b", 4, 1, 8),
+        ("interleaved_1f1b", 2, 3, 4),
+        ("interleaved_1f1b", 4, 4, 8),
+        ("interleaved_1f1b", 4, 2, 6),
+        ("interleaved_1f1b", 4, 2, 3),
+        ("looped_bfs", 2, 2, 3),
+        ("looped_bfs", 4, 4, 6),
+        ("interleaved_zb", 2, 2, 4),
+        ("interleaved_zb", 3, 5, 9),
+        ("interleaved_zb", 4, 2, 6),
+        ("interleaved_zb", 4, 3, 2),
+        ("zbv", 2, 2, 4),
+        ("zbv", 4, 2, 11),
+        ("dualpipev", 2, 2, 4),
+        ("dualpipev", 4, 2, 9),
+        ("dualpipev", 8, 2, 16),
+    ],
+)
+def test_torch_plan_is_that_of_torch(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    contender = {"name": "torch_pp", "pp": ranks, "shard": 2, "schedule": name, "chunks": chunks}
+    plan = request(2 * ranks, contender, global_batch=2 * microbatches, model=DEEP).plan()
+    expected = torch_programs(name, ranks, chunks, microbatches)
+    # Messages of 1F1B's own class go both ways at once, and those of an overlapped forward and
+    # backward come after both.
+    with_messages = name not in ("1f1b", "dualpipev")
+    for program, theirs in zip(plan.schedule.programs, expected, strict=True):
+        actions = [a for a in for_torch(program) if with_messages or not a.op.is_transfer]
+        theirs = [t for t in theirs if with_messages or not re.search("SEND|RECV", t)]
+        assert list(map(str, actions)) == theirs
+
+
+BLOCK = {  # as Megatron-Core's own layers and as Transformer Engine's name them
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight": "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight": "self_attention.linear_proj.weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight": "mlp.linear_fc2.weight",
+}
+OF_GPT = {
+    name.replace("weight", "bias"): te.replace("weight", "bias") for name, te in BLOCK.items()
+}
+
+
+def shape_of(family: str) -> ModelShape:
+    model = {"family": family, "kv_heads": 2 if family == "llama" else 4}
+    return request(4, {"name": "megatron_core", "tp": 2, "pp": 2}, model=model).model
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("engine", [False, True], ids=["own layers", "Transformer Engine"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_block_is_cut_and_joined(family: str, engine: bool, tp: int) -> None:
+    shape, seen = shape_of(family), set[str]()
+    block = build_piece(shape, 3, seed=1).state_dict()
+    for own, theirs in (BLOCK | (OF_GPT if family == "gpt" else {})).items():
+        part = contents_of(shape, theirs if engine else own, 3, tp)
+        values = [block[name] for name in part.names]
+        parts = part.parts(values, tp)
+        assert len(parts) == tp
+        if part.cut != "whole":
+            assert sum(each.numel() for each in parts) == sum(each.numel() for each in values)
+        again = part.values(parts, [value.shape for value in values])
+        assert all(map(torch.equal, again, values))
+        assert part.piece == 3
+        seen |= set(part.names)
+    assert seen == set(block)
+
+
+def test_queries_keys_and_values_lie_group_by_group() -> None:
+    shape = shape_of("llama")
+    part = contents_of(shape, "self_attention.linear_qkv.weight", 1, 2)
+    rows = [(shape.hidden, "q"), (2 * shape.head_dim, "k"), (2 * shape.head_dim, "v")]
+    numbered = [torch.arange(count).view(-1, 1) + 1000 * i for i, (count, _) in enumerate(rows)]
+    first = part.parts(numbered, 2)[0].flatten().tolist()
+    half = shape.hidden // 2
+    expected = [*range(half), *range(1000, 1000 + shape.head_dim)]
+    assert first == [*expected, *range(2000, 2000 + shape.head_dim)]
+
+
+def test_ends_belong_to_the_first_and_the_last_piece() -> None:
+    shape = shape_of("gpt")
+    assert contents_of(shape, "embedding.word_embeddings.weight", 0, 2).names == ("tokens.weight",)
+    assert contents_of(shape, "output_layer.weight", 0, 2).piece == shape.num_pieces - 1
+    with pytest.raises(KeyError):
+        contents_of(shape, "decoder.renamed.weight", 1, 2)
+
+
+CURVE = 10
+MEASURE = {"warmup_steps": 2, "steps": CURVE - 2, "timeline": True}
+# Layers and sequences are as few as give every stage a piece and every pipeline two scheduling
+# units, because each costs every rank time in every step.
+CONFIGURATIONS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "zeropp 2x2": (4, {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2, "unit": 2}, 4),
+    "deepspeed 2x2x2": (8, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}, 2),
+}
+GATED = "zeropp 2x2"  # test_gate.py has the axes of all contenders; it takes long
+
+
+def spec_of(ranks: int, contender: dict[str, Any], layers: int, *, gate: bool = True) -> RunSpec:
+    """A run on real text; microbatches of one sequence."""
+    model = {"layers": layers, "hidden": 64, "ffn": 256, "vocab": 256, "seq": 32}
+    return request(ranks, contender, model=model, data=TEXT, measure=MEASURE | {"gate": gate})
+
+
+@cache
+def losses_of_one_process(layers: int) -> list[float]:
+    """The loss curve of one process, the whole global batch at once."""
+    spec = spec_of(1, {"name": "zeropp", "pp": 1}, layers)
+    model = build_model(spec.model, spec.seed)
+    optimizer = build_optimizer(model.parameters(), spec.optimizer)
+    batches, losses = open_batches(spec), []
+    for step in range(CURVE):
+        inputs, targets = (torch.from_numpy(part) for part in batches.batch(step))
+        loss = cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5  # it learns
+    return losses
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_loss_curve_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    gated, case = name == GATED, CONFIGURATIONS[name]
+    expected = losses_of_one_process(case[-1])
+    point = plan_point(spec_of(*case, gate=gated))
+    assert point.plan is not None, point.reason
+    with SweepProgress(1) as progress:
+        (record,) = launch([point], LocalOptions(share_gpu=not gated), tmp_path, progress)
+    assert record.status == "ok", record.reason
+    assert record.variant == ("" if gated else "shared GPU")  # gloo takes no notice of it
+    assert record.losses == pytest.approx(expected, rel=1e-4)
+    assert (record.gate is not None and record.gate.passed) == gated
+    if point.spec.contender.name == "zeropp":
+        steps, chunks = CURVE, point.plan.layout.chunks
+        units = point.plan.num_microbatches // point.plan.schedule.unit
+        assert units >= 2
+        assert len(record.ranks) == point.spec.num_gpus
+        for rank in record.ranks:
+            # Once per chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
+            # from forward to backward, and chunk 0 from one unit to the next, without a gather.
+            assert rank.counters["unshard"] == steps * (2 * (chunks - 1) * units + 1)

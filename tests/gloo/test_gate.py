@@ -17,8 +17,13 @@ from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts, order_checks
 from tests.gloo.cases import TIED, request
-from tests.gloo.contender_faults import MEGATRON_FAULTS, gate_without_last_reduction
-from tests.gloo.gate_faults import FAULTS, SUBTLE, find
+from tests.gloo.gate_faults import (
+    FAULTS,
+    MEGATRON_FAULTS,
+    SUBTLE,
+    find,
+    gate_without_last_reduction,
+)
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.unit.test_extending import registered_example
 from tests.unit.toy_spec import mapping
