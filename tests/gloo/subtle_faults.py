@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -185,6 +185,11 @@ def patched(owner: Any, name: str, make: Callable[[Place, Any], Any]) -> Fault:
 NARROW = torch.bfloat16
 
 
+def _in_bf16(fault: Fault) -> Fault:
+    """A fault of runs in bf16, which others do not have."""
+    return lambda place: fault(place) if place.plan.precision == "bf16" else nullcontext(unchanged)
+
+
 def _rounded(tensor: Tensor) -> None:
     """Leave in a tensor what bf16 would keep of it."""
     tensor.copy_(tensor.to(NARROW))
@@ -192,12 +197,7 @@ def _rounded(tensor: Tensor) -> None:
 
 def _after_steps(act: Callable[[torch.optim.Optimizer], None]) -> Fault:
     """Something is done to a bf16 run's optimizer right after each of its steps."""
-
-    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
-        narrow = place.plan.precision == "bf16"
-        return lambda optimizer, step: act(optimizer) if narrow else None
-
-    return beside_steps(hook_of, after=True)
+    return _in_bf16(beside_steps(lambda *_: lambda optimizer, step: act(optimizer), after=True))
 
 
 @torch.no_grad()
@@ -215,46 +215,40 @@ def _narrow_moments(*names: str) -> Callable[[torch.optim.Optimizer], None]:
     return act
 
 
-def _narrow_gradients(place: Place) -> Edit:
-    def edit(gradients: list[Tensor], step: int) -> None:
-        for gradient in gradients if place.plan.precision == "bf16" else ():
-            _rounded(gradient)
-
-    return edit
+def _narrow_gradients(gradients: list[Tensor], step: int) -> None:
+    for gradient in gradients:
+        _rounded(gradient)
 
 
 @contextmanager
 def _narrow_sums(place: Place) -> Iterator[Prepare]:
-    """The gradients of a bf16 run's microbatches are summed in bf16."""
+    """The gradients of microbatches are summed in bf16."""
     zeros, take = flat.zeros, flat.FlatParameters._take_sums
-    policy = "baselines.fsdp2.MixedPrecisionPolicy"
-    with ExitStack() as stack:
-        if place.plan.precision == "bf16":
 
-            def narrow(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-                del dtype
-                return zeros(size, NARROW, device)
+    def narrow(size: int, _: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(size, NARROW, device)
 
-            def widened(self: flat.FlatParameters) -> Tensor:
-                return take(self).float()
+    def widened(self: flat.FlatParameters) -> Tensor:
+        return take(self).float()
 
-            made = torch.distributed.fsdp.MixedPrecisionPolicy
-            both = made(param_dtype=NARROW, reduce_dtype=NARROW)
-            stack.enter_context(mock.patch.object(flat, "zeros", narrow))
-            stack.enter_context(mock.patch.object(flat.FlatParameters, "_take_sums", widened))
-            stack.enter_context(mock.patch(policy, return_value=both))
+    made = torch.distributed.fsdp.MixedPrecisionPolicy
+    both = made(param_dtype=NARROW, reduce_dtype=NARROW)
+    with (
+        mock.patch.object(flat, "zeros", narrow),
+        mock.patch.object(flat.FlatParameters, "_take_sums", widened),
+        mock.patch("baselines.fsdp2.MixedPrecisionPolicy", return_value=both),
+    ):
         yield unchanged
 
 
 def _narrow_wire(place: Place, types: Any) -> Any:
-    """Reductions of a bf16 run are sent in bf16."""
-    narrow = place.plan.precision == "bf16"
-    return lambda master, compute, wire: types(master, compute, NARROW if narrow else wire)
+    """Reductions are sent in bf16."""
+    return lambda master, compute, wire: types(master, compute, NARROW)
 
 
-def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
+def _copies(late: int, *, part: float = 1.0) -> Fault:
     """Gathers send the masters of some updates before (0: the first ones, for ever), in the last
-    ``part`` of a flat buffer; in bf16 runs only, unless ``always``."""
+    ``part`` of a flat buffer."""
 
     def make(place: Place, original: Callable[[flat.FlatParameters], None]) -> Any:
         seen: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
@@ -272,7 +266,7 @@ def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
             finally:
                 self.master = true
 
-        return gather if always or place.plan.precision == "bf16" else original
+        return gather
 
     return patched(flat.FlatParameters, "_gather", make)
 
@@ -303,25 +297,19 @@ def _whole_attention(place: Place, original: Any) -> Any:
 
 
 def _narrow_softmax(place: Place, original: Any) -> Any:
-    """A bf16 run's scores and their softmax are rounded to bf16."""
+    """Scores and their softmax are rounded to bf16."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        shares: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        return shares
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
-    return attention if place.plan.precision == "bf16" else original
+    return attention
 
 
 def _narrow_loss(place: Place, original: Any) -> Any:
-    """The loss of a bf16 run is computed in bf16."""
-
-    def loss(logits: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        narrow: Tensor = original(logits.to(NARROW), *arguments, **keywords)
-        return narrow.float()
-
-    return loss if place.plan.precision == "bf16" else original
+    """The loss is computed in bf16."""
+    return lambda logits, *given, **more: original(logits.to(NARROW), *given, **more).float()
 
 
 def _scaled_loss(factor: float) -> Fault:
@@ -404,9 +392,9 @@ SUBTLE_FAULTS: dict[str, Fault] = {
     "the last tenth of the gradients 3 % too large": scaled_part(0.9, 1.0, 1.03),
     "a hundredth of the gradients halved": scaled_part(0.5, 0.51, 0.5),
     "a thousandth of the parameters never updated": scaled_part(0.5, 0.501, 0.0),
-    "gradients in bf16": editing(_narrow_gradients),
-    "sums in bf16": _narrow_sums,
-    "reductions sent in bf16": patched(sharding, "Types", _narrow_wire),
+    "gradients in bf16": _in_bf16(editing(lambda place: _narrow_gradients)),
+    "sums in bf16": _in_bf16(_narrow_sums),
+    "reductions sent in bf16": _in_bf16(patched(sharding, "Types", _narrow_wire)),
     "masters in bf16": _after_steps(_narrow_masters),
     "norm epsilon 1e-4": _norm_eps(1e-4),
     "norm epsilon 1e-3": _norm_eps(1e-3),
@@ -414,16 +402,16 @@ SUBTLE_FAULTS: dict[str, Fault] = {
     "scores 1 % larger": _attention(1.01),
     "scores 5 % larger": _attention(1.05),
     "tokens see the next ones": patched(F, "scaled_dot_product_attention", _whole_attention),
-    "softmax in bf16": patched(F, "scaled_dot_product_attention", _narrow_softmax),
-    "loss in bf16": patched(F, "cross_entropy", _narrow_loss),
+    "softmax in bf16": _in_bf16(patched(F, "scaled_dot_product_attention", _narrow_softmax)),
+    "loss in bf16": _in_bf16(patched(F, "cross_entropy", _narrow_loss)),
     "loss half a percent low": _scaled_loss(0.995),
     "one token wrong": feeding(_token),
     "targets of one sequence shifted": feeding(_target),
     "a microbatch dropped": feeding(_dropped),
     "updated parameters never gathered": _copies(0),
-    "copies in bf16 never refreshed": _copies(0, always=False),
+    "copies in bf16 never refreshed": _in_bf16(_copies(0)),
     "copies late by a step": _copies(1),
-    "a tenth of the copies never refreshed": _copies(0, part=0.1, always=False),
+    "a tenth of the copies never refreshed": _in_bf16(_copies(0, part=0.1)),
     "a tenth of the copies late by a step": _copies(1, part=0.1),
 }
 # What shows in the second step or later.

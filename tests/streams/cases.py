@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -32,10 +31,6 @@ Fault = Callable[[], AbstractContextManager[Any]]
 def _instead(owner: Any, **methods: Any) -> Fault:
     """Other methods in the place of an owner's."""
     return lambda: mock.patch.multiple(owner, **methods)
-
-
-def _zero(tensor: torch.Tensor) -> None:
-    tensor.zero_()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -102,7 +97,7 @@ def _zeros_in_a_lane() -> Iterator[None]:
 
     def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         out = torch.empty(size, dtype=dtype, device=device)
-        lane.run(partial(_zero, out))
+        lane.run(out.zero_)
         return out
 
     with mock.patch.object(flat_module, "zeros", zeros):
@@ -115,10 +110,6 @@ def _crosses_before_reducing() -> Iterator[None]:
     early = lambda self, after: cross(self, [])  # noqa: E731
     with mock.patch.object(FlatParameters, "_reduce_over_replicas", early):
         yield
-
-
-def _sum_tied_without_waiting(self: Any) -> None:
-    self.tied.sum_gradients()
 
 
 @contextmanager
@@ -145,7 +136,7 @@ def _unshard_in_the_lane(self: Any) -> None:
     self.state = flat_module.Gathering(self._lanes.gather.run(work, tuple(self._row_gathers)))
 
 
-# Name -> the fault, and the configuration (of ``cases.py``) that has what it breaks.
+# Name -> the fault, and the configuration that has what it breaks.
 FAULTS: dict[str, tuple[Fault, str]] = {
     "no lane is waited for": (_instead(lanes._StreamTicket, wait=_nothing), "bf16"),
     "lanes ignore each other": (_lanes_ignore_after, "shards and replicas"),
@@ -183,7 +174,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "sums zeroed in a lane": (_zeros_in_a_lane, "prefetch"),
     "replicas summed before shards": (_crosses_before_reducing, "shards and replicas"),
     "tied gradients before their sums": (
-        _instead(ParameterUpdate, sum_tied=_sum_tied_without_waiting),
+        _instead(ParameterUpdate, sum_tied=lambda self: self.tied.sum_gradients()),
         "units, tied weights",
     ),
 }
@@ -211,7 +202,7 @@ class Case:
     dropout: float = 0.0
     whole: bool = False  # matrices are updated whole, by Muon
     passes_weights: bool = False  # layers give the next one a view of a weight, too
-    then: tuple[str, ...] = ()  # names of functions below
+    then: tuple[str, ...] = ()  # what ``_between`` does
 
     def __str__(self) -> str:
         return self.name
@@ -255,7 +246,7 @@ def run_case(case: Case, emulate: bool, folder: str) -> Found:
 
 def watch_case(case: Case, fault: str | None = None) -> tuple[Report, list[float]]:
     """What ``watch`` reports of two steps of a model that has done one before, with a fault or a
-    control of ``faults.py`` by its name; and the losses of these and of one more step."""
+    control by its name; and the losses of these and of one more step."""
     make = nullcontext if fault is None else (FAULTS | CONTROLS)[fault][0]
     model, batches = built(case)
     losses: list[float] = []
@@ -318,7 +309,7 @@ def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[f
     step(1)
     mark("the end of the second step")
     for name in case.then:
-        numbers += BETWEEN_STEPS[name](model, batches[4], folder)
+        numbers += _between(name, model, batches[4], folder)
         step(5)
     model.close()
     return [float(number) for number in numbers], program
@@ -331,63 +322,28 @@ def _muon_and_adamw(groups: Mapping[str, list[Any]]) -> list[torch.optim.Optimiz
     ]
 
 
-def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del folder
-    mine = batch[model.data_parallel_rank :: model.data_parallel_size][:3]
-    return [model.eval_step(mine[:, :-1], mine[:, 1:])]
-
-
-def _save_and_load(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del batch
-    model.save(folder)
-    model.load(folder)
-    return []
-
-
-def _state(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del batch, folder
-    model.load_state_dict(model.state_dict())
-    whole = model.full_state_dict()
-    return [float(sum(value.double().sum() for value in whole.values()))]
-
-
-def _parameters(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del batch, folder
-    return [float(sum(value.double().sum() for _, value in model.full_parameters()))]
-
-
-def _gradients(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del batch, folder
-    return [float(sum(value.double().sum() for _, value in model.gradients()))]
-
-
-def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    """What a moving average or a log of weights does between steps."""
-    del batch, folder
-    found = [
-        parameter.detach().float().norm()
-        for flat in model.engine.flats
-        for member in flat.members
-        for parameter in member.parameters
-    ]
-    return [float(norm) for norm in found if not norm.isnan()]
-
-
-def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
-    del batch, folder
-    model.engine.interpreter.record_spans(True)
-    return []
-
-
-BETWEEN_STEPS = {
-    "evaluate": _evaluate,
-    "gradients": _gradients,
-    "norms": _norms,
-    "parameters": _parameters,
-    "save and load": _save_and_load,
-    "spans": _spans,
-    "state": _state,
-}
+def _between(what: str, model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[Any]:
+    """What is done between two steps, as a case names it, and what it gives."""
+    given: list[Any] = []
+    if what == "evaluate":
+        mine = batch[model.data_parallel_rank :: model.data_parallel_size][:3]
+        given = [model.eval_step(mine[:, :-1], mine[:, 1:])]
+    elif what == "save and load":
+        model.save(folder)
+        model.load(folder)
+    elif what == "state":
+        model.load_state_dict(model.state_dict())
+        given = [*model.full_state_dict().values()]
+    elif what == "spans":
+        model.engine.interpreter.record_spans(True)
+    elif what == "norms":  # as a moving average or a log of weights takes them
+        members = [one for flat in model.engine.flats for one in flat.members]
+        norms = [p.detach().float().norm() for one in members for p in one.parameters]
+        given = [norm for norm in norms if not norm.isnan()]
+    else:
+        reads = {"parameters": model.full_parameters, "gradients": model.gradients}
+        given = [value for _, value in reads[what]()]
+    return [float(torch.as_tensor(one).double().sum()) for one in given]
 
 
 _BASE = {"pp": 2, "shard": 2, "chunks": 2}
