@@ -4,9 +4,7 @@ adapters of peft."""
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import logging
 
 import zeropp
-from tests.gloo.models import apart, topology
+from tests.gloo.models import apart, ranks_of, topology
 from tests.gloo.world import World, on_ranks
 from zeropp import huggingface
 from zeropp.huggingface import model_layers
@@ -48,7 +46,7 @@ _EXPERTS = {**_LLAMA, "num_experts_per_tok": 2, "experts_implementation": "eager
 _GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 4, "n_positions": 16,
          "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # fmt: skip
 # Each family in the setting that differs most from the others: ties, windows, projections, scales,
-# experts, slopes in the place of positions. Those of the standing suite come first.
+# experts, slopes in the place of positions. The first six are trained.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "max_position_embeddings": LENGTH - 2,
               "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -180,22 +178,18 @@ def train(drawn: dict[str, Any], expected: Expected, steps: int) -> dict[str, tu
     return errors
 
 
-def check(world: World, seed: int, families: Iterable[str], steps: int = STEPS) -> None:
-    """Hold a random topology to one process. Parameters are given in fp32, gradients in fp64."""
+@pytest.mark.parametrize("seed", range(len(STANDING) // 2))
+def test_random_topologies_are_one_process(world: World, seed: int) -> None:
+    """Parameters are given in fp32, gradients in fp64."""
     drawn = topology(seed)
-    expected = {family: alone(family, drawn["tied"], steps) for family in families}
-    size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
-    for errors in world.run(train, drawn, expected, steps, size=size):
+    families = STANDING[seed :: len(STANDING) // 2]
+    expected = {family: alone(family, drawn["tied"], STEPS) for family in families}
+    for errors in world.run(train, drawn, expected, STEPS, size=ranks_of(drawn)):
         assert set(errors) == set(expected)
         for family, (parameters, gradients) in errors.items():
             bound = BOUNDS.get(family, 1e-9)
             assert parameters < bound + 1e-6, (family, parameters, drawn)
             assert gradients < bound, (family, gradients, drawn)
-
-
-@pytest.mark.parametrize("seed", range(len(STANDING) // 2))
-def test_random_topologies_are_one_process(world: World, seed: int) -> None:
-    check(world, seed, STANDING[seed :: len(STANDING) // 2])
 
 
 def through_layers(model: Any, tokens: Tensor, **keywords: Tensor) -> Tensor:
@@ -367,10 +361,6 @@ def from_folder(
 
 @pytest.mark.parametrize("family", SAVED)
 def test_from_a_folder_into_another(world: World, family: str, tmp_path: Path) -> None:
-    check_folders(world, family, tmp_path)
-
-
-def check_folders(world: World, family: str, tmp_path: Path) -> None:
     """A model that is read from a folder, trained and written is one for ``transformers``."""
     whole: Any = made(family)
     whole.float()
@@ -469,33 +459,6 @@ def test_a_routers_loss_is_refused() -> None:
         model = make.from_config(config)
     with pytest.raises(zeropp.InfeasibleError, match="model: output_router_logits=True is not"):
         huggingface.layers(model)
-
-
-def main() -> None:
-    """Every family: its logits, ten steps in a random topology as in one process (two, where a
-    bound says that they drift), and a folder that is read, trained, written, and generated from:
-    ``python -m tests.gloo.test_huggingface [FAMILY ...]``."""
-    torch.set_num_threads(1)  # as ranks do: softmax in fp32 rounds otherwise with more
-    logging.disable_progress_bar()
-    wrong = []
-    with World() as world:
-        for seed, family in enumerate(FAMILIES):
-            if family not in (sys.argv[1:] or FAMILIES):
-                continue
-            try:
-                test_layers_give_the_logits_of_the_model(family)
-                check(world, seed, [family], steps=STEPS if family in BOUNDS else 10)
-                with tempfile.TemporaryDirectory() as folder:
-                    check_folders(world, family, Path(folder))
-                print(family, topology(seed), flush=True)
-            except AssertionError as error:
-                wrong.append(family)
-                print(family, "WRONG", error, flush=True)
-    sys.exit(f"wrong: {wrong}" if wrong else 0)
-
-
-if __name__ == "__main__":
-    main()
 
 
 ADAPTER = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}

@@ -127,9 +127,13 @@ class Look(torch.optim.SGD):
 
 
 class Fading(torch.optim.SGD):
-    """A rate that falls with a count that is kept, as ``count`` says."""
+    """A rate that falls with a count that is kept: in its group, from its first step on; in its
+    state under a name, as SPAM does; there as a tensor, as MADGRAD does; or in an attribute alone,
+    which a plain loop loses."""
 
-    count: str
+    def __init__(self, parameters: Any, count: str = "attribute") -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9, dampening=0.5)
+        self.count = count
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -151,34 +155,8 @@ class Fading(torch.optim.SGD):
         super().step(closure)
 
 
-class ByGroup(Fading):
-    """In its group, from its first step on."""
-
-    count = "group"
-
-
-class ByState(Fading):
-    """In its state, under a name, as SPAM does."""
-
-    count = "state"
-
-
-class ByTensor(Fading):
-    """In its state, as a tensor under a name, as MADGRAD does."""
-
-    count = "tensor"
-
-
-class ByAttribute(Fading):
-    """In an attribute alone, which a plain loop loses."""
-
-    count = "own"
-
-
-class ByStateDict(Fading):
+class StateDict(Fading):
     """In a state dict of its own, as StableSPAM does."""
-
-    count = "own"
 
     def state_dict(self) -> dict[str, Any]:
         """With the count."""
@@ -191,8 +169,9 @@ class ByStateDict(Fading):
 
 
 RESUMED = {
-    kind.__name__: own(kind, lr=0.1, momentum=0.9, dampening=0.5)
-    for kind in (Look, ByGroup, ByState, ByTensor, ByStateDict, ByAttribute)
+    "looked up": own(Look, lr=0.1, momentum=0.9, dampening=0.5),
+    "state dict": own(StateDict),
+    **{kind: own(Fading, count=kind) for kind in ("group", "state", "tensor", "attribute")},
 }
 
 

@@ -473,11 +473,11 @@ def test_different_keyword_inputs_are_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.bfloat16, torch.complex128])
-def test_achecksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
+def test_a_checksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
     rows = torch.arange(1, 4 * WIDTH + 1).view(4, WIDTH).triu().to(kind)
     assert int(checksum(rows)) == int(checksum(rows.clone())) != 0
-    others = (rows.flip(0), rows[:2], torch.zeros_like(rows), rows[:, 0])
-    assert len({int(checksum(part)) for part in (rows, *others)}) == 5
+    others = (rows.flip(0), rows[:2], torch.zeros_like(rows), rows[:, 0], rows.t(), rows.flip(1))
+    assert len({int(checksum(part)) for part in (rows, *others)}) == 7
     assert int(checksum(rows.t())) == int(checksum(rows.t().contiguous()))
     assert int(checksum(torch.empty(0, 2))) != 0  # which would not be compared
 
