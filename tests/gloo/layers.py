@@ -31,9 +31,6 @@ class One(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x)
-
 
 class Pair(nn.Module):
     """Two linear layers, for those below."""

@@ -302,7 +302,7 @@ def _narrow_softmax(place: Place, original: Any) -> Any:
     def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v  # type: ignore[no-any-return]
 
     return attention
 

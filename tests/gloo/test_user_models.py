@@ -49,6 +49,7 @@ from tests.gloo.models import (
     kinds_of,
     loss_function,
     ranks_of,
+    refuses,
     seeded,
     step,
     steps,
@@ -388,8 +389,7 @@ def test_data_sets_that_do_not_fit_are_refused() -> None:
             (Numbers(LOADED - 1), "has 7 rows, fewer than global_batch=8"),
             (stream, "tuple_iterator has no length or no rows by number"),
         ):
-            said = error_of(partial(model.loader, dataset))
-            assert said.startswith(f"InfeasibleError: dataset: {words}"), said
+            refuses(f"InfeasibleError: dataset: {words}", partial(model.loader, dataset))
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zeropp
 from tests.gloo.layers import ROWS, WIDTH, Kind, Scale, frozen, linear
-from tests.gloo.models import built, data, error_of, seeded, step, steps
+from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
@@ -474,8 +474,7 @@ NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
 def test_what_a_loop_does_and_no_step_would_see_is_refused(tmp_path: Path) -> None:
     for call, words in NOT_SEEN:
         model = built(shard=2)
-        said = error_of(partial(call, model, tmp_path))
-        assert said.startswith(words), said
+        refuses(words, partial(call, model, tmp_path))
 
 
 @on_ranks(2)
@@ -497,8 +496,10 @@ def test_layers_belong_to_one_model_until_it_is_closed() -> None:
     layers = seeded([linear] * 4)
     with built(layers, pp=2) as first:
         found = [step(first, 0)]
-        said = error_of(lambda: built(layers, pp=2))
-        assert said.startswith("InfeasibleError: layers[0]: 'weight' belongs to another model that")
+        refuses(
+            "InfeasibleError: layers[0]: 'weight' belongs to another model that",
+            lambda: built(layers, pp=2),
+        )
         found.append(step(first, 1))
         others = nn.ModuleList(layers[2:] if dist.get_rank() == 0 else layers[:2])
         assert all(one.isnan().all() for one in others.parameters())  # not the first values
@@ -515,8 +516,10 @@ def test_layers_belong_to_one_model_until_it_is_closed() -> None:
 def test_a_model_that_a_peer_has_refused_keeps_no_layers() -> None:
     taken, new = seeded([linear] * 2), seeded([linear])
     with built(taken, pp=2):
-        said = error_of(lambda: built([new[0], taken[1]], pp=2))
-        assert said.startswith("InfeasibleError: layers[1]: 'weight' belongs to another model that")
+        refuses(
+            "InfeasibleError: layers[1]: 'weight' belongs to another model that",
+            lambda: built([new[0], taken[1]], pp=2),
+        )
     with built([new[0], taken[1]], pp=2) as model:
         assert step(model) > 0
 
@@ -619,5 +622,4 @@ def test_steps_that_cannot_be_right() -> None:
     assert said.startswith("RuntimeError: train_step: gradients are disabled")
     # The first stage raises, and its peer waits for it no longer than told.
     assert error_of(lambda: model.train_step(inputs[:, :3], targets))
-    said = error_of(lambda: model.train_step(inputs, targets))
-    assert said.startswith("RuntimeError: an earlier step raised")
+    refuses("RuntimeError: an earlier step raised", lambda: model.train_step(inputs, targets))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,10 @@ Fault = Callable[[], AbstractContextManager[Any]]
 def _instead(owner: Any, **methods: Any) -> Fault:
     """Other methods in the place of an owner's."""
     return lambda: mock.patch.multiple(owner, **methods)
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -97,7 +102,7 @@ def _zeros_in_a_lane() -> Iterator[None]:
 
     def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         out = torch.empty(size, dtype=dtype, device=device)
-        lane.run(out.zero_)
+        lane.run(partial(_zero, out))
         return out
 
     with mock.patch.object(flat_module, "zeros", zeros):
