@@ -149,8 +149,7 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
 
     with ExitStack() as stack:
         for module, name in _reductions():
-            wrapped = losing(getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, wrapped))
+            stack.enter_context(mock.patch.object(module, name, losing(getattr(module, name))))
         yield prepare
 
 

@@ -231,8 +231,7 @@ def _narrow_sums(place: Place) -> Iterator[Prepare]:
     def widened(self: flat.FlatParameters) -> Tensor:
         return take(self).float()
 
-    made = torch.distributed.fsdp.MixedPrecisionPolicy
-    both = made(param_dtype=NARROW, reduce_dtype=NARROW)
+    both = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=NARROW, reduce_dtype=NARROW)
     with (
         mock.patch.object(flat, "zeros", narrow),
         mock.patch.object(flat.FlatParameters, "_take_sums", widened),
@@ -259,8 +258,7 @@ def _copies(late: int, *, part: float = 1.0) -> Fault:
                 values.append(self.master.clone())
             stale = values[0] if late == 0 else values[max(0, len(values) - 1 - late)]
             begin = int((1 - part) * len(stale))
-            wrong = torch.cat([self.master[:begin], stale[begin:]])
-            true, self.master = self.master, wrong
+            true, self.master = self.master, torch.cat([self.master[:begin], stale[begin:]])
             try:
                 original(self)
             finally:

@@ -218,8 +218,7 @@ def test_a_compiled_block_leaves_its_last_product_out() -> None:
     """Where it is computed again, as the trait ``stops_recomputing`` says."""
     plan = plan_of("fsdp", {"recompute": "full", "compile": True})
     block = build_piece(plan.shape, 1, 0, torch.device("cpu"))
-    in_python = partial(torch.compile, backend="aot_eager_decomp_partition")
-    with mock.patch("torch.compile", in_python):
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
         prepare_block(block, plan, recomputed=True)
     x = torch.zeros(2, plan.shape.seq, plan.shape.hidden, requires_grad=True)
     block(x).sum().backward()  # compiles
@@ -250,8 +249,7 @@ def test_a_delaying_block_leaves_its_last_product_out(model: Options, compiled: 
 
     run("full")  # compiles
     (once, expected), (again, found) = run("none"), run("full")
-    linears = sum(isinstance(module, nn.Linear) for module in block.modules())
-    assert again - once == linears - 1
+    assert again - once == sum(isinstance(module, nn.Linear) for module in block.modules()) - 1
     assert all(map(torch.equal, found, expected))
 
 
@@ -405,8 +403,7 @@ def test_a_block_is_cut_and_joined(family: str, engine: bool, tp: int) -> None:
         assert len(parts) == tp
         if part.cut != "whole":
             assert sum(each.numel() for each in parts) == sum(each.numel() for each in values)
-        again = part.values(parts, [value.shape for value in values])
-        assert all(map(torch.equal, again, values))
+        assert all(map(torch.equal, part.values(parts, [value.shape for value in values]), values))
         assert part.piece == 3
         seen |= set(part.names)
     assert seen == set(block)

@@ -290,8 +290,7 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
     buffers hold the parameters of a chunk (weights with delayed gradients have their own); beside
     them one sum of losses and norms."""
     plan = case.plan()
-    rank = plan.layout.coordinates(dist.get_rank())["pp"]
-    program = plan.schedule.programs[rank]
+    program = plan.schedule.programs[plan.layout.coordinates(dist.get_rank())["pp"]]
     flats = {stage: len(chunk.flats) for stage, chunk in engine.chunks.items()}
 
     def of(op: Op) -> list[int]:

@@ -126,8 +126,7 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
     for peaks in many:
         assert 0 < peaks.gathered <= peaks.resident * peaks.chunk
         assert 0 < peaks.gradients <= (peaks.resident + PREFETCH) * peaks.chunk
-        units = CASE.batch // CASE.shard // CASE.unit
-        assert peaks.unshards <= 2 * CASE.chunks * units
+        assert peaks.unshards <= 2 * CASE.chunks * (CASE.batch // CASE.shard // CASE.unit)
         assert peaks.reducing == 2  # one chunk at a time, which has two buffers
     for small, large, once in zip(few, many, whole, strict=True):
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
@@ -308,8 +307,7 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     name = contender["name"]
     num_gpus = prod(contender.get(degree, 1) for degree in ("pp", "tp", "shard", "replicate"))
     sizes = {**TRACED_SIZES, **model}
-    asked = request(num_gpus, contender, global_batch=batch, model=sizes, precision="bf16")
-    plan = asked.plan()
+    plan = request(num_gpus, contender, global_batch=batch, model=sizes, precision="bf16").plan()
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
@@ -373,8 +371,7 @@ def measured(name: str, plan: Plan) -> int:
         resized(storage, size)
         allocations.resized(storage)
 
-    rows = plan.num_microbatches * plan.microbatch_size
-    inputs, targets = batch(plan.shape, rows, 0)
+    inputs, targets = batch(plan.shape, plan.num_microbatches * plan.microbatch_size, 0)
     with (
         observed(allocations),
         replaced((torch.UntypedStorage, "resize_", resize)),

@@ -335,8 +335,7 @@ def normed(degrees: dict[str, Any], kinds: tuple[type[nn.Module], ...]) -> tuple
     given: dict[str, Any] = {"sample": x[:1], "precision": "bf16", "fp32_modules": kinds}
     with built(layers, optimizer=zeropp.OptimizerConfig(), **given, **degrees) as model:
         model.train_step(x[model.rows], y[model.rows])
-        seen = set().union(*(layer.seen for layer in layers))
-        return seen, dict(model.gradients())
+        return set().union(*(layer.seen for layer in layers)), dict(model.gradients())
 
 
 def test_norms_compute_in_fp32_where_asked(world: World) -> None:

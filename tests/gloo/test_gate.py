@@ -180,8 +180,7 @@ def case_by_knobs(contender: Contender[Any], precision: str) -> Case:
     axes = dict.fromkeys(sorted({"pp", "tp", data} & knobs), 2)
     pair = TWO_STAGES if "pp" in knobs else Setting(2, {data: 2}, {"dp"})
     model = DROPOUT if "dropout" in needs else TIED if "tied" in needs else {}
-    both = Setting(2 ** len(axes), axes, needs)
-    return Case(contender.name, precision, model, pair, (both,))
+    return Case(contender.name, precision, model, pair, (Setting(2 ** len(axes), axes, needs),))
 
 
 NAMED = {case.contender for case in CASES}
@@ -320,8 +319,7 @@ def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -
     assert [part.precision for part in gate_parts(spec)] == ["fp32", "bf16"]
     with mock.patch.object(RunSpec, "plan", side_effect=InfeasibleError("no")):
         assert gate_parts(spec) == [spec]
-    knobs = ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"})
-    sent = replace(spec, contender=knobs)
+    sent = replace(spec, contender=ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"}))
     assert [vars(part.contender)["reduce_dtype"] for part in gate_parts(sent)] == ["fp32", "bf16"]
 
 

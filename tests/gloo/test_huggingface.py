@@ -490,8 +490,7 @@ def trained(how: str, folder: Path) -> None:
 def logits_after_a_step(model: Any) -> Tensor:
     """What one process gets."""
     tokens, targets, mask = batch(0)
-    trainable = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=RATE)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=RATE)
     logits = model(tokens, attention_mask=mask).logits
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()

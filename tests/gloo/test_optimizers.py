@@ -77,8 +77,7 @@ class OwnMuon(torch.optim.SGD):
                 if parameter.dim() == 2:
                     x = parameter.grad / (parameter.grad.norm() + 1e-7)
                     for _ in range(5):  # Newton and Schulz
-                        square = x @ x.mT
-                        x = 1.5 * x - 0.5 * square @ x
+                        x = 1.5 * x - 0.5 * (x @ x.mT) @ x
                     parameter.grad.copy_(x * max(1, len(x) / x.shape[1]) ** 0.5)
         super().step(closure)
 
@@ -468,8 +467,7 @@ def test_a_schedule_beside_another_one_is_refused_and_a_loaded_rate_is_not(tmp_p
     steps(model, 1)
     model.load(tmp_path / "one")
     steps(model, 1)
-    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.1)
-    scheduler.step()
+    torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.1).step()
     refuses(
         "ValueError: lr_schedule: has set the learning rate to 0.05, and a sch",
         lambda: steps(model, 2),

@@ -112,8 +112,7 @@ def test_a_compiled_layer_is_a_layer() -> None:
 
     trained: list[list[float]] = []
     for kinds in ([linear, Block, linear], [linear, compiled, linear]):
-        layers = seeded(kinds)
-        with built(layers, pp=2, microbatch_size=2) as model:
+        with built(seeded(kinds), pp=2, microbatch_size=2) as model:
             trained.append(steps(model, 0, 1))
     assert trained[0] == trained[1]
 

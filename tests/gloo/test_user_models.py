@@ -167,8 +167,7 @@ def test_targets_in_memory_of_inputs_stay_as_they_were(degrees: dict[str, Any]) 
         with built(seeded([in_place, linear, linear]), **degrees) as model:
             inputs, _ = data()
             targets = inputs if is_same else inputs.clone()
-            result = model.train_step(inputs[model.rows], targets[model.rows])
-            losses.append(float(result.loss))
+            losses.append(float(model.train_step(inputs[model.rows], targets[model.rows]).loss))
     assert losses[0] == losses[1]
 
 
@@ -487,8 +486,7 @@ CUT = 3  # of a microbatch, whose halves are one row and two
 
 def labels(target: Tensor) -> Tensor:
     """A class per row; unequally many of each half are ignored."""
-    classes = torch.arange(len(target)) % WIDTH
-    return classes.masked_fill(target[:, 0] > 0.3, -100)
+    return (torch.arange(len(target)) % WIDTH).masked_fill(target[:, 0] > 0.3, -100)
 
 
 def contrastive(output: Tensor, target: Tensor) -> Tensor:

@@ -81,8 +81,7 @@ class Scaled:
             output.register_hook(lambda gradient: gradient.clamp(max=0.01))  # type: ignore[no-untyped-call]
             (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
             loss = loss + 0.0 * gradient.mean()
-        scale = self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean
-        return loss * scale / 30
+        return loss * (self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean) / 30
 
 
 def changing() -> Callable[[Tensor, Tensor], Tensor]:
@@ -214,8 +213,7 @@ def test_labels_are_shifted_by_name_and_refused_otherwise() -> None:
     ):
         assert said(loss_fn, targets) == ""
     torch.manual_seed(1)
-    logits = Head()(tokens)
-    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected = F.cross_entropy(Head()(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert losses == pytest.approx([float(expected)] * 2)
     assert "label_loss, which shifts" in said(huggingface.token_loss, labels)
     assert "label_loss, which shifts" in said(huggingface.token_loss, tokens)
@@ -473,8 +471,7 @@ NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
 @on_ranks(2)
 def test_what_a_loop_does_and_no_step_would_see_is_refused(tmp_path: Path) -> None:
     for call, words in NOT_SEEN:
-        model = built(shard=2)
-        refuses(words, partial(call, model, tmp_path))
+        refuses(words, partial(call, built(shard=2), tmp_path))
 
 
 @on_ranks(2)
@@ -533,8 +530,7 @@ def test_layers_without_values_are_refused(kind: Kind, parameter: str) -> None:
     with built(layers, shard=2) as first:
         step(first)
         copies = copy.deepcopy(layers)
-    calls = partial(built, layers, shard=2), partial(built, copies, pp=2)
-    for said in map(error_of, calls):
+    for said in map(error_of, (partial(built, layers, shard=2), partial(built, copies, pp=2))):
         assert said.startswith(f"InfeasibleError: layers[0]: '{parameter}' has no values"), said
         assert "\n" not in said
 
@@ -587,14 +583,12 @@ UNTRAINED: dict[str, list[Kind]] = {
 def test_a_loss_that_depends_on_nothing_trained(name: str) -> None:
     with built(seeded(UNTRAINED[name])) as model:
         assert model.eval_step(*data()) > 0
-        said = error_of(lambda: step(model))
-        assert "the loss depends on nothing that is trained" in said
+        assert "the loss depends on nothing that is trained" in error_of(lambda: step(model))
 
 
 @on_ranks(4)
 def test_a_users_mesh() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-    with built(mesh=mesh) as model:
+    with built(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))) as model:
         step(model)
         assert model.data_parallel_size == 2
         assert model.data_parallel_rank == dist.get_rank() % 2
