@@ -293,34 +293,6 @@ def test_keyword_inputs_reach_those_who_read_them_by_kwargs() -> None:
         assert by_keywords(kind) == pytest.approx(expected), kind
 
 
-def unlike(what: str) -> str:
-    """What the call or the first step says where rank 1 differs from rank 0."""
-    rank = dist.get_rank()
-    layers = seeded([linear, linear])
-    inputs, targets = data()
-    pp = 1 if what in ("buffer", "same rows", "one row") else 2
-
-    def work() -> None:
-        if what == "buffer":
-            generator = torch.Generator().manual_seed(rank)
-            # A permutation, whose sums are those of any other.
-            layers[1].register_buffer("order", torch.randperm(WIDTH, generator=generator))
-        size = ROWS if what != "one row" else 2
-        model: ParallelModel = built(layers, pp=pp, shard=2 // pp, global_batch=size)
-        rows = model.rows if what == "right" else slice(0, model.rows.stop - model.rows.start)
-        x, y = inputs[rows].clone(), targets[rows].clone()
-        if what == "order in a row" and rank:
-            y = y.flip(1)
-        if what == "pairs" and rank:
-            y[0, :2], y[1, :2] = y[0, :2].flip(0), y[1, :2].flip(0)
-        if what == "constant":
-            x = torch.ones_like(x)
-        model.train_step(x, y)
-        model.close()
-
-    return error_of(work)
-
-
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
@@ -333,9 +305,31 @@ def unlike(what: str) -> str:
         ("constant", ""),
     ],
 )
-def test_what_differs_between_ranks_is_refused(world: World, what: str, expected: str) -> None:
-    for said in world.run(unlike, what, size=2):
-        assert expected in said if expected else said == ""
+@on_ranks(2)
+def test_what_differs_between_ranks_is_refused(what: str, expected: str) -> None:
+    """By the call or the first step, where rank 1 differs from rank 0."""
+    rank = dist.get_rank()
+    layers = seeded([linear, linear])
+    inputs, targets = data()
+    pp = 1 if what in ("buffer", "same rows", "one row") else 2
+
+    def work() -> None:
+        if what == "buffer":
+            generator = torch.Generator().manual_seed(rank)
+            # A permutation, whose sums are those of any other.
+            layers[1].register_buffer("order", torch.randperm(WIDTH, generator=generator))
+        size = ROWS if what != "one row" else 2
+        with built(layers, pp=pp, shard=2 // pp, global_batch=size) as model:
+            rows = model.rows if what == "right" else slice(0, model.rows.stop - model.rows.start)
+            x, y = inputs[rows].clone(), targets[rows].clone()
+            if what == "order in a row" and rank:
+                y = y.flip(1)
+            if what == "pairs" and rank:
+                y[0, :2], y[1, :2] = y[0, :2].flip(0), y[1, :2].flip(0)
+            model.train_step(torch.ones_like(x) if what == "constant" else x, y)
+
+    said = error_of(work)
+    assert expected in said if expected else said == ""
 
 
 # Faults.
@@ -350,28 +344,20 @@ class Contrastive(nn.Module):
         return x - 0.1 * every if target is None else F.mse_loss(x - 0.1 * every, target)
 
 
-def gathering(where: str, degrees: dict[str, int]) -> str:
-    """What is said of a layer or a loss with a collective over all ranks."""
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}], ids=str)
+@pytest.mark.parametrize("where", ["layers[1]", "loss_fn"])
+@on_ranks(2)
+def test_a_collective_to_which_only_some_ranks_come_is_refused(
+    where: str, degrees: dict[str, int]
+) -> None:
+    """In a layer or in a loss; data-parallel ranks all come."""
     layers = seeded([linear] * 3)
-    if where == "layer":
+    if where == "layers[1]":
         layers[1] = Contrastive()
-    loss_fn = Contrastive() if where == "loss" else F.mse_loss
-    inputs, targets = data()
-
-    def work() -> None:
-        model = built(layers, loss_fn=loss_fn, **degrees)
-        model.train_step(inputs[model.rows], targets[model.rows])
-        model.close()
-
-    return error_of(work)
-
-
-@pytest.mark.parametrize("where", ["layer", "loss"])
-def test_a_collective_to_which_only_some_ranks_come_is_refused(world: World, where: str) -> None:
-    for said in world.run(gathering, where, {"pp": 2}, size=2):
-        assert "calls a collective of ranks [0, 1], and not all of them run the same stage" in said
-        assert "loss_fn" in said if where == "loss" else "layers[1]" in said
-    assert set(world.run(gathering, where, {"shard": 2}, size=2)) == {""}
+    loss_fn = Contrastive() if where == "loss_fn" else F.mse_loss
+    said = error_of(lambda: step(built(layers, loss_fn=loss_fn, **degrees)))
+    words = "calls a collective of ranks [0, 1], and not all of them run the same stage"
+    assert words in said and where in said if "pp" in degrees else said == ""
 
 
 @on_ranks(1)
@@ -445,7 +431,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
 
 def save_in_a_hook(model: ParallelModel, folder: Path) -> None:
     model.optimizer.register_step_post_hook(lambda *_: model.save(folder))
-    model.train_step(*(part[model.rows] for part in data()))
+    step(model)
 
 
 def add_parameters(model: ParallelModel, folder: Path) -> None:
@@ -455,7 +441,7 @@ def add_parameters(model: ParallelModel, folder: Path) -> None:
 def schedule_with(factor: float) -> Callable[[ParallelModel, Path], None]:
     def run(model: ParallelModel, folder: Path) -> None:
         model.engine.updater.lr_schedule = lambda step: factor
-        model.train_step(*(part[model.rows] for part in data()))
+        step(model)
 
     return run
 
@@ -478,13 +464,11 @@ def test_what_a_loop_does_and_no_step_would_see_is_refused(tmp_path: Path) -> No
 def test_a_schedule_that_counts_its_calls_is_called_once_a_step() -> None:
     calls: list[int] = []
 
-    def schedule(step: int) -> float:
-        calls.append(step)
+    def schedule(number: int) -> float:
+        calls.append(number)
         return 1 / len(calls)
 
-    model = built(shard=2, lr_schedule=schedule)
-    for _ in range(2):
-        model.train_step(*(part[model.rows] for part in data()))
+    steps(built(shard=2, lr_schedule=schedule), 0, 1)
     assert calls == [0, 1]
 
 
@@ -551,19 +535,6 @@ def test_sharded_layers_can_be_read_between_steps(degrees: dict[str, Any]) -> No
     assert len(set(found)) == 3
 
 
-@on_ranks(2)
-def test_two_models_in_one_process() -> None:
-    """Trained in turn as one after the other."""
-    first, second = {"pp": 2}, {"shard": 2}
-    layers = [seeded([linear] * 4), seeded([linear] * 3)]
-    with built(layers[0], **first) as one, built(layers[1], **second) as other:
-        found = [step(model, number) for number in range(3) for model in (one, other)]
-    with built(pp=2) as model:
-        assert found[::2] == steps(model, 0, 1, 2)
-    with built(seeded([linear] * 3), shard=2) as model:
-        assert found[1::2] == steps(model, 0, 1, 2)
-
-
 class Detaching(nn.Module):
     """Gives nothing before it a gradient."""
 
@@ -606,14 +577,8 @@ def test_a_cpu_with_an_index_is_the_cpu() -> None:
 
 
 @on_ranks(2)
-def test_steps_that_cannot_be_right() -> None:
+def test_a_rank_whose_peer_raises_waits_no_longer_than_told() -> None:
     model = built(pp=2, timeout=timedelta(seconds=5))
     inputs, targets = data()
-    said = error_of(lambda: model.train_step(inputs[:3], targets[:3]))
-    assert said.startswith("ValueError: inputs: 3 rows, but this rank trains on 12")
-    with torch.no_grad():
-        said = error_of(lambda: model.train_step(inputs, targets))
-    assert said.startswith("RuntimeError: train_step: gradients are disabled")
-    # The first stage raises, and its peer waits for it no longer than told.
-    assert error_of(lambda: model.train_step(inputs[:, :3], targets))
+    assert error_of(lambda: model.train_step(inputs[:, :3], targets))  # in the first stage
     refuses("RuntimeError: an earlier step raised", lambda: model.train_step(inputs, targets))

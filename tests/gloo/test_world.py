@@ -36,4 +36,4 @@ def test_what_a_rank_does_not_answer_is_an_error_and_the_next_task_has_a_new_wor
     ):
         with pytest.raises(WorkerError, match=words):
             world.run(answer, what, size=size, timeout_s=1 if what == "hangs" else 200)
-        assert world.run(answer, "", size=4) == [0, 1, 2, 3]
+    assert world.run(answer, "", size=2) == [0, 1]

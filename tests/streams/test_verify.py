@@ -390,7 +390,7 @@ def kernels_of(work: Callable[[], object]) -> list[Kernel]:
 def test_kernels_of_one_operator() -> None:
     x, y, total = torch.ones(4), torch.ones(4), torch.zeros(4, 8)
     left, right = torch.ones(4, 2).bfloat16(), torch.ones(2, 8).bfloat16()
-    norms = kernels_of(lambda: get_total_norm([torch.ones(4) for _ in range(5)]))
+    norms = kernels_of(lambda: get_total_norm([x, y, x, y, x]))
     names = ["aten::_foreach_norm", "aten::stack", "aten::linalg_vector_norm"]
     assert [kernel.name for kernel in norms] == names
     # 4 x 8 sums are read, and written with 2 bytes more than those of a product in 16 bits.
