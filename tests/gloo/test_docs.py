@@ -6,14 +6,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
-import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import EllipsisType, ModuleType, SimpleNamespace
+from types import EllipsisType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -216,22 +216,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def example() -> ModuleType:
-    """The script as a module; it is to be read in one go."""
+def example() -> dict[str, Any]:
+    """The names of the script, which is to be read in one go."""
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 90
-    spec = importlib.util.spec_from_file_location("train", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(EXAMPLE))
 
 
 def run_example(*arguments: str) -> list[float]:
     """Run the script's ``main``."""
     with mock.patch.object(dist, "init_process_group"):
-        losses: list[float] = example().main(list(arguments))
-    return losses
+        return example()["main"](list(arguments))  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -279,7 +273,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(world: World, folder: Path) 
 def test_rows_are_documents_that_do_not_see_each_other() -> None:
     """And the end of one has no target: what follows it is another one's."""
     tokenizer = SimpleNamespace(eos_token_id=0, encode=lambda text, **_: [*map(int, text)])
-    rows = example().packed_rows(["123", "45", "6789"], tokenizer, 5)
+    rows = example()["packed_rows"](["123", "45", "6789"], tokenizer, 5)
     inputs, targets, places = (part.tolist() for part in rows.tensors)
     assert inputs == [[1, 2, 3, 0, 4], [5, 0, 6, 7, 8]]
     assert targets == [[2, 3, 0, -100, 5], [0, -100, 7, 8, 9]]

@@ -247,39 +247,26 @@ def classifier() -> Any:
     return make.from_config(config, dtype=torch.float64)
 
 
-def trained_classifier(folder: Path) -> Tensor:
-    """What a classifier gives for a batch after a step, on every rank."""
+@on_ranks(2)
+def test_a_classifier_is_trained_and_saved(tmp_path: Path) -> None:
+    (tokens, _, mask), labels = batch(0), torch.arange(ROWS) % 3
     model = classifier()
-    tokens, _, mask = batch(0)
-    labels = torch.arange(ROWS) % 3
-    layers = huggingface.layers(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    F.cross_entropy(model(tokens, attention_mask=mask).logits, labels).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    expected = model.eval()(tokens, attention_mask=mask).logits.detach()
+    layers = huggingface.layers(classifier())
     with parallel(
         layers, loss_fn=F.cross_entropy, sample_keywords={"attention_mask": mask}, pp=2,
         optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
     ) as trained:  # fmt: skip
         trained.train_step(tokens, labels, attention_mask=mask)
-        given = trained.forward_only(tokens, attention_mask=mask)
-        layers.save_pretrained(trained, folder)
-    assert isinstance(given, Tensor)
-    return given
-
-
-def test_a_classifier_is_trained_and_saved(world: World, tmp_path: Path) -> None:
-    tokens, _, mask = batch(0)
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    F.cross_entropy(model(tokens, attention_mask=mask).logits, torch.arange(ROWS) % 3).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
-    for given in world.run(trained_classifier, tmp_path, size=2):
-        assert float((given - expected).abs().max()) < 1e-9
+        given = torch.as_tensor(trained.forward_only(tokens, attention_mask=mask))
+        layers.save_pretrained(trained, tmp_path)
+    assert float((given - expected).abs().max()) < 1e-9
     make: Any = AutoModelForSequenceClassification
-    again = make.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        difference = again(tokens, attention_mask=mask).logits - expected.float()
-    assert float(difference.abs().max()) < 1e-4
+    again = make.from_pretrained(tmp_path).eval()(tokens, attention_mask=mask).logits
+    assert float((again - expected.float()).abs().max()) < 1e-4
     assert huggingface.layers(tmp_path).tied is None
     with pytest.raises(zeropp.InfeasibleError, match="attention_mask: must be among the keyword"):
         through_layers(model, tokens)

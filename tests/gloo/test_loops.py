@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from tests.gloo.models import (
     error_of,
     largest,
     ranks_of,
+    refuses,
     seeded,
     steps,
     topology,
@@ -523,33 +524,23 @@ def test_bf16_is_near() -> None:
     assert numbers == pytest.approx((loss, norm), rel=0.02)
 
 
-def unusual() -> tuple[dict[str, str], list[float], int]:
-    """What wrong losses say; losses and norms of batches without a label; steps that were
-    skipped."""
-    losses = {
-        "one number": lambda logits, targets: token_loss(logits, targets)[0],
-        "rows": lambda logits, targets: (logits.sum(1), 1),
-    }
-    messages = {}
-    for name, function in losses.items():
-        model = with_tokens(microbatch_size=2, pp=2, loss_fn=function)
-        messages[name] = error_of(lambda m=model: m.train_step(*token_data(0, "any")))  # type: ignore[misc]
-    numbers = []
+@on_ranks(2)
+def test_what_is_no_sum_and_count_is_an_error_and_no_count_updates_nothing() -> None:
+    peer = "" if dist.get_rank() else "PeerError: rank 1 raised "  # rank 1 computes the loss
+    wrong: list[tuple[Any, str]] = [
+        (
+            lambda logits, targets: token_loss(logits, targets)[0],
+            "gives (), but (sum, count) of a microbatch is needed with",
+        ),
+        (lambda logits, _: (logits.sum(1), 1), "gives (2, 11), but a tensor of one"),
+    ]
+    for function, words in wrong:
+        step = with_tokens(microbatch_size=2, pp=2, loss_fn=function).train_step
+        refuses(f"{peer}TypeError: loss_fn: {words}", partial(step, *token_data(0, "any")))
     with with_tokens(microbatch_size=2, pp=2, loss_fn=lambda logits, _: (logits.sum(), 0)) as model:
         before = dict(model.full_parameters())
         result = model.train_step(*token_data(0, "any"))
-        numbers += [float(result.loss), model.eval_step(*token_data(0, "any"))]
+        assert not math.isfinite(float(result.loss))
+        assert not math.isfinite(model.eval_step(*token_data(0, "any")))
         assert all(torch.equal(before[name], value) for name, value in model.full_parameters())
-        return messages, numbers, int(model.skipped_steps)
-
-
-def test_what_is_no_sum_and_count_is_an_error_and_no_count_updates_nothing(world: World) -> None:
-    first, second = world.run(unusual, size=2)
-    words = "TypeError: loss_fn: gives (), but (sum, count) of a microbatch is needed with"
-    assert second[0]["one number"].startswith(words)
-    assert second[0]["rows"].startswith("TypeError: loss_fn: gives (2, 11), but a tensor of one")
-    assert first[0] == {
-        name: f"PeerError: rank 1 raised {text}" for name, text in second[0].items()
-    }
-    assert all(torch.tensor([*first[1], *second[1]]).isfinite().logical_not())
-    assert first[2] == second[2] == 1
+        assert int(model.skipped_steps) == 1

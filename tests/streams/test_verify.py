@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
+import runpy
 import threading
 import time
 from collections.abc import Callable
@@ -41,12 +41,7 @@ EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.
 
 
 def example(*arguments: str) -> tuple[bool, str]:
-    spec = importlib.util.spec_from_file_location("verify_pipeline", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    report = module.main(list(arguments))
+    report = runpy.run_path(str(EXAMPLE))["main"](list(arguments))
     return report.is_clean, str(report)
 
 
