@@ -3,9 +3,9 @@
 ``memory``: results/reference/memory/traced_vs_simulated.csv. The first, middle and last pipeline
 rank of every plan is traced (``zeropp.emulate.trace``) and priced; about a quarter of an hour on
 two cores. A line names a contender, a model and a plan: the contender's knobs as on the command
-line (degrees and chunks that are not given are 1), microbatch size (b), microbatches (m) and precision.
-Lines with traced numbers are priced again and not traced again; to trace a plan, leave one line of
-it with these three columns alone.
+line (degrees and chunks that are not given are 1), microbatch size (b), microbatches (m) and
+precision. Lines with traced numbers are priced again and not traced again; to trace a plan, leave
+one line of it with these three columns alone.
 
 ``replays``: results/reference/replays.csv, the best plans of the verdict. *Described* is the
 simulator's step, from our description of each program; *replayed* is the step of the program's own

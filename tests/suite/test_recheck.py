@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -20,10 +20,13 @@ import pytest
 
 from benchmarks.evidence import traced
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
+from benchmarks.launch.sweep import spec_of
+from benchmarks.records.simulated import BASES, line_of, plan_record, prediction
 from benchmarks.report.tables import published as published_scaling
+from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED, setting_of
 from benchmarks.specification.reading import preset
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.validation.errors import errors_of
 from benchmarks.validation.predict import Prediction, outcome_of
 from benchmarks.validation.rows import read_rows, training_tables
@@ -122,10 +125,19 @@ def schedule(row: Row) -> dict[str, Any]:
     }
 
 
-def scaling(row: Row) -> dict[str, Any]:
+@cache
+def points_of(experiment: str) -> dict[str, RunSpec]:
+    """A point of a study of scaling by its model and number of GPUs."""
+    words = [f"experiment={experiment}", "cluster=a100", "contender=fsdp"]
+    specs = map(spec_of, compose("config", words))
+    return {f"{spec.model.name} {spec.num_gpus}": spec for spec in specs}
+
+
+def scaling(experiment: str, row: Row) -> dict[str, Any]:
     """What follows from the columns, which do not have the plans: sizes, the fastest contender's
     share of the peak and FLOP/s of all GPUs, and what the paper measured."""
-    shape, gpus = shape_named(row["model"]), int(row["num_gpus"])
+    spec = points_of(experiment)[f"{row['model']} {row['num_gpus']}"]
+    shape, gpus = spec.model, spec.num_gpus
     fastest = max(float(row[name] or 0) for name in row if name in PRICED)
     peak = preset("cluster", row["cluster"], Cluster).device.peak_bf16_tflops
     same = {name: int(row[name]) for name in ("layers", "hidden", "num_gpus", "global_batch")}
@@ -136,8 +148,9 @@ def scaling(row: Row) -> dict[str, Any]:
     return {
         "parameters_b": f"{parameter_count(shape) / 1e9:.6g}",
         **{name: getattr(shape, name) for name in ("heads", "hidden", "layers")},
-        "mfu": f"{fastest / peak:.6g}",
-        "pflops": f"{fastest * gpus / 1e3:.6g}",
+        "global_batch": spec.global_batch,
+        "mfu": f"{fastest / peak:.5g}",
+        "pflops": f"{fastest * gpus / 1e3:.5g}",
         **{name: f"{measured[name]:.6g}" if name in measured else "" for name in names},
     }
 
@@ -148,8 +161,8 @@ AGAIN: dict[str, Callable[[Row], dict[str, Any]]] = {
     "atlas/plans.csv": plan,
     "memory/traced_vs_simulated.csv": traced.simulated,
     "schedules.csv": schedule,
-    "scaling/weak_scaling.csv": scaling,
-    "scaling/strong_scaling.csv": scaling,
+    "scaling/weak_scaling.csv": partial(scaling, "weak_scaling"),
+    "scaling/strong_scaling.csv": partial(scaling, "strong_scaling"),
 }
 
 
