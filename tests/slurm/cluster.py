@@ -8,7 +8,6 @@ bounded, and ``stop`` ends every daemon that ``start`` started, however far the 
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import shutil
 import socket
@@ -274,7 +273,7 @@ def _free_ports(number: int) -> int:
     """The first of this many free ports in a row, where neither ranks nor outgoing connections of
     this machine take any."""
     while True:
-        first = random.randrange(10_000, 20_000 - number)
+        first = 10_000 + secrets.randbelow(10_000 - number)
         with suppress(OSError), ExitStack() as stack:
             for port in range(first, first + number):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
