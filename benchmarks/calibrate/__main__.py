@@ -19,15 +19,12 @@ import tempfile
 
 from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 
 
+@command
 def main() -> int:
     """Run the command line; returns its exit status."""
-    return run_command(_calibrate)
-
-
-def _calibrate() -> int:
     parser = CommandParser(
         prog="zeropp calibrate",
         description=__doc__,

@@ -32,17 +32,14 @@ import sys
 from math import inf
 
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 
 _DIALECTS = ("torchtitan", "megatron", "overrides")
 
 
+@command
 def main() -> int:
     """Run the command line; returns its exit status."""
-    return run_command(_explain)
-
-
-def _explain() -> int:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = CommandParser(

@@ -304,7 +304,10 @@ def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> N
     uneven = SLURM.replace("--num-layers 32", f"--num-layers 30 {VIRTUAL} 4")
     found = priced(tmp_path, {"job.sh": uneven}, "num_gpus=16")
     written = written_as("megatron", found.asked.plan, found.asked.candidate)
-    assert "--pipeline-model-parallel-layout 'Et" in written
+    stages = re.findall("--pipeline-model-parallel-layout '(E[t|]+L)'", written)[0]
+    assert (stages.count("t"), stages.count("|")) == (30, 7)
+    assert VIRTUAL not in written
+    assert "--disable-bias-linear" not in written  # GPT's layers have biases
     assert "--vocab-size 50687 --tokenizer-type NullTokenizer" in written
     (tmp_path / "again.sh").write_text(f"torchrun --nproc-per-node 16 pretrain_gpt.py {written}")
     again = ask([str(tmp_path / "again.sh")], ["cluster=h100"], [])

@@ -42,6 +42,7 @@ mode = "full"
 [compile]
 enable = true
 """
+LAYERS_PER_STAGE = "[parallelism]\npipeline_parallel_layers_per_stage = "
 SCRIPT = """#!/bin/bash
 GPUS_PER_NODE=8
 NUM_NODES=2   # nodes
@@ -119,6 +120,7 @@ def test_torchtitan() -> None:
         ("seq_len = 4096", "seq_len = 'x'", "training.seq_len='x': must be a whole number"),
         ("tensor_parallel_degree = 2", "tensor_parallel_degree = 3", "give a multiple of 6"),
         ("Interleaved1F1B", "MyOwn", "pipeline_parallel_schedule='MyOwn'"),
+        ("[parallelism]", f"{LAYERS_PER_STAGE}7", "become 5 stages, which torchtitan refuses"),
         ("preset for 16 H100", "preset", "give num_gpus=N"),
         ("[model]", "model]", "not a TOML file"),
         ("[parallelism]", "[parallelism]\ncontext_parallel_degree = 3", "give a multiple of 12"),
@@ -543,10 +545,8 @@ def test_words_adjust_what_depends_on_them(tmp_path: Path) -> None:
 
 
 def test_layers_per_stage_as_torchtitan_counts_them() -> None:
-    key = "[parallelism]\npipeline_parallel_layers_per_stage = "
-    assert torchtitan.read(TOML.replace("[parallelism]", key + "6"), None).knobs["chunks"] == 3
-    with pytest.raises(SpecError, match="become 5 stages, which torchtitan refuses"):
-        torchtitan.read(TOML.replace("[parallelism]", key + "7"), None)
+    text = TOML.replace("[parallelism]", f"{LAYERS_PER_STAGE}6")
+    assert torchtitan.read(text, None).knobs["chunks"] == 3
 
 
 def test_flags_without_a_price_are_named() -> None:
@@ -556,30 +556,6 @@ def test_flags_without_a_price_are_named() -> None:
     named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
     assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]
     assert len(megatron.read(gpt.replace("--disable-bias-linear", ""), None).named) == 1
-
-
-def _uneven() -> tuple[list[str], int]:
-    """Megatron's flags of a plan whose 40 layers are no multiple of 2 x 12 stages."""
-    words = "--num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048"
-    words += " --micro-batch-size 1 --global-batch-size 64 --tensor-model-parallel-size 8 --bf16"
-    words += " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 12"
-    given = ["cluster=a100", "num_gpus=64", "model.vocab=51200"]
-    asked = ask([], given, words.split())
-    plan = asked.contender.size(asked.task, asked.knobs, 1)
-    written = shlex.split(megatron.written(plan))
-    again = ask([], given[:2], written)  # which have the vocabulary, too
-    assert again.knobs == asked.knobs
-    assert again.task.shape == asked.task.shape
-    return written, asked.task.shape.layers
-
-
-def test_uneven_stages_are_written_as_a_layout() -> None:
-    written, layers = _uneven()
-    layout = written[written.index("--pipeline-model-parallel-layout") + 1]
-    assert layout.count("t") == layers
-    assert layout.count("|") == 23
-    assert "--num-virtual-stages-per-pipeline-rank" not in written
-    assert "--disable-bias-linear" not in written  # GPT's layers have biases
 
 
 def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> None:
