@@ -90,29 +90,14 @@ def test_a_file_of_the_suite_that_git_does_not_have_makes_it_dirty(
 
 
 @NEEDS_GIT
-def test_another_repository_around_the_files_is_not_theirs(checkout: Path) -> None:
-    write(checkout.parent, "theirs.txt")
-    (checkout.parent / ".gitignore").write_text("checkout\n")
-    committed(checkout.parent)
-    assert git_state() == UNKNOWN
-
-
-@NEEDS_GIT
-def test_variables_of_a_hook_do_not_name_another_repository(
+def test_variables_name_no_other_repository_but_may_configure_git(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sha, other = committed(checkout), tmp_path / "other"
     write(other, "theirs.txt")
     committed(other)
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # as in a hook
     assert git_state() == (sha, False)
-
-
-@NEEDS_GIT
-def test_variables_that_configure_git_itself_count(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sha = committed(checkout)
     (checkout / "zeropp/a.py").chmod(0o755)
     assert git_state() == (sha, True)
     for name, value in (("COUNT", "1"), ("KEY_0", "core.fileMode"), ("VALUE_0", "false")):
@@ -137,9 +122,14 @@ def test_shallow_clones_and_worktrees_are_named(
         assert git_state() == (sha, True)
 
 
-def test_without_git_or_a_repository_nothing_is_known(
+@NEEDS_GIT
+def test_without_git_or_a_repository_of_its_own_nothing_is_known(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert git_state() == UNKNOWN
+    write(checkout.parent, "theirs.txt")  # a repository around the files is not theirs
+    (checkout.parent / ".gitignore").write_text("checkout\n")
+    committed(checkout.parent)
     assert git_state() == UNKNOWN
     monkeypatch.setenv("PATH", str(checkout))
     code = read_code()

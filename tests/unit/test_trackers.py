@@ -35,7 +35,9 @@ def test_every_record_is_a_run_with_its_steps(
     norms = [1.0 / step for step in range(1, 9)]
     record = make_record(step_s=[2.0] * 6, fields={"warmup_s": [5.0] * 2, "grad_norms": norms})
     write_records([record, make_record("deepspeed_3d")], tmp_path)
-    (tmp_path / "record_torn.json").write_text("{")
+    torn = tmp_path / "torn" / "record.json"
+    torn.parent.mkdir()
+    torn.write_text("{")
     started: list[tuple[dict[str, Any], Run]] = []
 
     def init(**options: Any) -> Run:
@@ -57,7 +59,7 @@ def test_every_record_is_a_run_with_its_steps(
     assert run.summary["step_s"] == 2.0
     assert "mfu" not in run.summary  # a CPU has no known peak
     assert run.finished
-    assert "record_torn.json: not readable as JSON" in capsys.readouterr().out
+    assert f"{torn}: not readable as JSON" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
