@@ -188,8 +188,8 @@ def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> lis
     found = [
         parameter.detach().float().norm()
         for flat in model.engine.flats
-        for member in flat.members
-        for parameter in member.parameters
+        for parameters in flat.members.values()
+        for parameter in parameters
     ]
     return [float(norm) for norm in found if not norm.isnan()]
 

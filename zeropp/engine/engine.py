@@ -47,21 +47,6 @@ Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
 
-def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
-    """Reserve layers for one model until ``undo``: a second one would take its buffers away."""
-    wanted: dict[int, nn.Parameter] = {}
-    for index, layer in layers.items():
-        for name, parameter in layer.named_parameters():
-            if id(parameter) in _claimed:
-                raise InfeasibleError(
-                    f"layers[{index}]: {name!r} belongs to another model that parallelize "
-                    "has made (close that model first, or give each its own layers)"
-                )
-            wanted[id(parameter)] = parameter
-    _claimed.update(wanted)
-    undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
-
-
 class Engine:
     """Trains this rank's layers of a plan. All ranks must construct it, and call its methods,
     together.
@@ -323,7 +308,19 @@ class Engine:
         """Make lanes, chunks and the optimizer, whose settings must be equal on all ranks."""
         if self._device.type == "cuda":
             check_cuda(self._layout.pp)
-        _claim(self._layers, undo)
+        # A second model of the same layers would put its buffers into the place of the first one's,
+        # which would never see its own updates.
+        wanted: dict[int, nn.Parameter] = {}
+        for index, layer in self._layers.items():
+            for name, parameter in layer.named_parameters():
+                if id(parameter) in _claimed:
+                    raise InfeasibleError(
+                        f"layers[{index}]: {name!r} belongs to another model that parallelize "
+                        "has made (close that model first, or give each its own layers)"
+                    )
+                wanted[id(parameter)] = parameter
+        _claimed.update(wanted)
+        undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
