@@ -85,11 +85,7 @@ class Engine:
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
-        # A batch's count of tokens is known only once all of it has run forward: until the update,
-        # losses are divided by its rows times their positions, so that gradients stay in range.
-        means = schedule.num_microbatches * layout.dp * layout.context
-        tokens = plan.global_batch * prod(settings.sample.shape[1:2])
-        divisor = {"mean": means, "sum": 1, "tokens": tokens}[loss.reduction]
+        divisor = _divisor(plan, settings)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
@@ -419,3 +415,12 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _divisor(plan: Plan, settings: Settings) -> int:
+    """The number by which the losses of microbatches are divided."""
+    means = plan.num_microbatches * plan.layout.dp * plan.layout.context
+    # A batch's count of tokens is known only once all of it has run forward: until the update,
+    # losses are divided by its rows times their positions, so that gradients stay in range.
+    tokens = plan.global_batch * prod(settings.sample.shape[1:2])
+    return {"mean": means, "sum": 1, "tokens": tokens}[settings.loss_reduction]
