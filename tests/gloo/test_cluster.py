@@ -28,9 +28,9 @@ from zeropp.price.cluster import cluster_of
 from zeropp.schedule import event_loop
 from zeropp.schedule.plan import Plan
 from zeropp.train import auto
-from zeropp.train.auto import choose
+from zeropp.train.auto import choose, plan_on_cluster
 from zeropp.train.parallel_model import describe
-from zeropp.train.stages import make_plan
+from zeropp.train.stages import plan_layers
 from zeropp.types.shape import ModelShape
 
 GPT = gpt(30, 2048, 16)
@@ -44,7 +44,8 @@ def cut_on(
     """The plan of this many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
     sizes = walk(layers, sample, {}, recorder=Recorder)
-    return make_plan(settings, frozenset(), sizes, world)[0], sizes
+    planner = plan_on_cluster if settings.hardware else plan_layers
+    return planner(settings, frozenset(), sizes, world).plan, sizes
 
 
 def makers(shape: ModelShape) -> list[Any]:
@@ -166,7 +167,9 @@ def test_degrees_are_chosen_without_a_job() -> None:
     assert "auto" not in values.values()
     assert zeropp.degrees(makers(SMALL), 8, **keywords | values) == {}
     sizes = walk(makers(SMALL), tokens, {}, recorder=Recorder)
-    plans = [make_plan(*read(given), sizes, 8).plan for given in (keywords, keywords | values)]
+    plans = [
+        plan_on_cluster(*read(given), sizes, 8).plan for given in (keywords, keywords | values)
+    ]
     assert plans[0] == plans[1]
 
 
@@ -250,7 +253,7 @@ def test_auto_plans_for_what_must_be_whole() -> None:
         group_of=lambda name, _: "matrices" if name[0] == 1 else "others", shard=2, unit=2,
     )  # fmt: skip
     sizes = walk(layers, tokens, {}, recorder=Recorder, group_of=settings.group_of)
-    plan, chosen_line, _ = make_plan(settings, frozenset({"pp"}), sizes, 4)
+    plan, chosen_line, _ = plan_on_cluster(settings, frozenset({"pp"}), sizes, 4)
     assert plan.whole_groups == ("matrices",)
     assert chosen_line.startswith("pp chosen")
     ends = [str(action) for action in plan.schedule.programs[0][-3:]]

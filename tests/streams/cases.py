@@ -342,8 +342,8 @@ def _between(what: str, model: zeropp.ParallelModel, batch: torch.Tensor, folder
     elif what == "spans":
         model.engine.interpreter.record_spans(True)
     elif what == "norms":  # as a moving average or a log of weights takes them
-        members = [one for flat in model.engine.flats for one in flat.members]
-        norms = [p.detach().float().norm() for one in members for p in one.parameters]
+        slots = [slot for flat in model.engine.flats for slot in flat.members.values()]
+        norms = [one.detach().float().norm() for slot in slots for one in slot]
         given = [norm for norm in norms if not norm.isnan()]
     else:
         reads = {"parameters": model.full_parameters, "gradients": model.gradients}

@@ -47,21 +47,6 @@ Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
 
-def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
-    """Reserve layers for one model until ``undo``: a second one would take its buffers away."""
-    wanted: dict[int, nn.Parameter] = {}
-    for index, layer in layers.items():
-        for name, parameter in layer.named_parameters():
-            if id(parameter) in _claimed:
-                raise InfeasibleError(
-                    f"layers[{index}]: {name!r} belongs to another model that parallelize "
-                    "has made (close that model first, or give each its own layers)"
-                )
-            wanted[id(parameter)] = parameter
-    _claimed.update(wanted)
-    undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
-
-
 class Engine:
     """Trains this rank's layers of a plan. All ranks must construct it, and call its methods,
     together.
@@ -100,11 +85,7 @@ class Engine:
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
-        # A batch's count of tokens is known only once all of it has run forward: until the update,
-        # losses are divided by its rows times their positions, so that gradients stay in range.
-        means = schedule.num_microbatches * layout.dp * layout.context
-        tokens = plan.global_batch * prod(settings.sample.shape[1:2])
-        divisor = {"mean": means, "sum": 1, "tokens": tokens}[loss.reduction]
+        divisor = _divisor(plan, settings)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
@@ -323,7 +304,19 @@ class Engine:
         """Make lanes, chunks and the optimizer, whose settings must be equal on all ranks."""
         if self._device.type == "cuda":
             check_cuda(self._layout.pp)
-        _claim(self._layers, undo)
+        # A second model of the same layers would put its buffers into the place of the first one's,
+        # which would never see its own updates.
+        wanted: dict[int, nn.Parameter] = {}
+        for index, layer in self._layers.items():
+            for name, parameter in layer.named_parameters():
+                if id(parameter) in _claimed:
+                    raise InfeasibleError(
+                        f"layers[{index}]: {name!r} belongs to another model that parallelize "
+                        "has made (close that model first, or give each its own layers)"
+                    )
+                wanted[id(parameter)] = parameter
+        _claimed.update(wanted)
+        undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
@@ -422,3 +415,12 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _divisor(plan: Plan, settings: Settings) -> int:
+    """The number by which the losses of microbatches are divided."""
+    means = plan.num_microbatches * plan.layout.dp * plan.layout.context
+    # A batch's count of tokens is known only once all of it has run forward: until the update,
+    # losses are divided by its rows times their positions, so that gradients stay in range.
+    tokens = plan.global_batch * prod(settings.sample.shape[1:2])
+    return {"mean": means, "sum": 1, "tokens": tokens}[settings.loss_reduction]

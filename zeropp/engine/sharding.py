@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.layers.deferred import hooks_of
-from zeropp.engine.parameters.flat import FlatParameters, SlotParameters, Types
+from zeropp.engine.parameters.flat import FlatParameters, Types
 from zeropp.engine.parameters.flat_layout import Name, Partition, lay_out
 from zeropp.engine.ranks.collectives import DataGroups
 from zeropp.engine.ranks.lanes import Lanes
@@ -54,7 +54,11 @@ def make_flats(
     modules = (module for piece in pieces.values() for module in piece.modules())
     wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
     in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
-    _tie(entries, tied)
+    ends = [entry for name in tied or () for entry in entries if name in entry.names]
+    if len(ends) == 2 and ends[0] is not ends[1]:  # the model makes them one
+        ends[0].names += ends[1].names
+        ends[0].parameters += ends[1].parameters
+        entries.remove(ends[1])
     delayed = {id(weight) for weight in deferred}
     buckets: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_NamedParameter]]
     buckets = defaultdict(list)
@@ -82,7 +86,7 @@ def make_flats(
         )
         by_names = {entry.names: tuple(entry.parameters) for entry in bucket}
         yield FlatParameters(
-            [SlotParameters(slot, by_names[slot.names]) for slot in layout.slots],
+            {slot: by_names[slot.names] for slot in layout.slots},
             layout,
             groups=groups,
             lanes=lanes,
@@ -113,16 +117,6 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
             entry = entries.setdefault(id(parameter), _NamedParameter((), [parameter]))
             entry.names += ((index, name),)
     return list(entries.values())
-
-
-def _tie(entries: list[_NamedParameter], tied: tuple[Name, Name] | None) -> None:
-    """Make two parameters of this chunk one, if the model ties them."""
-    ends = [entry for name in tied or () for entry in entries if name in entry.names]
-    if len(ends) == 2 and ends[0] is not ends[1]:
-        original, copy = ends
-        original.names += copy.names
-        original.parameters += copy.parameters
-        entries.remove(copy)
 
 
 def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:

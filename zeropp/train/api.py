@@ -25,7 +25,7 @@ from zeropp.engine.settings import Settings, check_call, describe_function, read
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
-from zeropp.train.stages import Planned, check_sizes, make_plan, measure, own_layers
+from zeropp.train.stages import Planned, Planner, check_sizes, measure, own_layers, plan_layers
 
 P = ParamSpec("P")
 Build = Callable[..., ParallelModel]
@@ -114,7 +114,13 @@ def _planned(
     else:
         sizes = sizes_of(settings)
     check_sizes(sizes, settings, loss_fn)
-    planned = make_plan(settings, auto, sizes, num_ranks)
+    planner: Planner = plan_layers
+    if auto or settings.hardware is not None:  # the tuner and all prices are loaded for these alone
+        from zeropp.train.auto import plan_on_cluster
+
+        planner = plan_on_cluster
+    planned = planner(settings, auto, sizes, num_ranks)
+    planned.plan.check()
     return (settings, sizes, planned), {
         "group_of": str([{n: one.group for n, one in layer.kinds.items()} for layer in sizes]),
         "optimizer": str(planned.plan.whole_groups),

@@ -161,7 +161,11 @@ def choose(
     outcome = search(task, layers.contender(), layers.knobs, rows, runner_up=False)
     winner, usable = outcome.winner, cluster.device.usable_bytes
     if winner is None:
-        why = _why_none(outcome.rejected, layers.refused, task)
+        why = f"no degrees make up {num_ranks} ranks and a batch of {settings.global_batch} rows"
+        if too_large := outcome.rejected.get(OOM):
+            why = f"{too_large} settings need more memory than a device has"
+        elif layers.refused:
+            why = f"no setting can be cut; the last one: {layers.refused}"
         raise InfeasibleError(f"{words}='auto': {why}")
     if "microbatch_size" in auto_names:
         words = words.replace("microbatch_size", f"microbatch_size={rows}")
@@ -170,15 +174,6 @@ def choose(
         f"{winner.peak_bytes / 2**30:.3g} of {usable / 2**30:.3g} usable GiB"
     )
     return layers.with_knobs(winner.candidate.knobs), chosen, winner.step_s
-
-
-def _why_none(rejected: dict[str, int], refused: str, task: Task) -> str:
-    """Why no setting is left; ``refused`` is what the last one that cannot be cut said."""
-    if rejected.get(OOM):
-        return f"{rejected[OOM]} settings need more memory than a device has"
-    if refused:
-        return f"no setting can be cut; the last one: {refused}"
-    return f"no degrees make up {task.num_gpus} ranks and a batch of {task.global_batch} rows"
 
 
 class _Layers:

@@ -117,21 +117,6 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
         )
 
 
-def make_plan(
-    settings: Settings, auto: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> Planned:
-    """The plan of a step on this many ranks; raises InfeasibleError where there is none. The
-    tuner and all prices are loaded only for what is ``auto`` and where a cluster is named."""
-    planner: Planner = plan_layers
-    if auto or settings.hardware is not None:
-        from zeropp.train.auto import plan_on_cluster
-
-        planner = plan_on_cluster
-    planned = planner(settings, auto, sizes, num_ranks)
-    planned.plan.check()
-    return planned
-
-
 def plan_layers(
     settings: Settings, _: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
 ) -> Planned:

@@ -20,7 +20,7 @@ storage, and ``resize_(bytes)`` allocates it again, at another address.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -53,14 +53,6 @@ class Types:
 
 
 @dataclass(frozen=True)
-class SlotParameters:
-    """The parameters in one slot: one object, or several that the model ties."""
-
-    slot: Slot
-    parameters: tuple[nn.Parameter, ...]
-
-
-@dataclass(frozen=True)
 class Sharded:
     """This rank has its part of the parameters, and the buffer has no memory."""
 
@@ -86,7 +78,8 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class FlatParameters:
-    """One flat buffer. ``trainable``: whether its parameters have gradients and an optimizer;
+    """One flat buffer. ``members``: the parameter in each slot, or several that the model ties;
+    ``trainable``: whether its parameters have gradients and an optimizer;
     ``deferred``: whether its gradients come with delayed weight gradients; ``keeps_sums``: whether
     the memory of gradient sums is used again in the next step. That is for jobs of one rank with
     one chunk, which hold a step's sums until the next step begins anyway: new memory of that size
@@ -104,7 +97,7 @@ class FlatParameters:
 
     def __init__(
         self,
-        members: Sequence[SlotParameters],
+        members: Mapping[Slot, Sequence[nn.Parameter]],
         layout: FlatLayout,
         *,
         groups: DataGroups,
@@ -116,7 +109,7 @@ class FlatParameters:
         keeps_sums: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
-        self.members, self._groups, self._lanes, self._types = tuple(members), groups, lanes, types
+        self.members, self._groups, self._lanes, self._types = members, groups, lanes, types
         self._zero = zero and groups.replicate is not None
         self._keeps_sums = keeps_sums
         mixed = types.compute != types.master
@@ -231,9 +224,9 @@ class FlatParameters:
             return
         self._lanes.join_reduction_of(self)
         self._sums = zeros(self.layout.size, self._types.master, self.master.device)
-        for member in self.members:
-            gradient = member.slot.view(self._sums)
-            for parameter in member.parameters:
+        for slot, parameters in self.members.items():
+            gradient = slot.view(self._sums)
+            for parameter in parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
                     gradient.add_(made)
@@ -323,8 +316,7 @@ class FlatParameters:
                 gathered = part.new_empty(part.numel() * group.size())
                 all_gather_single(gathered, part, group=group)
                 part = gathered
-        slots = (member.slot for member in self.members)
-        return [(slot, slot.view(part).to(dtype, copy=True).cpu()) for slot in slots]
+        return [(slot, slot.view(part).to(dtype, copy=True).cpu()) for slot in self.members]
 
     def is_in_buffer(self, x: Tensor) -> bool:
         """Whether a tensor lies in the memory of gathered parameters."""
@@ -332,7 +324,7 @@ class FlatParameters:
 
     @property
     def _parameters(self) -> Iterator[nn.Parameter]:
-        return chain.from_iterable(member.parameters for member in self.members)
+        return chain.from_iterable(self.members.values())
 
     @property
     def _storage(self) -> torch.UntypedStorage:
@@ -342,19 +334,16 @@ class FlatParameters:
         """A range of the buffer with the parameters' values, and zeros between them."""
         (device,) = {parameter.device for parameter in self._parameters}
         buffer = torch.zeros(len(elements), dtype=dtype, device=device)
-        for member in self.members:
-            slot = member.slot
+        for slot, parameters in self.members.items():
             common = slot.elements.intersect(elements)
             if len(common):
-                values = member.parameters[0].detach().flatten()
+                values = parameters[0].detach().flatten()
                 buffer[common.inside(elements)] = values[common.inside(slot.elements)]
         return buffer
 
     def _make_views(self) -> None:
         """Make what parameters are inside steps (views of the buffer) and outside of them."""
-        slots = [
-            (member.slot, parameter) for member in self.members for parameter in member.parameters
-        ]
+        slots = [(slot, one) for slot, parameters in self.members.items() for one in parameters]
         nothing = self._buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
         self._views = [
             (parameter, slot.view(self._buffer), nan.expand(slot.shape))

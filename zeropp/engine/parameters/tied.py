@@ -33,7 +33,7 @@ class TiedWeights:
         timeout: timedelta | None = None,
     ) -> None:
         ends = [
-            next((f for f in flats if any(name in m.slot.names for m in f.members)), None)
+            next((f for f in flats if any(name in slot.names for slot in f.members)), None)
             for name in tied
         ]
         self.copy = ends[1] if ends[1] is not ends[0] else None

@@ -90,20 +90,16 @@ def _compare(fields: Sequence[Mapping[str, str]]) -> None:
     for rank, others in enumerate(fields):
         for name, text in fields[0].items():
             if text != others[name]:
-                ours, theirs = _difference(text, others[name])
+                other = others[name]
+                pairs = enumerate(zip(text, other, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+                before = text.rfind("(", 0, at), text.rfind("'", 0, at - 1), at - _SHOWN // 2, 0
+                ours, theirs = (x[max(before) : max(before) + _SHOWN] for x in (text, other))
                 raise InfeasibleError(
                     f"{name}: ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; "
                     "every rank must call parallelize with equal arguments and layers of equal "
                     "values"
                 )
-
-
-def _difference(first: str, second: str) -> tuple[str, str]:
-    """The part in which two texts differ, shortened, with a little of the text before it."""
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-    start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
-    return first[start : start + _SHOWN], second[start : start + _SHOWN]
 
 
 class ErrorBarrier:

@@ -48,7 +48,11 @@ class GivenRows:
         if self._layout.world == self._layout.dp or not batch:
             return [_NOT_COMPARED] * self.count
         if self._is_late and call == "train_step":
-            return self._arrived()
+            if self._on_their_way is None:
+                return [_NOT_COMPARED] * self.count
+            on_host, arrived = self._on_their_way
+            arrived.synchronize()
+            return [int(number) for number in on_host]
         return [int(checksum(batch[name])) for name in self._names]
 
     def begin(self, batch: Mapping[str, Tensor]) -> None:
@@ -95,13 +99,6 @@ class GivenRows:
                 "num_replicas=model.data_parallel_size; to train on one batch again and again, "
                 "make global_batch as large as it)"
             )
-
-    def _arrived(self) -> list[int]:
-        if self._on_their_way is None:
-            return [_NOT_COMPARED] * self.count
-        on_host, arrived = self._on_their_way
-        arrived.synchronize()
-        return [int(number) for number in on_host]
 
 
 def checksum(part: Tensor) -> Tensor:
