@@ -52,7 +52,7 @@ WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
 _RC: Any = {
     "figure.dpi": 110,
-    "savefig.dpi": 200,
+    "savefig.dpi": 150,
     "font.size": 10,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,

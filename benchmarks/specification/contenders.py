@@ -136,12 +136,20 @@ ATLAS: dict[str, Compared] = {
 ROWS = COMPARED | ATLAS | {n: whole(c) for n, c in PRICED.items() if n not in COMPARED}
 
 
+def setting_of(candidate: Candidate[Any]) -> dict[str, Any]:
+    """What a table keeps of a plan: the microbatch size, the contender's name, and the knobs that
+    differ from their defaults, so that a knob that is added later changes no table."""
+    default = vars(type(candidate.knobs)()) | {"name": ""}
+    knobs = {k: v for k, v in vars(candidate.knobs).items() if v != default[k]}
+    return {"knobs": knobs, "microbatch_size": candidate.microbatch_size}
+
+
 def candidate_in(
     row: str, knobs: Mapping[str, Any], microbatch_size: int
 ) -> tuple[Compared, Contender[Any], Candidate[Any]]:
-    """The row of this name, and the contender and the plan whose ``knobs`` a table has. Of several
-    contenders of a row it is the one that has all of these knobs. Raises SpecError if there is
-    none."""
+    """The row of this name, and the contender and the plan whose ``knobs`` a table has; others have
+    their defaults. Of several contenders of a row it is the one that has all of these knobs. Raises
+    SpecError if there is none."""
     compared = ROWS[row]
     own = {name: value for name, value in knobs.items() if name != "name"}
     contender = compared.contender

@@ -39,6 +39,9 @@ class Pair(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x))
+
 
 class Scale(nn.Module):
     """A layer whose only parameter is one number."""
@@ -362,9 +365,6 @@ class PostHooked(Pair):
         super().__init__()
         self.a.bias.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))  # type: ignore[no-any-return]
-
 
 class SharedMemory(Pair):
     """Two parameters in the same memory."""
@@ -374,9 +374,6 @@ class SharedMemory(Pair):
         super().double()
         self.b.weight.data = self.a.weight.data
         return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))  # type: ignore[no-any-return]
 
 
 class Complex(nn.Module):

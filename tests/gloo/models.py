@@ -100,6 +100,12 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def refuses(words: str, call: Callable[[], object]) -> None:
+    """Assert that a call raises an error, which begins so, as ``Kind: message``."""
+    said = error_of(call)
+    assert said.startswith(words), said
+
+
 def ranks_of(degrees: Mapping[str, Any]) -> int:
     """The ranks of a topology; four where its degrees are left open."""
     asked = [degrees.get(axis, 1) for axis in ("pp", "shard", "replicate")]

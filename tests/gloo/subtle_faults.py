@@ -1,42 +1,193 @@
-"""Small faults, most of them within what bf16 rounds: a percent of a gradient, another epsilon,
-sums or weights in a narrower type, copies of weights that are late. They count the gate's score on
-runs in bf16."""
+"""What faults are made of; and small ones, most of them within what bf16 rounds: a percent of a
+gradient, another epsilon, sums or weights in a narrower type, copies of weights that are late. They
+count the gate's score on runs in bf16.
+
+A fault is a context manager; while it is open, trainers are built and run with it. It gives what
+has still to be done to a trainer after it was built."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.gloo.gate_place import (
-    Edit,
-    Fault,
-    Feed,
-    Hook,
-    Place,
-    Prepare,
-    beside_steps,
-    editing,
-    feeding,
-    gradients_of,
-    local,
-    parameters_of,
-    patched,
-    scaled_part,
-    unchanged,
-    with_settings,
-)
 from zeropp.engine import sharding
 from zeropp.engine.parameters import flat
+from zeropp.engine.update.update_rules import build_optimizer
+from zeropp.schedule.plan import Plan
 from zeropp.types.training import OptimizerConfig
 
+_BUILDERS = (
+    "zeropp.engine.update.update_rules",
+    "baselines.torch_pp.trainer",
+    "baselines.fsdp.trainer",
+    "baselines.deepspeed_3d.trainer",
+    "baselines.megatron_core.trainer",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands, and in which plan."""
+
+    plan: Plan
+    dp_index: int
+    pp: int
+    tp: int
+
+
+Prepare = Callable[[Any], Any]  # a trainer, made faulty
+Fault = Callable[[Place], AbstractContextManager[Prepare]]
+Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
+Hook = Callable[[torch.optim.Optimizer, int], None]  # beside a step, which is counted from 1
+Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # inputs, targets
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that have a gradient."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return [parameter for parameter in every if parameter.grad is not None]
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's gradients, as they are about to be applied."""
+    return [local(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def unchanged(trainer: Any) -> Any:
+    return trainer
+
+
+def _building(make: Callable[[Place, OptimizerConfig, Any], torch.optim.Optimizer]) -> Fault:
+    """Every contender builds its optimizer otherwise."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        def build(parameters: Any, asked: OptimizerConfig) -> torch.optim.Optimizer:
+            return make(place, asked, parameters)
+
+        with ExitStack() as stack:
+            for module in _BUILDERS:
+                stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
+            yield unchanged
+
+    return fault
+
+
+def with_settings(**changes: Callable[[OptimizerConfig], float]) -> Fault:
+    """The optimizer has other settings than those that were asked for."""
+
+    def make(place: Place, asked: OptimizerConfig, parameters: Any) -> torch.optim.Optimizer:
+        other: dict[str, Any] = {name: change(asked) for name, change in changes.items()}
+        return build_optimizer(parameters, replace(asked, **other))
+
+    return _building(make)
+
+
+def beside_steps(
+    hook_of: Callable[[Place, OptimizerConfig], Hook], *, after: bool = False
+) -> Fault:
+    """Something is done to the optimizer of this rank right before, or after, each of its steps."""
+
+    def make(place: Place, asked: OptimizerConfig, parameters: Any) -> torch.optim.Optimizer:
+        optimizer, steps, hook = build_optimizer(parameters, asked), [0], hook_of(place, asked)
+
+        def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            steps[0] += 1
+            hook(optimizer, steps[0])
+
+        if after:
+            optimizer.register_step_post_hook(run)
+        else:
+            optimizer.register_step_pre_hook(run)
+        return optimizer
+
+    return _building(make)
+
+
+def editing(edit: Callable[[Place], Edit]) -> Fault:
+    """Edit this rank's gradients right before its optimizer applies them."""
+
+    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
+        apply = edit(place)
+        return lambda optimizer, step: apply(gradients_of(optimizer), step)
+
+    return beside_steps(hook_of)
+
+
+def scaled_part(begin: float, end: float, factor: float) -> Fault:
+    """Scale a part of the gradients: from ``begin`` to ``end`` of all elements on this rank."""
+
+    def apply(gradients: list[Tensor], step: int) -> None:
+        for piece in pieces(gradients, begin, end):
+            piece *= factor
+
+    return editing(lambda place: apply)
+
+
+def pieces(tensors: list[Tensor], begin: float, end: float) -> Iterator[Tensor]:
+    """Views of the elements from ``begin`` to ``end`` of all that this rank holds, as shares."""
+    total, start = sum(each.numel() for each in tensors), 0
+    for each in tensors:
+        first, last = (max(int(share * total) - start, 0) for share in (begin, end))
+        yield each.view(-1)[first:last]
+        start += each.numel()
+
+
+def prepared(change: Callable[[Place, Any], None]) -> Fault:
+    """Something is changed in a trainer that was built."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        def prepare(trainer: Any) -> Any:
+            change(place, trainer)
+            return trainer
+
+        yield prepare
+
+    return fault
+
+
+def feeding(make: Callable[[Place], Feed]) -> Fault:
+    """What a rank is given is changed."""
+
+    def change(place: Place, trainer: Any) -> None:
+        step, feed = trainer.step, make(place)
+        trainer.step = lambda inputs, targets: step(*feed(inputs, targets))
+
+    return prepared(change)
+
+
+def patched(owner: Any, name: str, make: Callable[[Place, Any], Any]) -> Fault:
+    """An attribute is replaced by what ``make`` makes of the place and of the original."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        with mock.patch.object(owner, name, make(place, getattr(owner, name))):
+            yield unchanged
+
+    return fault
+
+
 NARROW = torch.bfloat16
+
+
+def _in_bf16(fault: Fault) -> Fault:
+    """A fault of runs in bf16, which others do not have."""
+    return lambda place: fault(place) if place.plan.precision == "bf16" else nullcontext(unchanged)
 
 
 def _rounded(tensor: Tensor) -> None:
@@ -46,12 +197,7 @@ def _rounded(tensor: Tensor) -> None:
 
 def _after_steps(act: Callable[[torch.optim.Optimizer], None]) -> Fault:
     """Something is done to a bf16 run's optimizer right after each of its steps."""
-
-    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
-        narrow = place.plan.precision == "bf16"
-        return lambda optimizer, step: act(optimizer) if narrow else None
-
-    return beside_steps(hook_of, after=True)
+    return _in_bf16(beside_steps(lambda *_: lambda optimizer, step: act(optimizer), after=True))
 
 
 @torch.no_grad()
@@ -69,46 +215,39 @@ def _narrow_moments(*names: str) -> Callable[[torch.optim.Optimizer], None]:
     return act
 
 
-def _narrow_gradients(place: Place) -> Edit:
-    def edit(gradients: list[Tensor], step: int) -> None:
-        for gradient in gradients if place.plan.precision == "bf16" else ():
-            _rounded(gradient)
-
-    return edit
+def _narrow_gradients(gradients: list[Tensor], step: int) -> None:
+    for gradient in gradients:
+        _rounded(gradient)
 
 
 @contextmanager
 def _narrow_sums(place: Place) -> Iterator[Prepare]:
-    """The gradients of a bf16 run's microbatches are summed in bf16."""
+    """The gradients of microbatches are summed in bf16."""
     zeros, take = flat.zeros, flat.FlatParameters._take_sums
-    policy = "baselines.fsdp2.MixedPrecisionPolicy"
-    with ExitStack() as stack:
-        if place.plan.precision == "bf16":
 
-            def narrow(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-                del dtype
-                return zeros(size, NARROW, device)
+    def narrow(size: int, _: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(size, NARROW, device)
 
-            def widened(self: flat.FlatParameters) -> Tensor:
-                return take(self).float()
+    def widened(self: flat.FlatParameters) -> Tensor:
+        return take(self).float()
 
-            made = torch.distributed.fsdp.MixedPrecisionPolicy
-            both = made(param_dtype=NARROW, reduce_dtype=NARROW)
-            stack.enter_context(mock.patch.object(flat, "zeros", narrow))
-            stack.enter_context(mock.patch.object(flat.FlatParameters, "_take_sums", widened))
-            stack.enter_context(mock.patch(policy, return_value=both))
+    both = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=NARROW, reduce_dtype=NARROW)
+    with (
+        mock.patch.object(flat, "zeros", narrow),
+        mock.patch.object(flat.FlatParameters, "_take_sums", widened),
+        mock.patch("baselines.fsdp2.MixedPrecisionPolicy", return_value=both),
+    ):
         yield unchanged
 
 
 def _narrow_wire(place: Place, types: Any) -> Any:
-    """Reductions of a bf16 run are sent in bf16."""
-    narrow = place.plan.precision == "bf16"
-    return lambda master, compute, wire: types(master, compute, NARROW if narrow else wire)
+    """Reductions are sent in bf16."""
+    return lambda master, compute, wire: types(master, compute, NARROW)
 
 
-def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
+def _copies(late: int, *, part: float = 1.0) -> Fault:
     """Gathers send the masters of some updates before (0: the first ones, for ever), in the last
-    ``part`` of a flat buffer; in bf16 runs only, unless ``always``."""
+    ``part`` of a flat buffer."""
 
     def make(place: Place, original: Callable[[flat.FlatParameters], None]) -> Any:
         seen: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
@@ -119,14 +258,13 @@ def _copies(late: int, *, part: float = 1.0, always: bool = True) -> Fault:
                 values.append(self.master.clone())
             stale = values[0] if late == 0 else values[max(0, len(values) - 1 - late)]
             begin = int((1 - part) * len(stale))
-            wrong = torch.cat([self.master[:begin], stale[begin:]])
-            true, self.master = self.master, wrong
+            true, self.master = self.master, torch.cat([self.master[:begin], stale[begin:]])
             try:
                 original(self)
             finally:
                 self.master = true
 
-        return gather if always or place.plan.precision == "bf16" else original
+        return gather
 
     return patched(flat.FlatParameters, "_gather", make)
 
@@ -157,25 +295,19 @@ def _whole_attention(place: Place, original: Any) -> Any:
 
 
 def _narrow_softmax(place: Place, original: Any) -> Any:
-    """A bf16 run's scores and their softmax are rounded to bf16."""
+    """Scores and their softmax are rounded to bf16."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        shares: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        return shares
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v  # type: ignore[no-any-return]
 
-    return attention if place.plan.precision == "bf16" else original
+    return attention
 
 
 def _narrow_loss(place: Place, original: Any) -> Any:
-    """The loss of a bf16 run is computed in bf16."""
-
-    def loss(logits: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        narrow: Tensor = original(logits.to(NARROW), *arguments, **keywords)
-        return narrow.float()
-
-    return loss if place.plan.precision == "bf16" else original
+    """The loss is computed in bf16."""
+    return lambda logits, *given, **more: original(logits.to(NARROW), *given, **more).float()
 
 
 def _scaled_loss(factor: float) -> Fault:
@@ -258,9 +390,9 @@ SUBTLE_FAULTS: dict[str, Fault] = {
     "the last tenth of the gradients 3 % too large": scaled_part(0.9, 1.0, 1.03),
     "a hundredth of the gradients halved": scaled_part(0.5, 0.51, 0.5),
     "a thousandth of the parameters never updated": scaled_part(0.5, 0.501, 0.0),
-    "gradients in bf16": editing(_narrow_gradients),
-    "sums in bf16": _narrow_sums,
-    "reductions sent in bf16": patched(sharding, "Types", _narrow_wire),
+    "gradients in bf16": _in_bf16(editing(lambda place: _narrow_gradients)),
+    "sums in bf16": _in_bf16(_narrow_sums),
+    "reductions sent in bf16": _in_bf16(patched(sharding, "Types", _narrow_wire)),
     "masters in bf16": _after_steps(_narrow_masters),
     "norm epsilon 1e-4": _norm_eps(1e-4),
     "norm epsilon 1e-3": _norm_eps(1e-3),
@@ -268,16 +400,16 @@ SUBTLE_FAULTS: dict[str, Fault] = {
     "scores 1 % larger": _attention(1.01),
     "scores 5 % larger": _attention(1.05),
     "tokens see the next ones": patched(F, "scaled_dot_product_attention", _whole_attention),
-    "softmax in bf16": patched(F, "scaled_dot_product_attention", _narrow_softmax),
-    "loss in bf16": patched(F, "cross_entropy", _narrow_loss),
+    "softmax in bf16": _in_bf16(patched(F, "scaled_dot_product_attention", _narrow_softmax)),
+    "loss in bf16": _in_bf16(patched(F, "cross_entropy", _narrow_loss)),
     "loss half a percent low": _scaled_loss(0.995),
     "one token wrong": feeding(_token),
     "targets of one sequence shifted": feeding(_target),
     "a microbatch dropped": feeding(_dropped),
     "updated parameters never gathered": _copies(0),
-    "copies in bf16 never refreshed": _copies(0, always=False),
+    "copies in bf16 never refreshed": _in_bf16(_copies(0)),
     "copies late by a step": _copies(1),
-    "a tenth of the copies never refreshed": _copies(0, part=0.1, always=False),
+    "a tenth of the copies never refreshed": _in_bf16(_copies(0, part=0.1)),
     "a tenth of the copies late by a step": _copies(1, part=0.1),
 }
 # What shows in the second step or later.

@@ -1,22 +1,37 @@
 """The Python examples of the pages on training scripts and of the answers, run page by page on two
-ranks."""
+ranks; and the scripts."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import csv
+import os
 import re
+import runpy
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import EllipsisType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import zeropp
 from tests.gloo.layers import WIDTH, One, linear
@@ -186,3 +201,106 @@ def test_the_answers_run(tmp_path: Path) -> None:
         if before is not None and names["model"] is not before:
             before.close()
     names["model"].close()
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "scripts" / "examples" / "train.py"
+TEXT = ROOT / "benchmarks" / "worker" / "kjv_genesis_psalms.txt"
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def example() -> dict[str, Any]:
+    """The names of the script, which is to be read in one go."""
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 90
+    return runpy.run_path(str(EXAMPLE))
+
+
+def run_example(*arguments: str) -> list[float]:
+    """Run the script's ``main``."""
+    with mock.patch.object(dist, "init_process_group"):
+        return example()["main"](list(arguments))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small model with a tokenizer of its own."""
+    torch.manual_seed(1)
+    Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokens.train_from_iterator([TEXT.read_text("utf-8")[:100_000]], made)
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=tokens, eos_token="</s>").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(world: World, folder: Path) -> None:
+    def run(out: str, steps: int, pp: int, ranks: int) -> list[list[float]]:
+        options = {"pp": pp, "steps": steps, "length": 32, "every": 2, "keep": 2, "lr": 1e-3}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        given = str(folder), str(TEXT), "--out", str(folder / out), "--separator", "\n", *words
+        return world.run(run_example, *given, size=ranks)
+
+    (whole,) = run("alone", 5, 1, 1)
+    for first in run("parts", 3, 2, 4):
+        assert first[:3] == pytest.approx(whole[:3], rel=1e-4)
+    for second in run("parts", 2, 2, 2):
+        assert second == pytest.approx(whole[3:], rel=1e-4)
+    kept = [path.name for path in sorted((folder / "parts").glob("checkpoint*"))]
+    assert kept == ["checkpoint_000004", "checkpoint_000005"]
+    make: Any = AutoModelForCausalLM
+    trained = [make.from_pretrained(folder / out / "model") for out in ("alone", "parts")]
+    expected, found = (dict(model.named_parameters()) for model in trained)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    read: Any = AutoTokenizer
+    tokenizer = read.from_pretrained(folder / "parts" / "model")
+    assert tokenizer.decode(tokenizer.encode("In the beginning")) == "In the beginning"
+
+
+def test_rows_are_documents_that_do_not_see_each_other() -> None:
+    """And the end of one has no target: what follows it is another one's."""
+    tokenizer = SimpleNamespace(eos_token_id=0, encode=lambda text, **_: [*map(int, text)])
+    rows = example()["packed_rows"](["123", "45", "6789"], tokenizer, 5)
+    inputs, targets, places = (part.tolist() for part in rows.tensors)
+    assert inputs == [[1, 2, 3, 0, 4], [5, 0, 6, 7, 8]]
+    assert targets == [[2, 3, 0, -100, 5], [0, -100, 7, 8, 9]]
+    assert places == [[0, 1, 2, 3, 0], [0, 1, 0, 1, 2]]
+
+
+SOURCE = Path(__file__).resolve().parents[2]
+
+
+def test_a_lone_rank_is_measured_and_reported(tmp_path: Path) -> None:
+    out, specs = tmp_path / "out", tmp_path / "specs"
+    small = {"GPU_READY_SMALL": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    places = {"OUT": str(out), "SPECS": str(specs), "TMPDIR": str(tmp_path)}
+    variables = os.environ | small | places | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    variables |= {"S": "400", "LONG": "300", "ONLY": "lone_a1 overlap"}
+    freeze = [sys.executable, "scripts/gpu/specs.py", str(specs), "--small", "--only=a_zeropp"]
+    for command in (freeze, ["bash", "scripts/gpu/run.sh"]):
+        done = subprocess.run(command, cwd=SOURCE, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not (out / "failed.txt").exists()
+    steps = (out / "steps.log").read_text()
+    assert "end lone_a1: 0" in steps
+    assert "skip" not in steps
+    with (out / "report" / "actions.csv").open(newline="") as file:
+        rows = {row["action"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["forward", "B + W", "update", "all"]
+    assert all(float(row["measured_s"]) > 0 and not row["described_s"] for row in rows.values())
+    assert "Described against" in (out / "summary.txt").read_text()
+    assert (out / "all.tar.gz").is_file()

@@ -1,30 +1,46 @@
-"""Gradients of every parameter, losses and parameters: the engine against one process."""
+"""The engine on real processes against one process and torch's own runtime, and what happens
+around collectives, counted while a step runs: copies (none), and the collectives of the plan."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partialmethod
+from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.profiler_util import FunctionEvent
+from torch.distributed.pipelining import PipelineStage
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from baselines.model import build_model
+from baselines.model import build_piece
+from baselines.torch_pp.private_names import Runtime, load_programs
 from tests.gloo.cases import (
     ADAMW,
     SEED,
     Case,
     Outcome,
+    build_model_of,
+    local_microbatches,
     loss_function,
     train,
     train_alone,
     worst_error,
 )
 from tests.gloo.world import World, on_ranks
+from zeropp.engine.engine import Engine
+from zeropp.engine.parameters import flat
+from zeropp.engine.ranks import lanes
 from zeropp.engine.ranks.collectives import Channels, neighbours
+from zeropp.engine.ranks.lanes import Ticket, Work
+from zeropp.schedule.program import Action, Op, RankProgram
 from zeropp.types.training import OptimizerConfig
 
 SGD = OptimizerConfig(kind="sgd", lr=0.1)
@@ -106,50 +122,6 @@ def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
         assert worst_error(outcome.gradients, expected.gradients) < 0.1
 
 
-MANY = Case(pp=2, shard=2, chunks=1, precision="bf16", batch=64, layers=2)
-ULP = torch.finfo(torch.bfloat16).eps  # relative; rounding one addition costs at most half of it
-
-
-@cache
-def step_alone_in_bf16(case: Case, total: torch.dtype) -> dict[str, torch.Tensor]:
-    """Parameters after a step of plain SGD in one process that computes in bf16 and sums the
-    gradients of its microbatches in ``total``."""
-    model = build_model(case.shape, SEED)
-    masters = [parameter.detach().clone() for parameter in model.parameters()]
-    model.bfloat16()
-    sums = [torch.zeros_like(master, dtype=total) for master in masters]
-    for x, y in zip(*(torch.split(part, 1) for part in case.data(0)), strict=True):
-        (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
-        for gradient, parameter in zip(sums, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            gradient += parameter.grad
-            parameter.grad = None
-    names = [name for name, _ in model.named_parameters()]
-    after = (one - SGD.lr * gradient.float() for one, gradient in zip(masters, sums, strict=True))
-    return dict(zip(names, after, strict=True))
-
-
-def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Distance of two sets of parameters, over how far training has moved them."""
-    start = build_model(MANY.shape, SEED).requires_grad_(False).state_dict()
-    apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
-    moved = sum(float((expected[name] - start[name]).square().sum()) for name in expected)
-    return float((apart / moved) ** 0.5)
-
-
-def test_bf16_sums_of_many_microbatches_stay_within_one_ulp(world: World) -> None:
-    expected = step_alone_in_bf16(MANY, torch.float32)
-    outcomes = world.run(train, MANY, torch.float32, 1, SGD, size=MANY.world)
-    found = {name: value for outcome in outcomes for name, value in outcome.parameters.items()}
-    assert set(found) == set(expected)
-    assert drift(found, expected) < ULP
-
-
-def test_sums_in_bf16_would_be_seen() -> None:
-    wide, narrow = (step_alone_in_bf16(MANY, total) for total in (torch.float32, torch.bfloat16))
-    assert drift(narrow, wide) > ULP
-
-
 def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:
     """As ``train``, with graphs captured and split but not translated to C++, which takes long;
     and the number of graphs."""
@@ -193,3 +165,287 @@ def test_few_process_groups_whatever_the_world(case: Case, groups: int) -> None:
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         Channels(neighbours(plan.schedule), plan.layout, torch.device("cpu"))
     assert made.call_count == groups
+
+
+# The operators by which torch copies values from one place to another.
+COPIES = {
+    f"aten::{name}"
+    for name in ("cat", "clone", "copy_", "index_copy_", "split_with_sizes_copy", "stack")
+} | {"aten::_to_copy", "aten::_foreach_copy_"}
+WINDOW, COLLECTIVE = "work of a lane", "collective"
+AROUND = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+ORDERS = ("as planned", "reversed")
+WATCHED = [
+    Case(pp=2, shard=2, chunks=2, batch=8),
+    Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8),
+    Case(pp=1, shard=3, chunks=3, batch=6, reduce_every="step"),
+    Case(pp=1, shard=2, chunks=2, batch=4, precision="bf16"),
+]
+
+
+class WatchedLane:
+    """A lane that runs its work at once, inside a window of the profiler."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        del device, name
+
+    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Any:
+        del after
+        with record_function(WINDOW), torch.no_grad():
+            work()
+        return self
+
+    def wait(self) -> None:
+        """Return at once, since all work is done."""
+
+    def close(self) -> None:
+        """Do nothing, since there is nothing to end."""
+
+
+def below(event: FunctionEvent) -> Iterator[FunctionEvent]:
+    """All operators that an event contains, except what a collective does inside (gloo reduces
+    and scatters a copy)."""
+    for child in event.cpu_children:
+        yield child
+        if child.name != COLLECTIVE:
+            yield from below(child)
+
+
+def marked(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that runs inside a window of the profiler."""
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with record_function(COLLECTIVE):
+            return collective(*arguments, **keywords)
+
+    return run
+
+
+def operators_around(case: Case) -> tuple[list[str], int, int]:
+    """Names of the copies around this rank's collectives in one step, how many operators there
+    were to look at, and how many flat buffers the step gathers."""
+    scatter = marked(vars(flat)["reduce_scatter_single"])
+    with (
+        mock.patch.object(lanes, "make_lane", WatchedLane),
+        mock.patch.object(flat, "all_gather_single", marked(vars(flat)["all_gather_single"])),
+        mock.patch.object(flat, "reduce_scatter_single", scatter),
+        mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
+    ):
+        engine = build_model_of(case).engine
+        engine.step(local_microbatches(case, 0))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            engine.step(local_microbatches(case, 1))
+    program = engine.interpreter._program
+    windows = {WINDOW, *(str(action) for action in program if action.op in AROUND)}
+    found = {  # by identity, because a lane's window lies in an action's
+        id(operator): operator.name
+        for event in profiler.events()
+        if event.name in windows
+        for operator in below(event)
+    }
+    gathers = [action.stage for action in program if action.op is Op.UNSHARD]
+    gathered = sum(len(engine.chunks[stage].flats) for stage in gathers)
+    engine.close()
+    return [name for name in found.values() if name in COPIES], len(found), gathered
+
+
+@pytest.mark.parametrize("case", WATCHED, ids=str)
+def test_nothing_but_casts_is_copied_around_a_collective(case: Case, world: World) -> None:
+    """In mixed precision a rank casts its own part alone, once for each gather."""
+    for copies, looked_at, gathered in world.run(operators_around, case, size=case.world):
+        assert looked_at > 10  # collectives and views
+        if case.precision == "bf16":
+            assert copies == ["aten::copy_"] * gathered != []
+        else:  # rows of other replicas are copied behind a gather, where gloo writes one's own
+            assert set(copies) <= ({"aten::copy_"} if case.zero else set())
+
+
+@contextmanager
+def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
+    """Count collectives and messages as (kind, group)."""
+    groups = engine._groups
+    names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
+    names |= {id(groups.replicate): "replicate", id(groups.world): "world"}
+    names[id(None)] = "default"  # which is given as none, as groups of one rank are
+
+    def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        message = kind in ("isend", "irecv")
+        found[kind, "pair" if message else names[id(keywords.get("group"))]] += 1
+        return call(*arguments, **keywords)
+
+    gather = partial(counted, "gather", vars(flat)["all_gather_single"])
+    scatter = partial(counted, "reduce-scatter", vars(flat)["reduce_scatter_single"])
+    with (
+        mock.patch.object(flat, "all_gather_single", gather),
+        mock.patch.object(flat, "reduce_scatter_single", scatter),
+        mock.patch.object(dist, "all_reduce", partial(counted, "all-reduce", dist.all_reduce)),
+        mock.patch.object(dist, "isend", partial(counted, "isend", dist.isend)),
+        mock.patch.object(dist, "irecv", partial(counted, "irecv", dist.irecv)),
+    ):
+        yield
+
+
+def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
+    """The collectives and messages of a step, by this rank's program in the plan and by how many
+    buffers hold the parameters of a chunk (weights with delayed gradients have their own); beside
+    them one sum of losses and norms."""
+    plan = case.plan()
+    program = plan.schedule.programs[plan.layout.coordinates(dist.get_rank())["pp"]]
+    flats = {stage: len(chunk.flats) for stage, chunk in engine.chunks.items()}
+
+    def of(op: Op) -> list[int]:
+        return [action.stage for action in program if action.op is op]
+
+    reduced = of(Op.REDUCE_GRAD)
+    expected = Counter({("all-reduce", "world"): 1})
+    expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
+    expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))
+    if case.shard > 1:
+        expected["gather", "gather"] = sum(flats[stage] for stage in of(Op.UNSHARD))
+        expected["reduce-scatter", "reduce"] = sum(flats[stage] for stage in reduced)
+    if case.replicate > 1:
+        kind = "reduce-scatter" if case.zero else "all-reduce"
+        expected[kind, "replicate"] = sum(flats[stage] for stage in of(Op.REDUCE_REPLICAS))
+    if of(Op.GATHER_UPDATED):
+        expected["gather", "replicate"] = sum(flats.values())
+    return +expected
+
+
+def settle(engine: Engine) -> None:
+    """Wait for the rows that other replicas have updated."""
+    for one in engine.flats:
+        one.settle()
+
+
+@pytest.mark.parametrize("case", [*WATCHED, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str)
+@on_ranks(lambda case: case.world)
+def test_collectives_per_step_are_the_plans(case: Case) -> None:
+    engine = build_model_of(case).engine
+    found: Counter[tuple[str, str]] = Counter()
+    engine.step(local_microbatches(case, 0))
+    settle(engine)
+    with counting(engine, found):
+        engine.step(local_microbatches(case, 1))
+        settle(engine)
+    expected = planned(case, engine)
+    assert sum(expected.values()) > 1
+    assert found == expected
+    engine.close()
+
+
+def reductions_of(case: Case, order: str) -> tuple[list[int], list[float]]:
+    """The stages that a step reduces over the replicas, in turn, and the losses of two steps, with
+    the reductions in another ``order`` than the plan's, or without them."""
+    plan = case.plan()
+    programs = tuple(tuple(_reordered(program, order)) for program in plan.schedule.programs)
+    changed = replace(plan, schedule=replace(plan.schedule, programs=programs))
+    stages: list[int] = []
+    reduce = flat.FlatParameters.reduce_over_replicas
+
+    def watched(buffer: flat.FlatParameters) -> None:
+        stages.extend(stage for stage, one in engine.chunks.items() if one.flats[0] is buffer)
+        reduce(buffer)
+
+    with (
+        mock.patch.object(Case, "plan", return_value=changed),
+        mock.patch.object(flat.FlatParameters, "reduce_over_replicas", watched),
+    ):
+        engine = build_model_of(case, torch.float64).engine
+        losses = [float(engine.step(local_microbatches(case, n)).loss) for n in (0, 1)]
+    engine.close()
+    return stages[: len(stages) // 2], losses
+
+
+def _reordered(program: RankProgram, order: str) -> Iterator[Action]:
+    crossed = [action for action in program if action.op is Op.REDUCE_REPLICAS]
+    for action in program:
+        if action.op is Op.UPDATE and order == "reversed":
+            yield from reversed(crossed)
+        if action not in crossed or order == "as planned":
+            yield action
+
+
+def test_replicas_are_reduced_in_the_order_of_the_program(world: World) -> None:
+    case = Case(pp=1, shard=2, replicate=2, zero=True, chunks=3, batch=8)
+    runs = {order: world.run(reductions_of, case, order, size=4) for order in ORDERS}
+    stages = [a.stage for a in case.plan().schedule.programs[0] if a.op is Op.REDUCE_REPLICAS]
+    assert len(stages) == 3
+    for planned, moved in zip(*runs.values(), strict=True):
+        assert (planned[0], moved[0]) == (stages, stages[::-1])
+        assert planned[1] == moved[1]
+
+
+@on_ranks(2)
+def test_a_program_that_misses_a_part_of_the_step_is_refused() -> None:
+    with pytest.raises(Exception, match="the plan asks for 0REDUCE_REPLICAS"):
+        reductions_of(Case(pp=1, replicate=2), "none")
+
+
+@on_ranks(8)
+def test_closing_destroys_every_process_group() -> None:
+    engine = build_model_of(Case(pp=4, shard=2, chunks=1, unit=4, tied=True)).engine
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 4
+    engine.close()
+    assert len(groups) == 1  # the default group
+
+
+SLOW_SGD = OptimizerConfig(kind="sgd", lr=0.1)
+
+
+class Stage(nn.Module):
+    """Pieces of one stage, called one after another."""
+
+    def __init__(self, case: Case, pieces: range) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleDict({str(i): build_piece(case.shape, i, SEED) for i in pieces})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for piece in self.pieces.values():
+            x = piece(x)
+        return x
+
+
+def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
+    """Gradients of this rank's stages after one step of torch's runtime."""
+    plan, rank = case.plan(), dist.get_rank()
+    count = plan.schedule.num_stages
+    modules = {s: Stage(case, plan.pieces_of(s)) for s in plan.schedule.stages_of(rank)}
+    stages = [PipelineStage(m, s, count, torch.device("cpu")) for s, m in modules.items()]
+    count_m = plan.num_microbatches
+    runtime = Runtime(stages, count_m, loss_fn=loss_function)  # type: ignore[no-untyped-call]
+    load_programs(runtime, programs)
+    inputs, targets = case.data(0)
+    arguments = (inputs,) if rank == 0 else ()
+    last = plan.schedule.stage_rank[-1] == rank
+    runtime.step(*arguments, target=targets if last else None)
+    return {
+        name.removeprefix("pieces."): parameter.grad
+        for module in modules.values()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, chunks=2, unit=2, batch=6),
+        Case(pp=2, chunks=3, unit=4, batch=8, layers=6, cap=9),
+        Case(pp=4, chunks=2, unit=4, batch=8, layers=8),
+    ],
+    ids=["2x2", "2x3", "4x2"],
+)
+def test_torch_runs_our_program_to_the_same_gradients(
+    case: Case, world: World, tmp_path: Path
+) -> None:
+    schedule = case.plan().schedule
+    compute = [tuple(a for a in program if a.op.is_compute) for program in schedule.programs]
+    assert any(a.op is Op.BACKWARD_WEIGHT for a in compute[0])
+    path = tmp_path / "programs.csv"
+    path.write_text(replace(schedule, programs=tuple(compute)).to_csv())
+    ours = world.run(train, case, torch.float32, 1, SLOW_SGD, size=case.pp)
+    theirs = world.run(run_by_torch, case, path, size=case.pp)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert set(found.gradients) == set(expected)
+        assert worst_error(found.gradients, expected) < 1e-5

@@ -17,8 +17,13 @@ from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts, order_checks
 from tests.gloo.cases import TIED, request
-from tests.gloo.contender_faults import MEGATRON_FAULTS, gate_without_last_reduction
-from tests.gloo.gate_faults import FAULTS, SUBTLE, find
+from tests.gloo.gate_faults import (
+    FAULTS,
+    MEGATRON_FAULTS,
+    SUBTLE,
+    find,
+    gate_without_last_reduction,
+)
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.unit.test_extending import registered_example
 from tests.unit.toy_spec import mapping
@@ -175,8 +180,7 @@ def case_by_knobs(contender: Contender[Any], precision: str) -> Case:
     axes = dict.fromkeys(sorted({"pp", "tp", data} & knobs), 2)
     pair = TWO_STAGES if "pp" in knobs else Setting(2, {data: 2}, {"dp"})
     model = DROPOUT if "dropout" in needs else TIED if "tied" in needs else {}
-    both = Setting(2 ** len(axes), axes, needs)
-    return Case(contender.name, precision, model, pair, (both,))
+    return Case(contender.name, precision, model, pair, (Setting(2 ** len(axes), axes, needs),))
 
 
 NAMED = {case.contender for case in CASES}
@@ -315,8 +319,7 @@ def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -
     assert [part.precision for part in gate_parts(spec)] == ["fp32", "bf16"]
     with mock.patch.object(RunSpec, "plan", side_effect=InfeasibleError("no")):
         assert gate_parts(spec) == [spec]
-    knobs = ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"})
-    sent = replace(spec, contender=knobs)
+    sent = replace(spec, contender=ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"}))
     assert [vars(part.contender)["reduce_dtype"] for part in gate_parts(sent)] == ["fp32", "bf16"]
 
 

@@ -48,8 +48,7 @@ def walked(model: str, microbatch: int) -> list[LayerSizes]:
     """The sizes of a model's pieces."""
     shape = shape_of(model)
     pieces = [lambda i=i: build_piece(shape, i, 0, "meta") for i in range(shape.num_pieces)]
-    sample = torch.zeros(microbatch, shape.seq, dtype=torch.long)
-    return walk(pieces, sample, {}, recorder=Recorder)
+    return walk(pieces, torch.zeros(microbatch, shape.seq, dtype=torch.long), {}, recorder=Recorder)
 
 
 def plan(model: str, microbatch: int, recompute: Recompute, cuts: tuple[int, ...]) -> SizedPlan:
@@ -140,8 +139,7 @@ def test_what_is_updated_whole_is_priced(replicas: int) -> None:
         share = 4 * held / layout.dp
         rate = group_of(on, layout, "replicate" if replicas > 1 else "shard").rate
         assert cost.gather_updated == pytest.approx(0.75 * share / rate, rel=0.1)
-        memory = prices.memory(whole, on).memory[stage]
-        assert memory.whole == pytest.approx(4 * share)
+        assert prices.memory(whole, on).memory[stage].whole == pytest.approx(4 * share)
         assert prices.memory(parts, on).memory[stage].whole == 0
 
 
@@ -234,8 +232,7 @@ def test_a_residual_adds_and_its_gradients_are_added_up() -> None:
     add, gradients = Elementwise(3 * SIZE, 0), Elementwise(0, 3 * SIZE)
     plain = recorded(Residual(bias=False))
     assert (plain.products, plain.elementwise) == ((product,), (add, gradients))
-    biased = recorded(Residual(bias=True))
-    assert biased.elementwise == (Elementwise(0, SIZE), add, gradients)
+    assert recorded(Residual(bias=True)).elementwise == (Elementwise(0, SIZE), add, gradients)
     frozen = recorded(Residual(bias=True, trained=False))
     assert (frozen.trained, frozen.elementwise) == (0, (add, gradients))
     assert frozen.products == (replace(product, right="none"),)

@@ -1,13 +1,16 @@
 """What people's training loops need: sequences of other lengths, losses beside the main one, steps
-that are skipped, gradients to read, and one error where ranks call different things."""
+that are skipped, gradients to read, one error where ranks call different things; and means over the
+tokens of a whole batch, with ignored labels anywhere."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +22,24 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional as F
 
+import zeropp
 from tests.gloo.cases import loss_function
 from tests.gloo.layers import ROWS, WIDTH, One, linear
-from tests.gloo.models import adamw, apart, built, data, error_of, ranks_of, seeded, steps
+from tests.gloo.models import (
+    adamw,
+    apart,
+    built,
+    data,
+    error_of,
+    largest,
+    ranks_of,
+    refuses,
+    seeded,
+    steps,
+    topology,
+)
 from tests.gloo.world import World, on_ranks
+from zeropp import huggingface
 from zeropp.engine.loss import Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks import errors
@@ -294,3 +311,236 @@ def test_ranks_that_are_not_together_say_so(world: World, tmp_path: Path) -> Non
     )
     assert not first["good"]
     assert "Ranks 1 failed to pass" in first["late"]
+
+
+LAYERS, TOKEN_ROWS, LENGTH, VOCABULARY, STEPS = 6, 8, 6, 11, 3
+SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
+MUON = "muon"  # with AdamW for what are no matrices of blocks, clipped as SGD is
+TIED = (0, "weight"), (LAYERS - 1, "weight")
+DISTRIBUTIONS = ("any", "first rows", "one label")
+
+
+class Balanced(One):
+    """A block that also gives a loss of its own: a sum over its tokens."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = torch.tanh(self.linear(x))
+        return x + mixed, 0.1 * mixed.square().sum()
+
+
+class Plain(Balanced):
+    """A block without one."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mixed, _ = super().forward(x)
+        return mixed
+
+
+def token_layers(tied: bool) -> list[nn.Module]:
+    """Layers in fp64, equal on every rank."""
+    first = lambda: nn.Embedding(VOCABULARY, WIDTH)  # noqa: E731
+    last = lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)  # noqa: E731
+    layers = seeded([first, Balanced, Plain, Plain, Balanced, last])
+    if tied:
+        layers[-1].weight = layers[0].weight
+    return layers
+
+
+def token_data(step: int, distribution: str, rows: int = TOKEN_ROWS) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; of these are ignored: any, unequally many in each row; all those of the
+    first half of the rows, which are whole ranks and microbatches; or all but one."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(VOCABULARY, (2, rows, LENGTH), generator=generator)
+    shares = torch.rand(rows, 1, generator=generator)
+    ignored = torch.rand(rows, LENGTH, generator=generator) < shares
+    if distribution == "first rows":
+        ignored[: rows // 2] = True
+        ignored[-1, 0] = False
+    if distribution == "one label":
+        ignored[:] = True
+        ignored[-1, 0] = False
+    return tokens, targets.masked_fill(ignored, -100)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over labels that are not ignored, and their number."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != -100).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sliced_loss_is_that_of_all_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeropp.engine.loss._SLICE", 5 * VOCABULARY)
+    tokens, targets = token_data(0, "any")
+    logits = torch.randn(*tokens.shape, VOCABULARY, dtype=torch.float64).to(dtype)
+
+    def run(function: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given = logits.clone().requires_grad_()
+        total, count = function(given, targets)
+        (total * 0.25).backward()
+        assert given.grad is not None
+        return total.detach(), count, given.grad
+
+    (whole, count, expected), (total, same, found) = run(token_loss), run(huggingface.token_loss)
+    assert count == same
+    close = 1e-12 if dtype == torch.float64 else 0.01
+    torch.testing.assert_close(total.double(), whole.double(), rtol=close, atol=close)
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    with torch.no_grad():
+        assert huggingface.token_loss(logits, targets)[0] == total
+
+
+@pytest.mark.parametrize("again", ["twice", "differentiated"])
+def test_a_sliced_loss_has_one_backward(again: str) -> None:
+    """A second one raises, and so does one whose result would have no gradient of its own."""
+    logits = torch.randn(3, 4, VOCABULARY, requires_grad=True)
+    total, _ = huggingface.token_loss(logits, torch.zeros(3, 4, dtype=torch.long))
+    if again == "twice":
+        torch.autograd.backward(total, retain_graph=True)
+    with pytest.raises(RuntimeError, match="in slices of the tokens a loss has one back"):
+        torch.autograd.grad(total, logits, create_graph=again == "differentiated")
+
+
+def group_of(name: tuple[int, str], parameter: nn.Parameter) -> str:
+    """The optimizer group of a parameter under Muon."""
+    return "matrices" if parameter.dim() == 2 and 0 < name[0] < LAYERS - 1 else "others"
+
+
+def muon_and_adamw(groups: Mapping[str, list[nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks."""
+    muon = torch.optim.Muon(groups["matrices"], lr=0.1)
+    return [muon, torch.optim.AdamW(groups["others"], lr=0.05)]
+
+
+def with_tokens(*, tied: bool = False, kind: str = "sgd", **degrees: Any) -> ParallelModel:
+    optimizer: Any = {"optimizer": SGD}
+    if kind == MUON:
+        optimizer = {"optimizer": muon_and_adamw, "group_of": group_of, "clip_norm": SGD.clip_norm}
+    return zeropp.parallelize(
+        token_layers(tied),
+        degrees.pop("loss_fn", token_loss),
+        loss_reduction="tokens",
+        **optimizer,
+        sample=token_data(0, "any")[0],
+        global_batch=TOKEN_ROWS,
+        tied=TIED if tied else None,
+        **degrees,
+    )
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training in one process, on whole batches: losses and norms of the steps, evaluations
+    before them, the last gradients, after clipping, and the parameters."""
+
+    numbers: list[tuple[float, float, float]]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@cache
+def alone_with_tokens(tied: bool, distribution: str, kind: str = "sgd") -> Course:
+    model = nn.ModuleList(token_layers(tied))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=SGD.lr)]
+    if kind == MUON:
+        groups: dict[str, list[nn.Parameter]] = {"matrices": [], "others": []}
+        for name, parameter in model.named_parameters():
+            groups[group_of((int(name[0]), name), parameter)].append(parameter)
+        optimizers = muon_and_adamw(groups)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        value, own = tokens, torch.zeros(())
+        for layer in model:
+            given = layer(value)
+            value, own = (given[0], own + given[1]) if isinstance(given, tuple) else (given, own)
+        total, count = token_loss(value, targets)
+        return (total + own) / count
+
+    numbers = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            evaluated = float(loss_of(*token_data(100 + step, distribution, rows=7)))
+        model.zero_grad()
+        loss = loss_of(*token_data(step, distribution))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), SGD.clip_norm)
+        assert norm > SGD.clip_norm
+        for optimizer in optimizers:
+            optimizer.step()
+        numbers.append((float(loss.detach()), float(norm), evaluated))
+    named = dict(model.named_parameters())
+    gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
+    return Course(numbers, gradients, {name: one.detach() for name, one in named.items()})
+
+
+def token_errors(
+    seed: int, distribution: str, kind: str, expected: Course
+) -> tuple[float, float, float]:
+    """How far this rank's numbers, gradients and parameters are from those of one process."""
+    with with_tokens(kind=kind, **topology(seed)) as model:
+        relative = []
+        for step, numbers in enumerate(expected.numbers):
+            share = slice(model.data_parallel_rank, None, model.data_parallel_size)
+            loss = model.eval_step(
+                *(part[share] for part in token_data(100 + step, distribution, 7))
+            )
+            result = model.train_step(
+                *(part[model.rows] for part in token_data(step, distribution))
+            )
+            ours = float(result.loss), float(result.grad_norm), loss
+            relative += [abs(a / b - 1) for a, b in zip(ours, numbers, strict=True)]
+        gradients, parameters = dict(model.gradients()), dict(model.full_parameters())
+    assert gradients.keys() == parameters.keys()
+    own = apart(gradients, expected.gradients), apart(parameters, expected.parameters)
+    return largest(relative), *own
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_topologies_are_one_process(world: World, seed: int) -> None:
+    """Parameters are given in fp32."""
+    drawn = topology(seed)
+    courses = [*((distribution, "sgd") for distribution in DISTRIBUTIONS), ("any", MUON)]
+    for distribution, kind in courses:
+        expected = alone_with_tokens(drawn["tied"], distribution, kind)
+        for numbers, gradients, parameters in world.run(
+            token_errors, seed, distribution, kind, expected, size=ranks_of(drawn)
+        ):
+            assert numbers < 1e-9, (numbers, distribution, kind, drawn)
+            assert gradients < 1e-9, (gradients, distribution, kind, drawn)
+            assert parameters < 1e-6, (parameters, distribution, kind, drawn)
+
+
+@on_ranks(2)
+def test_bf16_is_near() -> None:
+    loss, norm, _ = alone_with_tokens(False, "any").numbers[0]
+    layers = [layer.float() for layer in token_layers(False)]
+    given: dict[str, Any] = {"sample": token_data(0, "any")[0][:2], "global_batch": TOKEN_ROWS}
+    given |= {"loss_reduction": "tokens", "optimizer": SGD, "precision": "bf16", "pp": 2}
+    with zeropp.parallelize(layers, token_loss, **given) as model:
+        result = model.train_step(*token_data(0, "any"))
+    numbers = float(result.loss), float(result.grad_norm)
+    assert numbers == pytest.approx((loss, norm), rel=0.02)
+
+
+@on_ranks(2)
+def test_what_is_no_sum_and_count_is_an_error_and_no_count_updates_nothing() -> None:
+    peer = "" if dist.get_rank() else "PeerError: rank 1 raised "  # rank 1 computes the loss
+    wrong: list[tuple[Any, str]] = [
+        (
+            lambda logits, targets: token_loss(logits, targets)[0],
+            "gives (), but (sum, count) of a microbatch is needed with",
+        ),
+        (lambda logits, _: (logits.sum(1), 1), "gives (2, 11), but a tensor of one"),
+    ]
+    for function, words in wrong:
+        step = with_tokens(microbatch_size=2, pp=2, loss_fn=function).train_step
+        refuses(f"{peer}TypeError: loss_fn: {words}", partial(step, *token_data(0, "any")))
+    with with_tokens(microbatch_size=2, pp=2, loss_fn=lambda logits, _: (logits.sum(), 0)) as model:
+        before = dict(model.full_parameters())
+        result = model.train_step(*token_data(0, "any"))
+        assert not math.isfinite(float(result.loss))
+        assert not math.isfinite(model.eval_step(*token_data(0, "any")))
+        assert all(torch.equal(before[name], value) for name, value in model.full_parameters())
+        assert int(model.skipped_steps) == 1

@@ -1,9 +1,11 @@
-"""Every optimizer as in one process, in several topologies and through checkpoints. A parameter
-that a step does not use has a gradient of zeros there."""
+"""Every optimizer as in one process, in several topologies and through checkpoints, and clipping by
+the norm of the whole model's gradient. A parameter that a step does not use has a gradient of
+zeros there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
+import zeropp
+from baselines.model import build_model
+from benchmarks.specification.run_spec import spec_from_mapping
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.one_process import ROUNDED, OneProcess
 from tests.gloo.layers import WIDTH, One, linear
-from tests.gloo.models import RATE, built, error_of, seeded, steps
+from tests.gloo.models import (
+    RATE,
+    apart,
+    built,
+    data,
+    error_of,
+    loss_function,
+    ranks_of,
+    refuses,
+    seeded,
+    step,
+    steps,
+)
 from tests.gloo.world import World, on_ranks
+from tests.unit.toy_spec import mapping
+from zeropp.engine.update.update_rules import clip_factor, square_norm
 from zeropp.engine.update.users_optimizer import Trial, try_optimizer
 from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.training import OptimizerConfig
 
 LAYERS, ROWS, STEPS = 4, 8, 2
 LEGS = 3  # of as many steps, each in another topology; most optimizers train for two
@@ -54,8 +77,7 @@ class OwnMuon(torch.optim.SGD):
                 if parameter.dim() == 2:
                     x = parameter.grad / (parameter.grad.norm() + 1e-7)
                     for _ in range(5):  # Newton and Schulz
-                        square = x @ x.mT
-                        x = 1.5 * x - 0.5 * square @ x
+                        x = 1.5 * x - 0.5 * (x @ x.mT) @ x
                     parameter.grad.copy_(x * max(1, len(x) / x.shape[1]) ** 0.5)
         super().step(closure)
 
@@ -133,7 +155,7 @@ def made() -> list[nn.Module]:
     return seeded([linear, Choosing, Choosing, linear])
 
 
-def data(step: int) -> dict[str, Tensor]:
+def chosen_data(step: int) -> dict[str, Tensor]:
     """A global batch, in which one row asks for the late parameter from step 3 on, and one for the
     rare ones in steps 1 and 4. Among two or four data-parallel ranks the two rows are on
     different ranks, so that the uses of each rank matter."""
@@ -153,10 +175,10 @@ def alone(kind: str) -> list[dict[str, Tensor]]:
         index, _, own = name.partition(".")
         groups[group_of((int(index), own), parameter)].append(parameter)
     optimizers, found = KINDS[kind](groups), []
-    for step in range(STEPS * LEGS):
+    for number in range(STEPS * LEGS):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        batch = data(step)
+        batch = chosen_data(number)
         for row in range(ROWS):
             x, y, late, rare = (batch[name][row : row + 1] for name in batch)
             for layer in model:
@@ -164,13 +186,13 @@ def alone(kind: str) -> list[dict[str, Tensor]]:
             (F.mse_loss(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             optimizer.step()
-        if (step + 1) % STEPS == 0:
+        if (number + 1) % STEPS == 0:
             found.append({name: value.clone() for name, value in model.state_dict().items()})
     return found
 
 
 def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
-    batch = data(0)
+    batch = chosen_data(0)
     return built(
         made(),
         sample=batch["inputs"][:1],
@@ -182,16 +204,11 @@ def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
     )
 
 
-def kinds_of(number: int) -> list[str]:
-    """The kinds of optimizers that train in a leg."""
-    return [*ELEMENTWISE, *WHOLE] if number < 2 else ["momentum", "muon and adamw"]
-
-
-def go_on(place: Path, number: int) -> None:
+def go_on(place: Path, kinds: Sequence[str], number: int) -> None:
     """For kinds of optimizers: load the last leg's checkpoint in another topology, train, save.
     Every kind begins one topology after the kind before it, and goes on to the next topology with
     every leg, so that the first two legs train in every topology."""
-    for index, kind in enumerate(kinds_of(number)):
+    for index, kind in enumerate(kinds):
         with parallel(kind, TOPOLOGIES[(index + number) % len(TOPOLOGIES)]) as model:
             start = place / f"{kind} {number - 1}"
             if number and (index + number) % 2:
@@ -199,17 +216,21 @@ def go_on(place: Path, number: int) -> None:
             elif number:
                 load({"model": model}, checkpoint_id=str(start))
             for step in range(STEPS * number, STEPS * (number + 1)):
-                inputs, targets, late, rare = (part[model.rows] for part in data(step).values())
+                inputs, targets, late, rare = (
+                    part[model.rows] for part in chosen_data(step).values()
+                )
                 model.train_step(inputs, targets, late=late, rare=rare)
             model.save(place / f"{kind} {number}")
 
 
+@pytest.mark.parametrize("kinds", [[*ELEMENTWISE], [*WHOLE]], ids=["elementwise", "whole"])
 def test_every_optimizer_is_that_of_one_process_through_checkpoints(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, kinds: list[str]
 ) -> None:
     for number in range(LEGS):
-        world.run(go_on, tmp_path, number, size=4)
-        for kind in kinds_of(number):
+        trained = kinds if number < 2 else kinds[:1]
+        world.run(go_on, tmp_path, trained, number, size=4)
+        for kind in trained:
             found: dict[str, Any] = dict(nn.ModuleList(made()).state_dict())
             load({"model": found}, checkpoint_id=str(tmp_path / f"{kind} {number}"), no_dist=True)
             for name, value in alone(kind)[number].items():
@@ -379,8 +400,10 @@ def test_settings_by_shape_need_whole_parameters_where_they_differ() -> None:
     by_place = lambda groups: torch.optim.SGD(  # noqa: E731
         [{"params": [p], "lr": 0.1 * 0.8**i} for i, p in enumerate(groups["others"])], lr=0.1
     )
-    said = error_of(lambda: trial_of(by_place, {"others": SHAPES["others"]}))
-    assert said.startswith("InfeasibleError: optimizer: gives parameters settings by their place")
+    refuses(
+        "InfeasibleError: optimizer: gives parameters settings by their place",
+        lambda: trial_of(by_place, {"others": SHAPES["others"]}),
+    )
 
 
 class Preconditioned(OwnMuon):
@@ -418,7 +441,7 @@ def test_a_trial_is_short_and_draws_nothing() -> None:
 def test_two_optimizers_are_scheduled_and_skipped_as_one(kind: str) -> None:
     with parallel(kind, {"shard": 2}) as model:
         schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda step: 1 / (1 + step))
-        inputs, targets, late, rare = (part[model.rows] for part in data(0).values())
+        inputs, targets, late, rare = (part[model.rows] for part in chosen_data(0).values())
         for _ in range(2):
             model.train_step(inputs, targets, late=late, rare=rare)
             schedule.step()
@@ -441,10 +464,11 @@ def test_a_schedule_beside_another_one_is_refused_and_a_loaded_rate_is_not(tmp_p
     steps(model, 1)
     model.load(tmp_path / "one")
     steps(model, 1)
-    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.1)
-    scheduler.step()
-    said = error_of(lambda: steps(model, 2))
-    assert said.startswith("ValueError: lr_schedule: has set the learning rate to 0.05, and a sch")
+    torch.optim.lr_scheduler.StepLR(model.optimizer, 1, gamma=0.1).step()
+    refuses(
+        "ValueError: lr_schedule: has set the learning rate to 0.05, and a sch",
+        lambda: steps(model, 2),
+    )
     model.optimizer.load_state_dict(model.optimizer.state_dict())
     steps(model, 2)
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(RATE / 3)
@@ -467,3 +491,191 @@ def test_groups_may_follow_attributes_of_parameters() -> None:
         steps(model, 0)
         for name, one in model.full_parameters():
             assert torch.equal(one, before[name]) == name.endswith("bias"), name
+
+
+CPU = torch.device("cpu")
+CLIPPED_STEPS, LIMIT = 3, 0.1
+TIED = ((0, "weight"), (3, "weight"))
+CLIPPED: list[dict[str, Any]] = [
+    {"pp": 2, "shard": 2},
+    {"shard": 2, "replicate": 2, "replicate_zero": 1},
+    {"pp": 2, "replicate": 2, "chunks": 2},
+]
+
+
+def layers_of() -> list[nn.Module]:
+    """Four layers; the first and the last share their weight."""
+    layers = seeded([linear] * 4)
+    layers[3].weight = layers[0].weight
+    return layers
+
+
+def two_groups(groups: Any) -> torch.optim.Optimizer:
+    """Momentum, with weight decay for one group."""
+    decays = {"wide": 0.1, "narrow": 0.0}
+    chosen = [{"params": groups[name], "weight_decay": decay} for name, decay in decays.items()]
+    return torch.optim.SGD(chosen, lr=0.5, momentum=0.9)
+
+
+def width_of(name: Any, parameter: Tensor) -> str:
+    """The optimizer group of a parameter."""
+    return "wide" if parameter.dim() == 2 else "narrow"
+
+
+@cache
+def clipped_alone(grouped: bool) -> tuple[list[float], dict[str, Tensor], float]:
+    """The gradient's norms before clipping, the parameters after training, and the largest element
+    of the last gradient, in one process."""
+    model = nn.Sequential(*layers_of())
+    groups: dict[str, list[nn.Parameter]] = {"wide": [], "narrow": []}
+    for parameter in model.parameters():
+        groups[width_of("", parameter)].append(parameter)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, norms = two_groups(groups) if grouped else plain, []
+    for number in range(CLIPPED_STEPS):
+        inputs, targets = data(number)
+        optimizer.zero_grad()
+        loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
+        optimizer.step()
+    parameters = {
+        name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)
+    }
+    largest = max(float(one.grad.abs().max()) for one in model.parameters() if one.grad is not None)
+    return norms, parameters, largest
+
+
+@pytest.mark.parametrize("degrees", CLIPPED, ids=str)
+@on_ranks(ranks_of)
+def test_any_optimizer_is_clipped_as_in_one_process(degrees: dict[str, Any]) -> None:
+    norms, parameters, _ = clipped_alone(True)
+    assert min(norms) > 2 * LIMIT
+    groups: dict[str, Any] = {"group_of": width_of, "optimizer": two_groups}
+    with built(layers_of(), tied=TIED, clip_norm=LIMIT, **groups, **degrees) as model:
+        parts = ([part[model.rows] for part in data(number)] for number in range(CLIPPED_STEPS))
+        found = [float(model.train_step(x, y).grad_norm) for x, y in parts]
+        assert found == pytest.approx(norms, rel=1e-9)
+        assert apart(dict(model.full_parameters()), parameters) < 1e-6
+
+
+@on_ranks(2)
+def test_a_checkpoint_calls_no_hooks(tmp_path: Path) -> None:
+    """In a model that is saved before its first update, and in one that is loaded, of an optimizer
+    that consists of two."""
+    norms: list[list[float]] = [[], []]
+    for number, found in enumerate(norms):
+        with built(
+            layers_of(), tied=TIED, shard=2, group_of=width_of,
+            optimizer=lambda groups: [torch.optim.Adam(part) for part in groups.values()],
+        ) as model:  # fmt: skip
+
+            def clip(*_: object, model: Any = model, found: list[float] = found) -> None:
+                found.append(float(model.clip_grad_norm_(LIMIT)))
+
+            model.optimizer.register_step_pre_hook(clip)
+            place = tmp_path / "checkpoint"
+            model.load(place) if number else model.save(place)
+            step(model)
+    assert len(norms[0]) == 1
+    assert norms[0] == norms[1]
+
+
+@on_ranks(2)
+def test_a_hook_clips_by_the_norm_of_the_whole_gradient() -> None:
+    norms, _, largest = clipped_alone(False)
+    with built(layers_of(), tied=TIED, shard=2) as model:
+        found: list[float] = []
+
+        def clip(*_: object) -> None:
+            found.append(float(model.clip_grad_norm_(LIMIT)))
+
+        model.optimizer.register_step_pre_hook(clip)
+        for number in range(CLIPPED_STEPS):
+            step(model, number)
+        assert found == pytest.approx(norms, rel=1e-9)
+        own = max(float(gradient.abs().max()) for _, gradient in model.gradients())
+        assert own == pytest.approx(largest, rel=1e-9)
+        refuses(
+            "RuntimeError: clip_grad_norm_: no update is under way",
+            lambda: model.clip_grad_norm_(LIMIT),
+        )
+
+
+@on_ranks(1)
+def test_two_norms_to_clip_to_are_refused() -> None:
+    config = zeropp.OptimizerConfig("sgd", clip_norm=0.5)
+    for norm, words in (
+        (1.0, "InfeasibleError: clip_norm=1.0: the optimizer's configuration has"),
+        (-1.0, "InfeasibleError: clip_norm=-1.0: must be at least 0"),
+    ):
+        refuses(words, partial(built, seeded([linear]), optimizer=config, clip_norm=norm))
+    built(seeded([linear]), optimizer=config, clip_norm=0.5).close()
+
+
+GRADIENTS = {
+    "large": [3.0, 4.0],
+    "small": [0.1, 0.0],
+    "as_large_as_allowed": [1.0, 0.0],
+    "zero": [0.0, 0.0],
+    "infinite": [math.inf, 1.0],
+    "not_a_number": [math.nan, 1.0],
+}
+
+
+@pytest.mark.parametrize("limit", [1e-8, 1.0, math.inf])
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_are_scaled_as_torch_does_it_at_any_norm(
+    gradient: list[float], limit: float
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    mine = parameter.grad.clone()
+    norm = nn.utils.clip_grad_norm_([parameter], limit)
+    torch.testing.assert_close(
+        mine.mul_(clip_factor(norm, limit)), parameter.grad, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_the_gate_s_reference_takes_norms_and_clipping_from_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that it finds what all contenders share."""
+    spec = spec_from_mapping(mapping() | {"num_gpus": 1, "contender": {"name": "fsdp"}})
+    for shared in (clip_factor, square_norm):
+        monkeypatch.setattr(shared, "__code__", (lambda *_: torch.tensor(7.0)).__code__)
+    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED["fp32"])
+    course = alone.train(OptimizerConfig("sgd", lr=1.0, clip_norm=LIMIT), 1)
+    moved = torch.cat([update.flatten() for update in course.updates[0].values()]).norm()
+    assert float(moved) == pytest.approx(LIMIT, rel=1e-4)
+    assert course.grad_norms[0] not in (7.0**0.5, pytest.approx(LIMIT))
+
+
+def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:
+    """Where torch's own is off by 1e-3: of a flat gradient, and of one process's weights."""
+    flat = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0))
+    right = float(flat.double().square().sum())
+    for numbers in (flat, flat.view(1000, -1), flat.view(-1, 1000).t()):
+        assert float(square_norm([(numbers, 1)], CPU)) == pytest.approx(right, rel=1e-6)
+    values = mapping() | {"global_batch": 1, "num_gpus": 1, "contender": {"name": "fsdp"}}
+    values["model"] |= {"layers": 1, "hidden": 512, "vocab": 40_000, "seq": 8, "ffn": 512}
+    spec = spec_from_mapping(values)
+    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED["fp32"])
+    weights = [p.detach() for p in build_model(spec.model, spec.seed, CPU).parameters()]
+    right = sum(float(weight.double().square().sum()) for weight in weights) ** 0.5
+    assert alone.first_gradient()[2] == pytest.approx(right, rel=1e-6)
+
+
+@on_ranks(2)
+def test_torchs_clipping_in_a_hook_is_refused_where_it_sees_shards() -> None:
+    model = built(shard=2)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)  # imported before
+
+    model.optimizer.register_step_pre_hook(clip)
+    refuses(
+        "RuntimeError: torch.nn.utils.clip_grad_norm_: has the norm of this", lambda: step(model)
+    )
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    assert float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0)) > 1  # outside as ever

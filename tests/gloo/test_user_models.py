@@ -1,19 +1,24 @@
-"""Unusual layers, losses and optimizers of a user's: as in one process, or one error everywhere."""
+"""Layers and optimizers that a user of PyTorch may hand in, and the batches of a step: the model's
+loader, the size of microbatches, rows of one pipeline that differ, and losses that are not what
+``loss_reduction`` says over the rows of a microbatch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
 
+import zeropp
 from tests.gloo.layers import (
     ROWS,
     WIDTH,
@@ -29,6 +34,7 @@ from tests.gloo.layers import (
     TwoTypes,
     linear,
 )
+from tests.gloo.layers import ROWS as BATCH
 from tests.gloo.models import (
     MICROBATCH,
     MODELS,
@@ -41,13 +47,17 @@ from tests.gloo.models import (
     data,
     error_of,
     kinds_of,
+    loss_function,
     ranks_of,
+    refuses,
     seeded,
     step,
     steps,
     trained_alone,
 )
 from tests.gloo.world import World, on_ranks
+from zeropp.engine.ranks.given_rows import checksum
+from zeropp.train.parallel_model import ParallelModel
 
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},
@@ -157,8 +167,7 @@ def test_targets_in_memory_of_inputs_stay_as_they_were(degrees: dict[str, Any]) 
         with built(seeded([in_place, linear, linear]), **degrees) as model:
             inputs, _ = data()
             targets = inputs if is_same else inputs.clone()
-            result = model.train_step(inputs[model.rows], targets[model.rows])
-            losses.append(float(result.loss))
+            losses.append(float(model.train_step(inputs[model.rows], targets[model.rows]).loss))
     assert losses[0] == losses[1]
 
 
@@ -258,3 +267,321 @@ def test_a_loss_that_is_none_is_an_error(name: str) -> None:
     function, words = LOSSES[name]
     with built(loss_fn=function, sample=data()[0][:MICROBATCH]) as model:
         assert error_of(lambda: model.train_step(*data())).startswith(words)
+
+
+LOADED, COUNT = 8, 27
+PER_EPOCH = COUNT // LOADED
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Rows that say which they are."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
+
+
+def loading(degrees: dict[str, Any], **more: Any) -> ParallelModel:
+    """Three small layers in fp32."""
+    layers = [layer.float() for layer in seeded([linear] * 3)]
+    keywords: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2, **more}
+    sgd = zeropp.OptimizerConfig("sgd", lr=1e-6)
+    keywords = {"global_batch": LOADED, "optimizer": sgd, **keywords}
+    return built(layers, **keywords, **degrees)
+
+
+def numbers_of(inputs: Tensor) -> list[int]:
+    """Which rows these are."""
+    return [int(row) for row in inputs[:, 0]]
+
+
+def train_on(model: ParallelModel, steps: int) -> Iterator[list[int]]:
+    """Which rows this rank trains on, from the model's loader."""
+    while True:
+        for inputs, targets in model.loader(Numbers(), seed=5):
+            if not steps:
+                return
+            steps -= 1
+            model.train_step(inputs, targets)
+            yield numbers_of(inputs)
+
+
+def through_an_interruption(
+    first: dict[str, Any], then: dict[str, Any], folder: Path
+) -> list[tuple[int, list[int]]]:
+    """(data-parallel rank, rows) of five steps; after two the topology is another one."""
+    rows = []
+    for degrees, count in ((first, 2), (then, PER_EPOCH)):
+        with loading(degrees) as model:
+            if count != 2:
+                model.load(folder)
+            rows += [(model.data_parallel_rank, part) for part in train_on(model, count)]
+            model.save(folder)
+    return rows
+
+
+def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
+    ranks = world.run(
+        through_an_interruption, {"pp": 2, "replicate": 2}, {"shard": 4}, tmp_path / "c", size=4
+    )
+    steps = [dict(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    batches = [[row for rank in sorted(step) for row in step[rank]] for step in steps]
+    assert all(len(batch) == LOADED for batch in batches)
+    first, second = batches[:PER_EPOCH], batches[PER_EPOCH:]
+    seen = [row for batch in first for row in batch]
+    assert len(set(seen)) == len(seen) == PER_EPOCH * LOADED
+    assert seen != sorted(seen)
+    assert len(second) == 2
+    assert second != first[:2]
+
+
+def in_other_batches(sizes: list[int], folder: Path) -> list[list[int]]:
+    """The rows of two steps of every size, which one run after another has."""
+    rows = []
+    for place, size in enumerate(sizes):
+        with loading({}, global_batch=size) as model:
+            if place:
+                model.load(folder)
+            rows += [*train_on(model, 2)]
+            model.save(folder)
+    return rows
+
+
+def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
+    world: World, tmp_path: Path
+) -> None:
+    (found,) = world.run(in_other_batches, [LOADED, 2, LOADED, 4], tmp_path, size=1)
+    first, later = found[:4], found[4:]
+    assert len({row for part in first for row in part}) == 2 * LOADED + 2 * 2
+    # Seven rows are left, too few for a batch: the next epoch begins.
+    assert len({row for part in later for row in part}) == 2 * LOADED + 2 * 4
+    (whole,) = world.run(in_other_batches, [LOADED, LOADED], tmp_path, size=1)
+    assert later[0] == whole[3]
+
+
+def evaluated_on() -> list[list[int]]:
+    """Which rows this rank evaluates on, twice, after a step of training."""
+    with loading({"replicate": 2}) as model:
+        next(train_on(model, 1))
+        loader = model.loader(Numbers(), shuffle=False, resume=False)
+        return [numbers_of(inputs) for _ in range(2) for inputs, _ in loader]
+
+
+def test_rows_to_evaluate_on_begin_at_the_first_one(world: World) -> None:
+    first, second = world.run(evaluated_on, size=2)
+    whole = [row for parts in zip(first, second, strict=True) for part in parts for row in part]
+    assert whole == 2 * list(range(PER_EPOCH * LOADED))
+
+
+@on_ranks(2)
+def test_data_sets_that_do_not_fit_are_refused() -> None:
+    stream: Any = iter(())
+    uneven = Numbers(COUNT + torch.distributed.get_rank())
+    with loading({"replicate": 2}) as model:
+        for dataset, words in (
+            (uneven, "ranks differ: rank 0 has 27 rows where rank 1 has 28 rows"),
+            (Numbers(LOADED - 1), "has 7 rows, fewer than global_batch=8"),
+            (stream, "tuple_iterator has no length or no rows by number"),
+        ):
+            refuses(f"InfeasibleError: dataset: {words}", partial(model.loader, dataset))
+
+
+@on_ranks(2)
+def test_a_sample_has_any_number_of_rows() -> None:
+    torch.manual_seed(0)
+    inputs, losses = torch.randn(LOADED, WIDTH), []
+    for rows, size, count in ((1, 4, 2), (3, 4, 2), (LOADED, 4, 2), (4, 0, 2), (3, 1, 8)):
+        with loading({"pp": 2}, sample=inputs[:rows], microbatch_size=size) as model:
+            losses.append(float(model.train_step(inputs, inputs.tanh()).loss))
+            assert model.plan.num_microbatches == count
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
+
+
+OTHER = 1  # the rank whose rows are others
+
+
+def sampled() -> list[str]:
+    """What steps say to the rows of samplers: one over all ranks, one over the data-parallel
+    ranks; and then to steps in which one part of one rank's batch is another."""
+    with built(pp=2) as model:
+        said = []
+        everywhere = (dist.get_rank(), dist.get_world_size())
+        for rank, size in (everywhere, (model.data_parallel_rank, model.data_parallel_size)):
+            indices: Any = range(2 * ROWS)
+            sampler: Any = DistributedSampler(indices, size, rank, shuffle=False)
+            rows = [*sampler][:ROWS]
+            inputs, targets = (torch.cat([part, part + 1])[rows] for part in data())
+            said.append(error_of(partial(model.train_step, inputs, targets)))
+        inputs, targets = data()
+        last = dist.get_rank() == OTHER
+        turned, changed = (part.clone() if last else part for part in (inputs, targets))
+        if last:
+            turned[[0, 1]] = inputs[[1, 0]]
+            changed[-1, -1] += 1e-12
+        for call in (model.train_step, model.eval_step):
+            said.append(error_of(partial(call, turned, targets)))
+            said.append(error_of(partial(call, inputs, changed)))
+        return [*said, str(step(model))]
+
+
+def test_different_rows_in_one_pipeline_are_refused_on_every_rank(world: World) -> None:
+    first, second = world.run(sampled, size=2)
+    assert first == second
+    words = (
+        "RowsError: {}: ranks of one pipeline were given different rows: {!r} is not the same on"
+    )
+    for said, call, part in (
+        (first[0], "train_step", "inputs"),
+        (first[2], "train_step", "inputs"),
+        (first[3], "train_step", "targets"),
+        (first[4], "eval_step", "inputs"),
+        (first[5], "eval_step", "targets"),
+    ):
+        assert said.startswith(words.format(call, part) + " ranks [0, 1]"), said
+        assert "model.rows" in said
+        assert "data_parallel_rank" in said
+    assert first[1] == ""
+    assert float(first[6]) > 0  # a refused step leaves the model as it was
+
+
+@pytest.mark.parametrize("rank", [0, 3, -1])
+@on_ranks(4)
+def test_different_keyword_inputs_are_refused(rank: int) -> None:
+    """Of one rank, whose mask only the loss function reads; replicas have other rows, rightly."""
+
+    def loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        return loss_function(output * mask, target)
+
+    mask = torch.ones(ROWS, 1, dtype=torch.float64)
+    given: dict[str, Any] = {"loss_fn": loss, "sample_keywords": {"mask": mask[:1]}}
+    with built(seeded([linear] * 2), pp=2, replicate=2, **given) as model:
+        inputs, targets = (part[model.rows] for part in data())
+        own = mask[model.rows] * (1 + (dist.get_rank() == rank))
+        said = error_of(lambda: model.train_step(inputs, targets, mask=own))
+    words = said.partition("'mask' is not the same on ranks [")[2]
+    assert str(rank) in words if rank >= 0 else said == ""
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.bfloat16, torch.complex128])
+def test_a_checksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
+    rows = torch.arange(1, 4 * WIDTH + 1).view(4, WIDTH).triu().to(kind)
+    assert int(checksum(rows)) == int(checksum(rows.clone())) != 0
+    others = (rows.flip(0), rows[:2], torch.zeros_like(rows), rows[:, 0], rows.t(), rows.flip(1))
+    assert len({int(checksum(part)) for part in (rows, *others)}) == 7
+    assert int(checksum(rows.t())) == int(checksum(rows.t().contiguous()))
+    assert int(checksum(torch.empty(0, 2))) != 0  # which would not be compared
+
+
+CUT = 3  # of a microbatch, whose halves are one row and two
+
+
+def labels(target: Tensor) -> Tensor:
+    """A class per row; unequally many of each half are ignored."""
+    return (torch.arange(len(target)) % WIDTH).masked_fill(target[:, 0] > 0.3, -100)
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    """Every row against all others of its microbatch."""
+    return F.cross_entropy(output @ target.mT, torch.arange(len(output)))
+
+
+def shaped(output: Tensor, target: Tensor) -> Tensor:
+    """A mean that takes whole microbatches only."""
+    return F.mse_loss(output.view(CUT, WIDTH), target)
+
+
+def drawing(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over rows with noise of torch's generator."""
+    return F.mse_loss(output + torch.randn_like(output), target)
+
+
+class Counting(nn.Module):
+    """A mean over rows that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return F.mse_loss(output, target)
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over classes; some count more."""
+    weight = torch.arange(1.0, WIDTH + 1, dtype=output.dtype)
+    return F.cross_entropy(output, target.argmax(-1), weight=weight)
+
+
+REFUSED_LOSSES: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "contrastive": (contrastive, "mean", CUT),
+    "norm": (lambda output, target: (output - target).norm(), "sum", CUT),
+    "sum as mean": (lambda output, target: F.mse_loss(output, target, reduction="sum"), "mean", 3),
+    "mean as sum": (F.mse_loss, "sum", CUT),
+    "ignored labels": (lambda output, target: F.cross_entropy(output, labels(target)), "mean", 3),
+    "no count": (lambda output, target: ((output - target).square().sum(), 1), "tokens", CUT),
+    "weights of one row": (weighted, "mean", 1),
+}
+ACCEPTED_LOSSES: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "mean": (F.mse_loss, "mean", CUT),
+    "sum": (lambda output, target: F.mse_loss(output, target, reduction="sum"), "sum", CUT),
+    "count": (lambda output, target: ((output - target).square().sum(), len(output)), "tokens", 3),
+    "one row": (F.mse_loss, "mean", 1),
+    "the first row": (lambda output, target: F.mse_loss(output[0], target[0]), "mean", 1),
+    "whole microbatches": (shaped, "mean", CUT),
+    "noise": (drawing, "mean", CUT),
+}
+
+
+def with_loss(loss_fn: Callable[..., Any], reduction: str, rows: int, **more: Any) -> ParallelModel:
+    """Four linear layers in two stages."""
+    given = {"loss_fn": loss_fn, "loss_reduction": reduction, "sample": data()[0][:rows]}
+    return built(pp=2, **given, **more)
+
+
+@pytest.mark.parametrize("name", REFUSED_LOSSES | ACCEPTED_LOSSES)
+@on_ranks(2)
+def test_losses_that_depend_on_how_a_batch_is_cut_are_refused(name: str) -> None:
+    model = with_loss(*(REFUSED_LOSSES | ACCEPTED_LOSSES)[name])
+    said = error_of(lambda: model.train_step(*data()))
+    if name in ACCEPTED_LOSSES:
+        assert said == ""
+    else:
+        assert said.startswith("InfeasibleError: loss_fn: is not "), said
+        assert f"loss_reduction='{REFUSED_LOSSES[name][1]}'" in said
+        assert "\n" not in said
+
+
+@on_ranks(2)
+def test_the_comparison_is_made_once_and_leaves_no_trace() -> None:
+    seen, counted, module = [0], [], Counting()
+
+    def watched(output: Tensor, target: Tensor) -> Tensor:
+        seen[0] += 1
+        return F.mse_loss(output, target)
+
+    calls = []
+    with with_loss(watched, "mean", CUT) as model, with_loss(module, "mean", CUT) as other:
+        for number in range(2):
+            model.train_step(*data(number))
+            other.train_step(*data(number))
+            calls.append(seen[0])
+            counted.append(int(module.get_buffer("calls")))
+    torch.manual_seed(7)
+    with with_loss(drawing, "mean", CUT, dropout_seed=None) as model:
+        drawn = torch.get_rng_state()
+        model.train_step(*data())
+        ours = torch.get_rng_state()
+        torch.set_rng_state(drawn)
+        for _ in range(BATCH // CUT):
+            torch.randn(CUT, WIDTH, dtype=torch.float64)
+    if dist.get_rank() == 1:  # which computes the loss, and draws what its microbatches draw
+        microbatches = BATCH // CUT
+        assert calls == [microbatches, 2 * microbatches]
+        assert counted == [microbatches, 2 * microbatches]
+        assert torch.equal(ours, torch.get_rng_state())

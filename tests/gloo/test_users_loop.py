@@ -1,12 +1,15 @@
 """What a training loop of a user's own may do: functions that keep things, labels of transformers,
-keyword inputs by ``**kwargs``, and rows and values that differ between ranks."""
+keyword inputs by ``**kwargs``, rows and values that differ between ranks; and models made from the
+same layers, on a user's mesh or device."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zeropp
-from tests.gloo.layers import ROWS, WIDTH, linear
-from tests.gloo.models import built, data, error_of, seeded
+from tests.gloo.layers import ROWS, WIDTH, Kind, Scale, frozen, linear
+from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
-from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.trial import unchanged
 from zeropp.train.parallel_model import ParallelModel
 
@@ -78,8 +81,7 @@ class Scaled:
             output.register_hook(lambda gradient: gradient.clamp(max=0.01))  # type: ignore[no-untyped-call]
             (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
             loss = loss + 0.0 * gradient.mean()
-        scale = self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean
-        return loss * scale / 30
+        return loss * (self.calls + CALLS + len(NOTED) + self.generator.random() + self.mean) / 30
 
 
 def changing() -> Callable[[Tensor, Tensor], Tensor]:
@@ -119,8 +121,8 @@ def plain(name: str) -> list[float]:
     model, loss_fn = nn.Sequential(*seeded(kinds)), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
-    for step in range(STEPS):
-        inputs, targets = (part.float() for part in data(step))
+    for number in range(STEPS):
+        inputs, targets = (part.float() for part in data(number))
         optimizer.zero_grad()
         total = 0.0
         pairs = zip(torch.split(inputs, MICROBATCH), torch.split(targets, MICROBATCH), strict=True)
@@ -211,8 +213,7 @@ def test_labels_are_shifted_by_name_and_refused_otherwise() -> None:
     ):
         assert said(loss_fn, targets) == ""
     torch.manual_seed(1)
-    logits = Head()(tokens)
-    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected = F.cross_entropy(Head()(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert losses == pytest.approx([float(expected)] * 2)
     assert "label_loss, which shifts" in said(huggingface.token_loss, labels)
     assert "label_loss, which shifts" in said(huggingface.token_loss, tokens)
@@ -292,34 +293,6 @@ def test_keyword_inputs_reach_those_who_read_them_by_kwargs() -> None:
         assert by_keywords(kind) == pytest.approx(expected), kind
 
 
-def unlike(what: str) -> str:
-    """What the call or the first step says where rank 1 differs from rank 0."""
-    rank = dist.get_rank()
-    layers = seeded([linear, linear])
-    inputs, targets = data()
-    pp = 1 if what in ("buffer", "same rows", "one row") else 2
-
-    def work() -> None:
-        if what == "buffer":
-            generator = torch.Generator().manual_seed(rank)
-            # A permutation, whose sums are those of any other.
-            layers[1].register_buffer("order", torch.randperm(WIDTH, generator=generator))
-        size = ROWS if what != "one row" else 2
-        model: ParallelModel = built(layers, pp=pp, shard=2 // pp, global_batch=size)
-        rows = model.rows if what == "right" else slice(0, model.rows.stop - model.rows.start)
-        x, y = inputs[rows].clone(), targets[rows].clone()
-        if what == "order in a row" and rank:
-            y = y.flip(1)
-        if what == "pairs" and rank:
-            y[0, :2], y[1, :2] = y[0, :2].flip(0), y[1, :2].flip(0)
-        if what == "constant":
-            x = torch.ones_like(x)
-        model.train_step(x, y)
-        model.close()
-
-    return error_of(work)
-
-
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
@@ -332,16 +305,31 @@ def unlike(what: str) -> str:
         ("constant", ""),
     ],
 )
-def test_what_differs_between_ranks_is_refused(world: World, what: str, expected: str) -> None:
-    for said in world.run(unlike, what, size=2):
-        assert expected in said if expected else said == ""
+@on_ranks(2)
+def test_what_differs_between_ranks_is_refused(what: str, expected: str) -> None:
+    """By the call or the first step, where rank 1 differs from rank 0."""
+    rank = dist.get_rank()
+    layers = seeded([linear, linear])
+    inputs, targets = data()
+    pp = 1 if what in ("buffer", "same rows", "one row") else 2
 
+    def work() -> None:
+        if what == "buffer":
+            generator = torch.Generator().manual_seed(rank)
+            # A permutation, whose sums are those of any other.
+            layers[1].register_buffer("order", torch.randperm(WIDTH, generator=generator))
+        size = ROWS if what != "one row" else 2
+        with built(layers, pp=pp, shard=2 // pp, global_batch=size) as model:
+            rows = model.rows if what == "right" else slice(0, model.rows.stop - model.rows.start)
+            x, y = inputs[rows].clone(), targets[rows].clone()
+            if what == "order in a row" and rank:
+                y = y.flip(1)
+            if what == "pairs" and rank:
+                y[0, :2], y[1, :2] = y[0, :2].flip(0), y[1, :2].flip(0)
+            model.train_step(torch.ones_like(x) if what == "constant" else x, y)
 
-def test_a_transposed_tensor_has_another_checksum() -> None:
-    part = torch.arange(9.0).view(3, 3)
-    parts = (part, part.t(), part.flip(1), part.flip(0), part[:, [1, 0, 2]])
-    assert len({int(checksum(one)) for one in parts}) == 5
-    assert int(checksum(torch.tensor(2.0))) != int(checksum(torch.tensor(3.0)))
+    said = error_of(work)
+    assert expected in said if expected else said == ""
 
 
 # Faults.
@@ -356,28 +344,20 @@ class Contrastive(nn.Module):
         return x - 0.1 * every if target is None else F.mse_loss(x - 0.1 * every, target)
 
 
-def gathering(where: str, degrees: dict[str, int]) -> str:
-    """What is said of a layer or a loss with a collective over all ranks."""
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}], ids=str)
+@pytest.mark.parametrize("where", ["layers[1]", "loss_fn"])
+@on_ranks(2)
+def test_a_collective_to_which_only_some_ranks_come_is_refused(
+    where: str, degrees: dict[str, int]
+) -> None:
+    """In a layer or in a loss; data-parallel ranks all come."""
     layers = seeded([linear] * 3)
-    if where == "layer":
+    if where == "layers[1]":
         layers[1] = Contrastive()
-    loss_fn = Contrastive() if where == "loss" else F.mse_loss
-    inputs, targets = data()
-
-    def work() -> None:
-        model = built(layers, loss_fn=loss_fn, **degrees)
-        model.train_step(inputs[model.rows], targets[model.rows])
-        model.close()
-
-    return error_of(work)
-
-
-@pytest.mark.parametrize("where", ["layer", "loss"])
-def test_a_collective_to_which_only_some_ranks_come_is_refused(world: World, where: str) -> None:
-    for said in world.run(gathering, where, {"pp": 2}, size=2):
-        assert "calls a collective of ranks [0, 1], and not all of them run the same stage" in said
-        assert "loss_fn" in said if where == "loss" else "layers[1]" in said
-    assert set(world.run(gathering, where, {"shard": 2}, size=2)) == {""}
+    loss_fn = Contrastive() if where == "loss_fn" else F.mse_loss
+    said = error_of(lambda: step(built(layers, loss_fn=loss_fn, **degrees)))
+    words = "calls a collective of ranks [0, 1], and not all of them run the same stage"
+    assert words in said and where in said if "pp" in degrees else said == ""
 
 
 @on_ranks(1)
@@ -420,43 +400,29 @@ def test_peers_of_a_dead_rank_say_so_in_one_line(world: World, where: str, tmp_p
     assert len(said.splitlines()) == 1
 
 
-def preempted(folder: Path, rank: int) -> tuple[int, int, int]:
-    """Steps until all ranks leave, after a signal to one of them; the exit status; steps saved."""
-    torch.manual_seed(0)
-    inputs, targets = data()
-    model = built(seeded([linear] * 4), pp=2)
-    model.save_on_signal(folder / "checkpoint")
-    status = 0
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    model, status = built(pp=2), 0
+    model.save_on_signal(tmp_path / "checkpoint")
     try:
-        for step in range(5):
-            if step == 2 and dist.get_rank() == rank:
+        for number in range(5):
+            if number == 2 and dist.get_rank() == rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-            model.train_step(inputs[model.rows], targets[model.rows])
+            step(model, number)
     except SystemExit as end:
         status = int(str(end.code))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    done = model.steps_done
+    assert (model.steps_done, status) == (3, 128 + signal.SIGTERM)
     model.close()
-    with built(seeded([linear] * 4), pp=1, shard=2) as other:
-        other.load(folder / "checkpoint")
-        return done, status, other.steps_done
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
-    world: World, rank: int, tmp_path: Path
-) -> None:
-    assert set(world.run(preempted, tmp_path, rank, size=2)) == {(3, 128 + signal.SIGTERM, 3)}
+    with built(shard=2) as other:
+        other.load(tmp_path / "checkpoint")
+        assert other.steps_done == 3
 
 
 def save_in_a_hook(model: ParallelModel, folder: Path) -> None:
     model.optimizer.register_step_post_hook(lambda *_: model.save(folder))
-    model.train_step(*(part[model.rows] for part in data()))
-
-
-def give_a_leaf(model: ParallelModel, folder: Path) -> None:
-    inputs, targets = (part[model.rows] for part in data())
-    model.train_step(inputs.clone().requires_grad_(), targets)
+    step(model)
 
 
 def add_parameters(model: ParallelModel, folder: Path) -> None:
@@ -466,14 +432,13 @@ def add_parameters(model: ParallelModel, folder: Path) -> None:
 def schedule_with(factor: float) -> Callable[[ParallelModel, Path], None]:
     def run(model: ParallelModel, folder: Path) -> None:
         model.engine.updater.lr_schedule = lambda step: factor
-        model.train_step(*(part[model.rows] for part in data()))
+        step(model)
 
     return run
 
 
 NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
     (save_in_a_hook, "RuntimeError: save: a step is under way (call it between steps)"),
-    (give_a_leaf, "ValueError: inputs: needs a gradient, which no rank would add up"),
     (add_parameters, "AttributeError: optimizer.add_param_group: no rank has other parameters"),
     (schedule_with(-1.0), "InfeasibleError: lr_schedule: gives -1.0 after 0 steps"),
     (schedule_with(float("nan")), "InfeasibleError: lr_schedule: gives nan after 0 steps"),
@@ -483,20 +448,128 @@ NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
 @on_ranks(2)
 def test_what_a_loop_does_and_no_step_would_see_is_refused(tmp_path: Path) -> None:
     for call, words in NOT_SEEN:
-        model = built(shard=2)
-        said = error_of(partial(call, model, tmp_path))
-        assert said.startswith(words), said
+        refuses(words, partial(call, built(shard=2), tmp_path))
 
 
 @on_ranks(2)
 def test_a_schedule_that_counts_its_calls_is_called_once_a_step() -> None:
     calls: list[int] = []
 
-    def schedule(step: int) -> float:
-        calls.append(step)
+    def schedule(number: int) -> float:
+        calls.append(number)
         return 1 / len(calls)
 
-    model = built(shard=2, lr_schedule=schedule)
-    for _ in range(2):
-        model.train_step(*(part[model.rows] for part in data()))
+    steps(built(shard=2, lr_schedule=schedule), 0, 1)
     assert calls == [0, 1]
+
+
+@on_ranks(2)
+def test_layers_belong_to_one_model_until_it_is_closed() -> None:
+    layers = seeded([linear] * 4)
+    with built(layers, pp=2) as first:
+        found = [step(first, 0)]
+        refuses(
+            "InfeasibleError: layers[0]: 'weight' belongs to another model that",
+            lambda: built(layers, pp=2),
+        )
+        found.append(step(first, 1))
+        others = nn.ModuleList(layers[2:] if dist.get_rank() == 0 else layers[:2])
+        assert all(one.isnan().all() for one in others.parameters())  # not the first values
+    words = "RuntimeError: this model was closed (create a new model, and load a checkpoint)"
+    assert error_of(lambda: step(first)) == error_of(first.full_state_dict) == words
+    with built(layers, pp=2) as again:
+        found += steps(again, 2, 3)
+    with built(pp=2) as alone:
+        assert found == steps(alone, 0, 1, 2, 3)
+    assert len(set(found)) == 4
+
+
+@on_ranks(2)
+def test_a_model_that_a_peer_has_refused_keeps_no_layers() -> None:
+    taken, new = seeded([linear] * 2), seeded([linear])
+    with built(taken, pp=2):
+        refuses(
+            "InfeasibleError: layers[1]: 'weight' belongs to another model that",
+            lambda: built([new[0], taken[1]], pp=2),
+        )
+    with built([new[0], taken[1]], pp=2) as model:
+        assert step(model) > 0
+
+
+@pytest.mark.parametrize(("kind", "parameter"), [(linear, "weight"), (Scale, "scale")])
+@on_ranks(2)
+def test_layers_without_values_are_refused(kind: Kind, parameter: str) -> None:
+    """Those that an earlier model, now closed, has sharded, and copies that were taken of them
+    between its steps."""
+    layers = seeded([kind] * 4)
+    with built(layers, shard=2) as first:
+        step(first)
+        copies = copy.deepcopy(layers)
+    for said in map(error_of, (partial(built, layers, shard=2), partial(built, copies, pp=2))):
+        assert said.startswith(f"InfeasibleError: layers[0]: '{parameter}' has no values"), said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("degrees", [{"shard": 2}, {"shard": 2, "chunks": 2}], ids=str)
+@on_ranks(2)
+def test_sharded_layers_can_be_read_between_steps(degrees: dict[str, Any]) -> None:
+    """They are NaN to whoever reads or copies them, and the losses are as where nobody does."""
+    layers, found = seeded([linear] * 4), []
+    with built(layers, **degrees) as model:
+        for number in range(3):
+            found.append(step(model, number))
+            for one in (*copy.deepcopy(layers), *layers):
+                assert all(parameter.isnan().all() for parameter in one.parameters())
+            model.eval_step(*(part[model.rows] for part in data(9)))
+    with built(**degrees) as model:
+        assert found == steps(model, 0, 1, 2)
+    assert len(set(found)) == 3
+
+
+class Detaching(nn.Module):
+    """Gives nothing before it a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().tanh()
+
+
+UNTRAINED: dict[str, list[Kind]] = {
+    "all frozen": [frozen] * 4,
+    "no parameters": [nn.Tanh] * 4,
+    "detached": [linear, Detaching, frozen, frozen],
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+@on_ranks(1)
+def test_a_loss_that_depends_on_nothing_trained(name: str) -> None:
+    with built(seeded(UNTRAINED[name])) as model:
+        assert model.eval_step(*data()) > 0
+        assert "the loss depends on nothing that is trained" in error_of(lambda: step(model))
+
+
+@on_ranks(4)
+def test_a_users_mesh() -> None:
+    with built(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))) as model:
+        step(model)
+        assert model.data_parallel_size == 2
+        assert model.data_parallel_rank == dist.get_rank() % 2
+        first = ROWS // 2 * model.data_parallel_rank
+        assert (model.rows.start, model.rows.stop) == (first, first + ROWS // 2)
+
+
+@on_ranks(2)
+def test_a_cpu_with_an_index_is_the_cpu() -> None:
+    losses = []
+    for device in ("cpu:0", "cpu"):
+        with built(pp=2, device=device) as model:
+            losses.append(step(model))
+    assert losses[0] == losses[1] > 0
+
+
+@on_ranks(2)
+def test_a_rank_whose_peer_raises_waits_no_longer_than_told() -> None:
+    model = built(pp=2, timeout=timedelta(seconds=5))
+    inputs, targets = data()
+    assert error_of(lambda: model.train_step(inputs[:, :3], targets))  # in the first stage
+    refuses("RuntimeError: an earlier step raised", lambda: model.train_step(inputs, targets))

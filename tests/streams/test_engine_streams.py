@@ -1,5 +1,6 @@
-"""The engine on virtual streams: nothing races, numbers are those without emulation, and every
-fault that is put into it is found."""
+"""The engine and the baselines on virtual streams: no race, the numbers without emulation,
+every fault that is put into the engine is found; and torch's own pipelines over FSDP2 with their
+orders of device work."""
 
 from __future__ import annotations
 
@@ -12,16 +13,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
 
+from baselines.torch_pp.private_names import PlannedStage
+from baselines.torch_pp.trainer import TorchPipelineTrainer
+from tests.gloo.cases import CPU, SEED, local_batch, request
 from tests.gloo.world import World, on_ranks
-from tests.streams.cases import CASES
-from tests.streams.emulation import Case, Found, built, run_case, watch_case
-from tests.streams.faults import CONTROLS, FAULTS
-from tests.unit.device_orders import logs_of
+from tests.streams.cases import CASES, CONTROLS, FAULTS, Case, Found, built, run_case, watch_case
+from tests.unit.device_orders import check, logs_of, one_group
 from zeropp.emulate import watch
 from zeropp.emulate.log import COMPUTE, Issued
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
+from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Schedule, loop_placement, parse_action
+from zeropp.types.training import OptimizerConfig
 
 
 def faults_of(found: list[Found]) -> set[str]:
@@ -229,3 +235,52 @@ def test_what_is_no_fault_is_not_found(name: str, world: World) -> None:
     case = CASES[CONTROLS[name][1]]
     clean, text, *_ = world.run(watched, case, name, size=case.ranks)[0]
     assert clean, text
+
+
+def watched_trainer(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """What is found in two steps of a trainer, and what its host waits for in one."""
+    trainer = TorchPipelineTrainer(plan, OptimizerConfig(), CPU, SEED)
+    inputs, targets = local_batch(plan, 0)
+    report = watch(lambda: trainer.step(inputs, targets), times=2)
+    return str(report), report.host_waits[dist.get_rank()]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zb", "zbv"])
+def test_torchs_pipelines_over_fsdp2_are_clean(schedule: str, world: World) -> None:
+    asked = {"name": "torch_pp", "pp": 2, "shard": 2, "schedule": schedule, "chunks": 2}
+    found = world.run(watched_trainer, request(4, asked).plan(), size=4)
+    assert found == [("no race, no hang", ())] * 4
+
+
+def torch_schedule(name: str, ranks: int) -> Schedule:
+    """Torch's order with torch's own transfers and gathers."""
+    count = 2 * ranks
+    on_a_v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    held = (0, count - 1) if on_a_v else range(0, count, ranks)
+    stages = [PlannedStage(index, count, ranks) for index in held]
+    source = getattr(torch_schedules, name)(stages, 2 * ranks, loss_fn=lambda *_: None)
+    programs = tuple(
+        tuple(
+            parse_action(str(part))
+            for cell in source.pipeline_order_with_comms[rank]
+            for part in cell.sub_actions or (cell,)
+        )
+        for rank in range(ranks)
+    )
+    stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
+    return Schedule(
+        name=name,
+        num_microbatches=2 * ranks,
+        unit=2 * ranks,
+        stage_rank=stage_rank,
+        programs=programs,
+    )
+
+
+PEERS = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_pipelines_end(name: str, ranks: int) -> None:
+    check(logs_of(torch_schedule(f"Schedule{name}", ranks), one_group), waits_of=ranks)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
+import runpy
 import threading
 import time
 from collections.abc import Callable
@@ -41,32 +41,26 @@ EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.
 
 
 def example(*arguments: str) -> tuple[bool, str]:
-    spec = importlib.util.spec_from_file_location("verify_pipeline", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    report = module.main(list(arguments))
+    report = runpy.run_path(str(EXAMPLE))["main"](list(arguments))
     return report.is_clean, str(report)
 
 
-def test_a_loop_of_fsdp2_and_pipelining_is_clean(world: World) -> None:
-    assert world.run(example, size=4) == [(True, "no race, no hang")] * 4
-
-
-def test_a_receive_that_the_loop_does_not_wait_for_is_found(world: World) -> None:
-    (clean, text), *_ = world.run(example, "--forget", "wait", size=4)
-    assert not clean
-    assert "race: write by irecv" in text
-    assert "verify_pipeline.py" in text
-
-
-def test_what_fsdp2_frees_under_its_own_gather_is_found(world: World) -> None:
-    """A gather for the next microbatch, begun in a backward that FSDP2 takes for the last: torch
-    2.13 lets compute wait for it, but not the stream to which its memory goes back."""
-    (clean, text), *_ = world.run(example, "--forget", "last", size=4)
-    assert not clean
-    assert "reuse: write by c10d::_allgather_base_" in text
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("no race, no hang",)),
+        (("--forget", "wait"), ("race: write by irecv", "verify_pipeline.py")),
+        # A gather for the next microbatch, begun in a backward that FSDP2 takes for the last: torch
+        # 2.13 lets compute wait for it, but not the stream to which its memory goes back.
+        (("--forget", "last"), ("reuse: write by c10d::_allgather_base_",)),
+    ],
+)
+def test_what_is_found_in_a_loop_of_fsdp2_and_pipelining(
+    world: World, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    for clean, text in world.run(example, *arguments, size=4):
+        assert clean == (not arguments)
+        assert all(word in text for word in words)
 
 
 def hang() -> str:
@@ -108,11 +102,17 @@ def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:
     return [fault.kind for fault in device.faults]
 
 
-def waited(stream: torch.cuda.Stream) -> None:
-    x = torch.ones(4)
+def added_beside(stream: torch.cuda.Stream, begin: int = 0, end: int = 4) -> torch.Tensor:
+    """Ones, to some of which a stream adds that has waited for compute."""
+    x = torch.ones(8)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        x.add_(1)
+        x[begin:end].add_(1)
+    return x
+
+
+def waited(stream: torch.cuda.Stream) -> None:
+    x = added_beside(stream)
     torch.cuda.current_stream().wait_stream(stream)
     x.mul_(2)
 
@@ -124,39 +124,24 @@ def unwaited(stream: torch.cuda.Stream) -> None:
 
 
 def neighbours(stream: torch.cuda.Stream) -> None:
-    x = torch.ones(8)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x[:4].add_(1)
-    x[4:].mul_(2)
+    added_beside(stream)[4:].mul_(2)
 
 
 def column(stream: torch.cuda.Stream) -> None:
     """The first column of a matrix goes to the first element of its last row."""
-    x = torch.ones(8)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x[4:5].add_(1)
-    x.view(2, 4)[:, 0].mul_(2)
+    added_beside(stream, 4, 5).view(2, 4)[:, 0].mul_(2)
 
 
 def read_early(stream: torch.cuda.Stream) -> None:
-    x = torch.ones(4)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x.add_(1)
-    x.tolist()
+    added_beside(stream).tolist()
 
 
 def freed_early(stream: torch.cuda.Stream, *, recorded: bool = False) -> None:
-    x = torch.ones(4)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x.add_(1)
+    x = added_beside(stream)
     if recorded:
         x.record_stream(stream)
     del x
-    torch.ones(4)
+    torch.ones(8)
 
 
 def freed_late(stream: torch.cuda.Stream) -> None:
@@ -397,20 +382,17 @@ def kernels_of(work: Callable[[], object]) -> list[Kernel]:
     return [one.kernel for one in device.log.issued if one.kernel is not None]
 
 
-def test_norms_of_plain_gradients_are_taken_in_one_kernel() -> None:
-    gradients = [torch.ones(4) for _ in range(5)]
-    names = [kernel.name for kernel in kernels_of(lambda: get_total_norm(gradients))]
-    assert names == ["aten::_foreach_norm", "aten::stack", "aten::linalg_vector_norm"]
-
-
-def test_a_wide_sum_of_short_factors_is_one_kernel_that_reads_and_writes_it() -> None:
-    total, left, right = torch.zeros(4, 8), torch.ones(4, 2).bfloat16(), torch.ones(2, 8).bfloat16()
-    product = Product(m=4, k=2, n=8, batch=1)
+def test_kernels_of_one_operator() -> None:
+    x, y, total = torch.ones(4), torch.ones(4), torch.zeros(4, 8)
+    left, right = torch.ones(4, 2).bfloat16(), torch.ones(2, 8).bfloat16()
+    norms = kernels_of(lambda: get_total_norm([x, y, x, y, x]))
+    names = ["aten::_foreach_norm", "aten::stack", "aten::linalg_vector_norm"]
+    assert [kernel.name for kernel in norms] == names
     # 4 x 8 sums are read, and written with 2 bytes more than those of a product in 16 bits.
-    moved = 4 * 32 + 2 * 32
-    assert kernels_of(lambda: deferred.add_wide_product(total, left, right)) == [
-        Kernel("aten::addmm_", moved, product, 2)
-    ]
+    wide = Kernel("aten::addmm_", 4 * 32 + 2 * 32, Product(m=4, k=2, n=8, batch=1), 2)
+    assert kernels_of(lambda: deferred.add_wide_product(total, left, right)) == [wide]
+    assert kernels_of(lambda: x.add_(y)) == [Kernel("aten::add_", 16 + 2 * 16)]
+    assert kernels_of(lambda: x.copy_(y)) == [Kernel("aten::copy_", 16 + 16)]
 
 
 def test_an_rms_norm_is_one_kernel_each_way() -> None:
@@ -439,12 +421,6 @@ def test_attention_is_causal_where_it_is_and_backward_is_its_own_kernel() -> Non
         attention = Attention(heads=2, queries=6, keys=6, width=8, causal=causal)
         assert [kernel.product for kernel in found] == [attention] * 2
         assert [kernel.is_backward for kernel in found] == [False, True]
-
-
-def test_what_is_changed_in_place_is_read_and_written() -> None:
-    x, y = torch.ones(4), torch.ones(4)
-    assert kernels_of(lambda: x.add_(y)) == [Kernel("aten::add_", 16 + 2 * 16)]
-    assert kernels_of(lambda: x.copy_(y)) == [Kernel("aten::copy_", 16 + 16)]
 
 
 def test_memory_without_values_and_integers_that_the_host_knows_take_no_kernel() -> None:

@@ -99,14 +99,6 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     assert result.timeline().step_s == pytest.approx(result.step_s)
 
 
-def test_traced_durations_replace_the_models() -> None:
-    plan = one_f_one_b(4, 8)
-    price = flat_price(plan, StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0))
-    traced = [StageCost(forward=2.0, backward_input=2.0, backward_weight=2.0)] * 4
-    result = simulate(plan, task().cluster, price=price, costs=traced)
-    assert result.step_s == pytest.approx(66.0)
-
-
 def test_collectives_beside_compute_slow_it() -> None:
     plan = zeropp_plan(2, 8, 2)
     cost = StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0, unshard=0.01)
