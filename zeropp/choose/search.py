@@ -76,7 +76,7 @@ class Family(Generic[K]):
         """Whether this entry comes first: by its turn, by its bound, or as the older one."""
         return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
 
-    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+    def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with its durations, if any member may
         fit."""
         plan = self.plan or search.sized(self.candidate)
@@ -104,7 +104,7 @@ class Priced(Family[K]):
     times: StepTimes
     members: Iterable[tuple[Candidate[K], SizedPlan, StepBytes]]
 
-    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+    def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The members."""
         prices, cluster = search.contender.prices, search.task.cluster
         durations = {adds_later(self.plan): self.times}
@@ -131,7 +131,7 @@ class Member(Family[K]):
     plan: SizedPlan
     price: PlanPrice
 
-    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+    def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """Simulate it; if it wins, the families follow that are alike."""
         before = search.outcome.winner
         search.evaluate(self)
@@ -314,7 +314,7 @@ class _Search(Generic[K]):
             elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
                 outcome.rejected[OOM] += 1
             else:
-                for child in entry.open(self):
+                for child in entry.opened(self):
                     heapq.heappush(queue, child)
         self._recompute_less()
         return outcome
