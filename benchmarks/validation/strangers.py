@@ -38,7 +38,7 @@ from benchmarks.specification.progress import track
 from benchmarks.validation.cases import Case, case_of
 from benchmarks.validation.errors import first_of_runs, predictions_of
 from benchmarks.validation.fit_constants import (
-    Constant,
+    FittedConstant,
     constants,
     drawn,
     fit,
@@ -100,7 +100,7 @@ def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:
 
 
 def priced(
-    place: str, known: Prediction, others: frozenset[str], factors: Mapping[Constant, float]
+    place: str, known: Prediction, others: frozenset[str], factors: Mapping[FittedConstant, float]
 ) -> StrangerRun | None:
     """A run with its error in sample, and as a stranger; None where it has no price so."""
     row = known.row
@@ -187,9 +187,9 @@ def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]
 
 
 def _of_constant(
-    constant: Constant,
-    whole: Mapping[Constant, float],
-    fits: Mapping[str, Mapping[Constant, float]],
+    constant: FittedConstant,
+    whole: Mapping[FittedConstant, float],
+    fits: Mapping[str, Mapping[FittedConstant, float]],
 ) -> str:
     """A constant in ``conf/``, fitted to all sources, and without each of those that it moves."""
     refits = [constant.now * of[constant] for of in fits.values()]

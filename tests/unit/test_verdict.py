@@ -21,7 +21,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.verdict import study
-from benchmarks.verdict.assumptions import ASSUMPTIONS, RepricedPlan
+from benchmarks.verdict.assumptions import ASSUMPTIONS, repriced
 from benchmarks.verdict.cells import (
     CELL,
     Cell,
@@ -297,7 +297,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE))
     (line,) = CellPart(cell, "zeropp", "best", 0.3).lines("", [])
-    times = RepricedPlan(cell, str(line["setting"])).step_s()
+    (times,) = repriced(cell, str(line["setting"]), {}, [])
     assert len(times) == 2 * len(ASSUMPTIONS)
     ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
     assert {name for name, (low, high) in ends.items() if low == high} <= {"device.launch_us"}
