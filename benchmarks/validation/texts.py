@@ -40,12 +40,12 @@ def summary(outcomes: Sequence[RowOutcome], errors: pd.DataFrame) -> str:
     predictions = predictions_of(outcomes)
     shares = dict.fromkeys(("median", "p90", "bias"), "{:+.1%}".format)
     named = errors.assign(source=errors["source"].str.slice(0, 30))
-    table = named.to_string(index=False, formatters=shares)
+    shown = named.to_string(index=False, formatters=shares)
     text = [
         "absolute relative error in sample, of speed, simulated against published; bias: + is too",
         "fast, or too much memory",
         "",
-        table if len(errors) else "no run has a price",
+        shown if len(errors) else "no run has a price",
         "",
         f"{len(predictions)} of {len(outcomes)} rows predicted",
     ]

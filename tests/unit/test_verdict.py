@@ -328,7 +328,9 @@ def test_assumptions_widen_an_interval_on_the_side_that_they_move() -> None:
     assert moved == (1.0, 0.5)
 
 
-def test_a_search_that_begins_elsewhere_is_refused() -> None:
+def test_a_search_begins_with_the_committed_plans_or_with_nothing() -> None:
+    assert len(study.known_settings({"search": "known"}, study.COMMITTED)) > 100
+    assert study.known_settings({"search": "fresh"}, study.COMMITTED) == {}
     (config,) = compose("config", ["experiment=claim_33", "search=magic"])
     with pytest.raises(SpecError, match=r"^search=magic: must be one of known, fresh$"):
         study.run(config)
@@ -341,16 +343,7 @@ def test_a_folder_of_other_files_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"has files, but no plans.csv of this study"):
         study.run(config)
     assert (tmp_path / name).read_text() == "model,price\n"
-
-
-def test_the_committed_folder_is_of_the_study() -> None:
     assert study.report_folder({"report_dir": str(REFERENCE)}) == REFERENCE
-
-
-def test_a_fresh_search_has_no_settings_to_begin_with() -> None:
-    known = study.known_settings({"search": "known"}, study.COMMITTED)
-    assert len(known) > 100
-    assert study.known_settings({"search": "fresh"}, study.COMMITTED) == {}
 
 
 def test_errors_of_kempnerforges_pipelines_are_those_of_its_replays() -> None:
