@@ -341,7 +341,12 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
 
 
 def _atlas(name: str) -> str:
-    return atlas_tables(pd.read_csv(COMMITTED))[name]
+    return _atlas_tables()[name]
+
+
+@cache
+def _atlas_tables() -> dict[str, str]:
+    return atlas_tables(pd.read_csv(COMMITTED))
 
 
 def _scaling(name: str) -> str:

@@ -4,7 +4,7 @@ they are off without a row's source is in ``strangers``, and so is the error of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -70,38 +70,14 @@ def errors_of(predictions: Iterable[Prediction]) -> pd.DataFrame:
     return errors.iloc[sorted(range(len(errors)), key=place.__getitem__)].reset_index(drop=True)
 
 
-def _generation(row: PublishedRow) -> str:
-    """The generation of the kernels with which a row is priced, and whether products have 8 bits;
-    empty for the only one of a device."""
-    newer, words = cluster_of(row).device.newer, []
+def _groups(row: PublishedRow) -> list[tuple[str, str]]:
+    """The sources and roles whose errors include the row's: those of its device, too, and of the
+    generation of kernels with which it is priced, and of products in 8 bits."""
+    role, newer, words = row.role.replace("_", " "), cluster_of(row).device.newer, []
     if newer is not None:
         today = program_named(row.program).kernels >= newer.year
         words.append(f"kernels {'of' if today else 'before'} {newer.year}")
-    return ", ".join(words + ["8 bits"] * (row.dtype in EIGHT_BIT))
-
-
-def _groups(row: PublishedRow) -> list[tuple[str, str]]:
-    """The sources and roles whose errors include the row's."""
-    role = row.role.replace("_", " ")
+    words += ["8 bits"] * (row.dtype in EIGHT_BIT)
     groups = [(row.source, role), (f"all {role} sources", role), ("all sources", "both")]
     groups += [(f"all on {row.device}", "both")]
-    if kernels := _generation(row):
-        groups += [(f"all on {row.device}, {kernels}", "both")]
-    return groups
-
-
-def oom_line(predictions: Sequence[Prediction]) -> str:
-    """A line that says how often the model is right on whether a run fits into memory: for runs
-    that were out of memory, and for runs that ran, which are all rows with a measured number."""
-    out = [p.fits for p in predictions if p.row.unit == "yes/no" and p.row.value == "yes"]
-    ran = [p.fits for p in predictions if p.row.unit != "yes/no" or p.row.value == "no"]
-    first = f"{out.count(False)} of {len(out)} such rows predicted" if out else "no such rows"
-    wrong = f"{ran.count(False)} of {len(ran)} rows that ran predicted not to fit"
-    return f"out of memory: {first}; {wrong}"
-
-
-def refusals(outcomes: Iterable[RowOutcome]) -> Counter[tuple[str, str]]:
-    """The number of rows without a prediction per table and reason."""
-    return Counter(
-        (o.line.place.rpartition(":")[0], o.reason) for o in outcomes if o.prediction is None
-    )
+    return groups + [(f"all on {row.device}, {', '.join(words)}", "both")] * bool(words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +13,7 @@ from baselines.zeropp.contender import ZEROPP
 from benchmarks.report.evidence import errors_figure
 from benchmarks.validation.errors import (
     first_of_runs,
-    oom_line,
     predictions_of,
-    refusals,
 )
 from benchmarks.validation.predict import RowOutcome
 from benchmarks.validation.rows import COLUMNS
@@ -49,15 +47,20 @@ def summary(outcomes: Sequence[RowOutcome], errors: pd.DataFrame) -> str:
         "",
         f"{len(predictions)} of {len(outcomes)} rows predicted",
     ]
-    refused = []
+    refused: Counter[tuple[str, str]] = Counter()
     for outcome in outcomes:
         if outcome.reason.startswith("set apart"):
             text.append(f"{outcome.line.place}: {outcome.reason}")
-        else:
-            refused.append(outcome)
-    for (table, reason), count in refusals(refused).most_common():
-        text.append(f"refused: {count:4} of {table}: {reason}")
-    return "\n".join([*text, oom_line(predictions), ZEROPP.caveat])
+        elif outcome.prediction is None:
+            refused[outcome.line.place.rpartition(":")[0], outcome.reason] += 1
+    for (path, reason), count in refused.most_common():
+        text.append(f"refused: {count:4} of {path}: {reason}")
+    # Whether a run fits into memory: those that ran out of it, and all that ran.
+    out = [p.fits for p in predictions if p.row.unit == "yes/no" and p.row.value == "yes"]
+    ran = [p.fits for p in predictions if p.row.unit != "yes/no" or p.row.value == "no"]
+    words = f"{out.count(False)} of {len(out)} such rows predicted" if out else "no such rows"
+    wrong = f"{ran.count(False)} of {len(ran)} rows that ran predicted not to fit"
+    return "\n".join([*text, f"out of memory: {words}; {wrong}", ZEROPP.caveat])
 
 
 # What only people read stands in the published table, at the row's place.
