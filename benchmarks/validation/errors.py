@@ -56,14 +56,15 @@ def errors_of(predictions: Iterable[Prediction]) -> pd.DataFrame:
         for group in _groups(p.row)
     ]
     table = pd.DataFrame(lines, columns=columns).astype({"error": float, "is_run": bool})
-    runs = table[table["is_run"]].groupby(columns[:3], sort=False)["error"]
+    table = table.assign(size=table["error"].abs())
+    runs = table[table["is_run"]].groupby(columns[:3], sort=False)
     errors = pd.DataFrame(
         {
             "rows": table.groupby(columns[:3], sort=False).size(),
             "runs": runs.size(),
-            "median": runs.agg(lambda of: of.abs().median()),
-            "p90": runs.agg(lambda of: of.abs().quantile(0.9)),
-            "bias": runs.median(),
+            "median": runs["size"].median(),
+            "p90": runs["size"].quantile(0.9),
+            "bias": runs["error"].median(),
         }
     ).reset_index()
     place = [(KINDS.index(k), s.startswith("all"), s) for k, s in errors[columns[:2]].values]

@@ -134,9 +134,11 @@ def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
         for source, own in [*groups, *[("all sources", of_kind)] * bool(groups)]:
             others = of_kind[of_kind["source"] != source]
             width = interval_of(zip(others["source"], others["stranger"], strict=True))
-            held = (own["stranger"].abs() <= width).tolist() if source != "all sources" else inside
-            inside += held if source != "all sources" else []
-            line = {"quantity": quantity, "source": source, "runs": len(own)}
+            held = inside
+            if own is not of_kind:
+                held = (own["stranger"].abs() <= width).tolist()
+                inside += held
+            line: dict[str, Any] = {"quantity": quantity, "source": source, "runs": len(own)}
             for name, suffix in (("in_sample", "_in_sample"), ("stranger", "")):
                 sizes = own[name].abs().quantile([0.5, 0.9])
                 line |= dict(zip((f"median{suffix}", f"p90{suffix}"), sizes, strict=True))
