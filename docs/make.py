@@ -110,13 +110,11 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced = _verdict_records()
-    return page_tables(plans, repriced)
+    return page_tables(*_verdict_records())
 
 
-def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame]:
-    plans, repriced = (pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED))
-    return plans, repriced
+def _verdict_records() -> list[pd.DataFrame]:
+    return [pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED)]
 
 
 def _accuracy(_: str) -> str:
@@ -343,7 +341,12 @@ def _longer(steps: pd.DataFrame, kind: str) -> str:
 
 
 def _atlas(name: str) -> str:
-    return atlas_tables(pd.read_csv(COMMITTED))[name]
+    return _atlas_tables()[name]
+
+
+@cache
+def _atlas_tables() -> dict[str, str]:
+    return atlas_tables(pd.read_csv(COMMITTED))
 
 
 def _scaling(name: str) -> str:

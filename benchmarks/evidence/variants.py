@@ -107,18 +107,18 @@ def main() -> int:
     cells = {cell.key: cell for cell in spec.cells("bf16") if cell.bandwidth == 1.0}
     plans = pd.read_csv(REFERENCE / "claim_33" / TABLE)
     best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
-    best = best.set_index([*CELL, "contender"])["setting"]
-    commit, names = commit_of(*git_state()), [variant.name for variant in VARIANTS]
+    settings = best.set_index([*CELL, "contender"])["setting"].to_dict()
+    commit, order = commit_of(*git_state()), [variant.name for variant in VARIANTS]
     chains: list[list[tuple[Hashable, Job]]] = []
     for variant in chosen:
         for key, cell in cells.items():
-            if (known := best.get((*key, variant.row))) is not None:
+            if (known := settings.get((*key, variant.row))) is not None:
                 job = partial(variant.lines, cell, known, spec.tolerance, commit)
                 chains.append([((variant.name, *key), job)])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = fill(options.out, chains, _key_of, "variants of opponents")
-    lines = [line for line in lines if line["variant"] in names]
-    write(options.out, sorted(lines, key=lambda of: (names.index(of["variant"]), _key_of(of))))
+    lines = [line for line in lines if line["variant"] in order]
+    write(options.out, sorted(lines, key=lambda of: (order.index(of["variant"]), _key_of(of))))
     return 0
 
 

@@ -66,19 +66,16 @@ def searched(spec: TuneSpec) -> list[Outcome[Any]]:
     Those that take longest are begun first; the outcomes are in the order of ``spec.contenders``.
     """
     slow_first = sorted(spec.contenders, key=lambda name: -PRICED[name].search_effort)
+    begin = partial(search, tolerance=spec.tolerance)
     count = min(os.cpu_count() or 1, len(spec.contenders))
     with workers(count) as pool, progress_line() as bar:
-        waiting = {name: pool.submit(_search, spec, name) for name in slow_first}
+        waiting = {name: pool.submit(begin, spec.task, PRICED[name]) for name in slow_first}
         line = bar.add_task("", total=len(waiting))
-        while left := [name for name, search in waiting.items() if not search.done()]:
+        while left := [name for name, found in waiting.items() if not found.done()]:
             done = len(waiting) - len(left)
             bar.update(line, completed=done, description=f"searching {', '.join(left)}")
             wait([waiting[name] for name in left], _TELL_EVERY_S, FIRST_COMPLETED)
         return [waiting[name].result() for name in spec.contenders]
-
-
-def _search(spec: TuneSpec, name: str) -> Outcome[Any]:
-    return search(spec.task, PRICED[name], tolerance=spec.tolerance)
 
 
 def show(outcomes: list[Outcome[Any]]) -> None:

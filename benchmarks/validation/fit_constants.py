@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Constant:
+class FittedConstant:
     """A field of all devices or programs with a name in ``of``, its value today, its physical
     prior, and the width of the prior in logarithms."""
 
@@ -85,16 +85,16 @@ _WIDTHS = {"traffic_factor": 1.0, "attention_factor": 0.5}  # of priors of 1, wh
 
 
 @cache
-def constants() -> tuple[Constant, ...]:
+def constants() -> tuple[FittedConstant, ...]:
     """All constants that were fitted to published runs."""
     chips = (
-        Constant(_CHIPS[chip], field, _field(preset_of(chip).device, field), prior, width)
+        FittedConstant(_CHIPS[chip], field, _field(preset_of(chip).device, field), prior, width)
         for chip, field, prior, width in _PRIORS
     )
     return (*chips, *_traits())
 
 
-def _traits() -> Iterator[Constant]:
+def _traits() -> Iterator[FittedConstant]:
     """A constant per trait that was fitted, with all entries that have it: by its own source, by
     that of the entry on which they are based, or because they say that it is that entry's."""
     of: dict[tuple[str, str, float], list[str]] = defaultdict(list)
@@ -107,7 +107,7 @@ def _traits() -> Iterator[Constant]:
             if source.startswith("fitted on"):
                 of[source, trait, getattr(program, trait)].append(name)
     for (_, trait, value), names in of.items():
-        yield Constant(tuple(names), trait, value, 1.0, _WIDTHS[trait])
+        yield FittedConstant(tuple(names), trait, value, 1.0, _WIDTHS[trait])
 
 
 def _field(owner: Any, path: str) -> float:
@@ -116,14 +116,14 @@ def _field(owner: Any, path: str) -> float:
     return float(owner)
 
 
-def applies(constant: Constant, case: Case) -> bool:
+def applies(constant: FittedConstant, case: Case) -> bool:
     """Whether a case has the constant."""
     device, name = case.cluster.device, case.program.name
     later = not constant.field.startswith("newer.") or device.newer is not None
     return (device.name in constant.of and later) or name in constant.of
 
 
-def with_factors(case: Case, factors: Mapping[Constant, float]) -> Case:
+def with_factors(case: Case, factors: Mapping[FittedConstant, float]) -> Case:
     """The case with constants times so much."""
     for constant, factor in factors.items():
         if not applies(constant, case):
@@ -171,7 +171,7 @@ def drawn(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
     return chosen
 
 
-def fit(errors: Array, moved: Array) -> dict[Constant, float]:
+def fit(errors: Array, moved: Array) -> dict[FittedConstant, float]:
     """The constants, as factors of today's, that fit best to runs with these ``errors`` [runs] and
     slopes ``moved`` [runs, constants]."""
     named = constants()

@@ -38,7 +38,7 @@ from benchmarks.specification.progress import track
 from benchmarks.validation.cases import Case, case_of
 from benchmarks.validation.errors import first_of_runs, predictions_of
 from benchmarks.validation.fit_constants import (
-    Constant,
+    FittedConstant,
     constants,
     drawn,
     fit,
@@ -100,7 +100,7 @@ def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:
 
 
 def priced(
-    place: str, known: Prediction, others: frozenset[str], factors: Mapping[Constant, float]
+    place: str, known: Prediction, others: frozenset[str], factors: Mapping[FittedConstant, float]
 ) -> StrangerRun | None:
     """A run with its error in sample, and as a stranger; None where it has no price so."""
     row = known.row
@@ -134,9 +134,11 @@ def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
         for source, own in [*groups, *[("all sources", of_kind)] * bool(groups)]:
             others = of_kind[of_kind["source"] != source]
             width = interval_of(zip(others["source"], others["stranger"], strict=True))
-            held = (own["stranger"].abs() <= width).tolist() if source != "all sources" else inside
-            inside += held if source != "all sources" else []
-            line = {"quantity": quantity, "source": source, "runs": len(own)}
+            held = inside
+            if own is not of_kind:
+                held = (own["stranger"].abs() <= width).tolist()
+                inside += held
+            line: dict[str, Any] = {"quantity": quantity, "source": source, "runs": len(own)}
             for name, suffix in (("in_sample", "_in_sample"), ("stranger", "")):
                 sizes = own[name].abs().quantile([0.5, 0.9])
                 line |= dict(zip((f"median{suffix}", f"p90{suffix}"), sizes, strict=True))
@@ -187,9 +189,9 @@ def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]
 
 
 def _of_constant(
-    constant: Constant,
-    whole: Mapping[Constant, float],
-    fits: Mapping[str, Mapping[Constant, float]],
+    constant: FittedConstant,
+    whole: Mapping[FittedConstant, float],
+    fits: Mapping[str, Mapping[FittedConstant, float]],
 ) -> str:
     """A constant in ``conf/``, fitted to all sources, and without each of those that it moves."""
     refits = [constant.now * of[constant] for of in fits.values()]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -13,12 +12,8 @@ import pandas as pd
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.report.evidence import errors_figure
 from benchmarks.validation.errors import (
-    HEADER,
-    Errors,
     first_of_runs,
-    oom_line,
     predictions_of,
-    refusals,
 )
 from benchmarks.validation.predict import RowOutcome
 from benchmarks.validation.rows import COLUMNS
@@ -38,27 +33,34 @@ def row_line(outcome: RowOutcome) -> str:
     return f"{head} {value} {outcome.prediction.text:>10} {outcome.prediction.relative_error:+8.1%}"
 
 
-def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
+def summary(outcomes: Sequence[RowOutcome], errors: pd.DataFrame) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
     predictions = predictions_of(outcomes)
+    shares = dict.fromkeys(("median", "p90", "bias"), "{:+.1%}".format)
+    named = errors.assign(source=errors["source"].str.slice(0, 30))
+    shown = named.to_string(index=False, formatters=shares)
     text = [
         "absolute relative error in sample, of speed, simulated against published; bias: + is too",
         "fast, or too much memory",
         "",
-        HEADER,
-        *(error.line() for error in errors),
+        shown if len(errors) else "no run has a price",
         "",
         f"{len(predictions)} of {len(outcomes)} rows predicted",
     ]
-    refused = []
+    refused: Counter[tuple[str, str]] = Counter()
     for outcome in outcomes:
         if outcome.reason.startswith("set apart"):
             text.append(f"{outcome.line.place}: {outcome.reason}")
-        else:
-            refused.append(outcome)
-    for (table, reason), count in refusals(refused).most_common():
-        text.append(f"refused: {count:4} of {table}: {reason}")
-    return "\n".join([*text, oom_line(predictions), ZEROPP.caveat])
+        elif outcome.prediction is None:
+            refused[outcome.line.place.rpartition(":")[0], outcome.reason] += 1
+    for (path, reason), count in refused.most_common():
+        text.append(f"refused: {count:4} of {path}: {reason}")
+    # Whether a run fits into memory: those that ran out of it, and all that ran.
+    out = [p.fits for p in predictions if p.row.unit == "yes/no" and p.row.value == "yes"]
+    ran = [p.fits for p in predictions if p.row.unit != "yes/no" or p.row.value == "no"]
+    words = f"{out.count(False)} of {len(out)} such rows predicted" if out else "no such rows"
+    wrong = f"{ran.count(False)} of {len(ran)} rows that ran predicted not to fit"
+    return "\n".join([*text, f"out of memory: {words}; {wrong}", ZEROPP.caveat])
 
 
 # What only people read stands in the published table, at the row's place.
@@ -66,7 +68,7 @@ SHOWN = tuple(name for name in COLUMNS if name not in ("url", "table", "assumed"
 ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
-def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -> str:
+def write(outcomes: Sequence[RowOutcome], errors: pd.DataFrame, out: Path) -> str:
     """Write the files of a validation into ``out``; returns their names.
 
     ``validation.csv`` has the columns that a price may depend on, then the row's place, the
@@ -82,10 +84,7 @@ def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -
         writer.writeheader()
         for outcome in outcomes:
             writer.writerow(outcome.line.cells | _answer(outcome, first))
-    with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [f.name for f in fields(Errors)])
-        table.writeheader()
-        table.writerows(error.cells() for error in errors)
+    errors.to_csv(out / "errors.csv", index=False, float_format="%.4f")
     distances = [
         {
             "source": run.row.source,

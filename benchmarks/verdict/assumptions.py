@@ -126,30 +126,20 @@ ASSUMPTIONS = (
 _COLUMNS = tuple(column for assumption in ASSUMPTIONS for column in assumption.columns)
 
 
-@dataclass(frozen=True)
-class RepricedPlan:
-    """The best plan of one row in one cell, for a process to price under all assumptions."""
-
-    cell: Cell
-    setting: str
-
-    def line(self, of: Line, before: list[Line]) -> list[Line]:
-        """A line of the table, whose first columns are ``of``."""
-        return [of | self.step_s()]
-
-    def step_s(self) -> dict[str, float]:
-        """Seconds per step by column of ``Assumption.columns``."""
-        _, contender, candidate = candidate_of(self.setting)
-        task = self.cell.priced
-        return {
-            column: contender.simulated(
-                replace(task, cluster=assumption.applied(task.cluster, factor)), candidate
-            ).step_s
-            for assumption in ASSUMPTIONS
-            for column, factor in zip(
-                assumption.columns, (assumption.low, assumption.high), strict=True
-            )
-        }
+def repriced(cell: Cell, setting: str, of: Line, before: list[Line]) -> list[Line]:
+    """The seconds per step of a ``setting`` by column of ``Assumption.columns``, as a line of the
+    table whose first columns are ``of``."""
+    _, contender, candidate = candidate_of(setting)
+    times = {
+        column: contender.simulated(
+            replace(cell.priced, cluster=assumption.applied(cell.priced.cluster, factor)), candidate
+        ).step_s
+        for assumption in ASSUMPTIONS
+        for column, factor in zip(
+            assumption.columns, (assumption.low, assumption.high), strict=True
+        )
+    }
+    return [of | times]
 
 
 def price_assumptions(
@@ -162,7 +152,7 @@ def price_assumptions(
     best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
     keys = best[_KEYS].itertuples(index=False, name=None)
     chains = {
-        key: [(key, partial(RepricedPlan(cell, setting).line, dict(zip(_KEYS, key, strict=True))))]
+        key: [(key, partial(repriced, cell, setting, dict(zip(_KEYS, key, strict=True))))]
         for key, setting in zip(keys, best["setting"], strict=True)
         if (cell := by_key.get(key[: len(CELL)])) is not None
     }

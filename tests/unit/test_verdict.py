@@ -21,7 +21,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED, CONTENDERS
 from benchmarks.verdict import study
-from benchmarks.verdict.assumptions import ASSUMPTIONS, RepricedPlan
+from benchmarks.verdict.assumptions import ASSUMPTIONS, repriced
 from benchmarks.verdict.cells import (
     CELL,
     Cell,
@@ -297,7 +297,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE))
     (line,) = CellPart(cell, "zeropp", "best", 0.3).lines("", [])
-    times = RepricedPlan(cell, str(line["setting"])).step_s()
+    (times,) = repriced(cell, str(line["setting"]), {}, [])
     assert len(times) == 2 * len(ASSUMPTIONS)
     ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
     assert {name for name, (low, high) in ends.items() if low == high} <= {"device.launch_us"}
@@ -328,7 +328,9 @@ def test_assumptions_widen_an_interval_on_the_side_that_they_move() -> None:
     assert moved == (1.0, 0.5)
 
 
-def test_a_search_that_begins_elsewhere_is_refused() -> None:
+def test_a_search_begins_with_the_committed_plans_or_with_nothing() -> None:
+    assert len(study.known_settings({"search": "known"}, study.COMMITTED)) > 100
+    assert study.known_settings({"search": "fresh"}, study.COMMITTED) == {}
     (config,) = compose("config", ["experiment=claim_33", "search=magic"])
     with pytest.raises(SpecError, match=r"^search=magic: must be one of known, fresh$"):
         study.run(config)
@@ -341,16 +343,7 @@ def test_a_folder_of_other_files_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"has files, but no plans.csv of this study"):
         study.run(config)
     assert (tmp_path / name).read_text() == "model,price\n"
-
-
-def test_the_committed_folder_is_of_the_study() -> None:
     assert study.report_folder({"report_dir": str(REFERENCE)}) == REFERENCE
-
-
-def test_a_fresh_search_has_no_settings_to_begin_with() -> None:
-    known = study.known_settings({"search": "known"}, study.COMMITTED)
-    assert len(known) > 100
-    assert study.known_settings({"search": "fresh"}, study.COMMITTED) == {}
 
 
 def test_errors_of_kempnerforges_pipelines_are_those_of_its_replays() -> None:
