@@ -1,4 +1,4 @@
-"""Public 3D programs that are priced but do not run here, and a bound that has all their parts.
+"""Megatron-Core's plans, and those of a bound that has the parts of all public 3D programs.
 
 In: a ``Task`` and the program's knobs. Out: a ``Plan``. Below are the settings, what each
 program can be set to (by its released version), the planner, and what the tuner tries.
@@ -6,7 +6,7 @@ program can be set to (by its released version), the planner, and what the tuner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -52,9 +52,7 @@ from zeropp.types.literals import (
     if_auto,
 )
 
-Public3D = Literal[
-    "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
-]
+Public3D = Literal["best_3d", "megatron_core", "megatron_core_local"]
 CpCommType = Literal["p2p", "a2a", "a2a+p2p"]
 EXCHANGES: dict[CpCommType, Exchange] = {"p2p": "ring", "a2a": "heads", "a2a+p2p": "both"}
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
@@ -96,20 +94,6 @@ class Best3DKnobs(SlicingKnobs):
     name: Literal["best_3d"] = "best_3d"
 
 
-@dataclass(frozen=True)
-class MegatronDeepSpeedKnobs(Public3DKnobs):
-    """Settings of Megatron-DeepSpeed with flash attention."""
-
-    name: Literal["megatron_deepspeed"] = "megatron_deepspeed"
-
-
-@dataclass(frozen=True)
-class ZeroBubbleKnobs(Public3DKnobs):
-    """Settings of the zero-bubble fork of Megatron-LM."""
-
-    name: Literal["zero_bubble"] = "zero_bubble"
-
-
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
 
@@ -119,22 +103,16 @@ class Offer:
     the price, and ``program_on_cpus`` that of what runs on CPUs instead, if it is another one;
     ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
-    ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
-    ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
-    are pipeline ranks.
+    ``recomputes`` are the ways of recomputation. ``interleaves_few``: interleaved schedules accept
+    fewer microbatches than there are pipeline ranks.
     """
 
     program: str
     program_on_cpus: str = ""
     schedules: Mapping[Public3DSchedule, tuple[int, ...]]
-    recomputed: frozenset[Public3DSchedule]
-    # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
-    recomputes: tuple[Recompute, ...] = ("none", "full")
-    sums: tuple[WireType, ...] = ("fp32", "bf16")  # types in which gradients are added and sent
-    selects_blocks: bool = True  # selective recomputation may be of some blocks of a stage
-    sequence_parallel: bool = True
+    recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
+    selects_blocks: bool = False  # selective recomputation may be of some blocks of a stage
     interleaves_few: bool = False
-    placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
 
 
 _MEGATRON_SCHEDULES: dict[Public3DSchedule, tuple[int, ...]] = {
@@ -153,34 +131,8 @@ OFFERS: dict[Public3D, Offer] = {
         program="megatron_core",
         program_on_cpus="megatron_core_local",  # Transformer Engine is for GPUs
         schedules=_MEGATRON_SCHEDULES,
-        recomputed=frozenset(_MEGATRON_SCHEDULES),
-        recomputes=("none", "selective", "full"),
-        selects_blocks=False,
     ),
-    "megatron_core_local": Offer(
-        program="megatron_core_local",
-        schedules=_MEGATRON_SCHEDULES,
-        recomputed=frozenset(_MEGATRON_SCHEDULES),
-        recomputes=("none", "selective", "full"),
-        selects_blocks=False,
-    ),
-    # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
-    "megatron_deepspeed": Offer(
-        program="megatron_deepspeed",
-        schedules={"1f1b": (1,)},
-        recomputed=frozenset({"1f1b"}),
-        sequence_parallel=False,
-        placements=("dp_inner",),
-    ),
-    # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own, all of them with
-    # recomputation (megatron/core/tensor_parallel/random.py: CheckpointFunction runs in B).
-    "zero_bubble": Offer(
-        program="controllable_memory",
-        schedules={**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
-        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "zbv"}),
-        sums=("fp32",),  # megatron/arguments.py: bf16 sets accumulate_allreduce_grads_in_fp32
-        placements=("dp_inner",),
-    ),
+    "megatron_core_local": Offer(program="megatron_core_local", schedules=_MEGATRON_SCHEDULES),
     # No existing program: the best of every public part at once.
     "best_3d": Offer(
         program="best_public_3d",
@@ -190,8 +142,8 @@ OFFERS: dict[Public3D, Offer] = {
             "interleaved_zb": _VIRTUAL_STAGES,
             "zbv": (2,),
         },
-        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
         recomputes=("none", "selective", "mlp", "full"),  # torch's selective checkpointing
+        selects_blocks=True,
         interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
     ),
 }
@@ -216,8 +168,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     # Transformer Engine 2.9, attention/dot_product_attention/context_parallel.py
     # (attn_forward_func_with_cp): heads of queries, keys and values divide.
     check_context(task.shape, layout, kv_heads=True)
-    _check_offer(knobs, schedule, task.precision)
     offer = OFFERS[knobs.name]
+    _check_offer(knobs, offer, schedule, task.precision)
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
@@ -226,6 +178,11 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
+    program = on_cpus or offer.program
+    if sums == "bf16":
+        program += "+bf16.gradients=2+bf16.reduced=2"
+    elif task.precision == "bf16" and program_named(program).bf16.reduced != 4:
+        program += "+bf16.reduced=4"
     plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
@@ -233,7 +190,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered(schedule, placement, microbatches),
         cuts=(),
-        program=_program(on_cpus or offer.program, task.precision, sums),
+        program=program,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
@@ -248,15 +205,6 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
             f"{knobs.name} is that of all blocks (use auto)"
         )
     return plan
-
-
-def _program(name: str, precision: Precision, sums: WireType) -> str:
-    """A program with gradients that are added and sent in a type."""
-    if precision == "fp32":
-        return name
-    if sums == "bf16":
-        return f"{name}+bf16.gradients=2+bf16.reduced=2"
-    return name if program_named(name).bf16.reduced == 4 else f"{name}+bf16.reduced=4"
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -283,8 +231,9 @@ def _schedule(
     return lower(order, gather=False, reduce_every="step")
 
 
-def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule, precision: Precision) -> None:
-    offer = OFFERS[knobs.name]
+def _check_offer(
+    knobs: Public3DKnobs, offer: Offer, schedule: Public3DSchedule, precision: Precision
+) -> None:
     if schedule not in offer.schedules:
         known = ", ".join(offer.schedules)
         raise InfeasibleError(
@@ -296,15 +245,11 @@ def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule, precision: Pr
             f"contender.recompute={knobs.recompute}: {knobs.name} does not have it (use one of "
             f"{known})"
         )
-    if knobs.grad_accum_dtype == "bf16" and (precision == "fp32" or "bf16" not in offer.sums):
+    if knobs.grad_accum_dtype == "bf16" and precision == "fp32":
         raise InfeasibleError(
             f"contender.grad_accum_dtype=bf16: {knobs.name} adds gradients in fp32 with "
             f"precision={precision} (use fp32)",
             "bf16 gradients need bf16",
-        )
-    if knobs.sequence_parallel is True and not offer.sequence_parallel:
-        raise InfeasibleError(
-            f"contender.sequence_parallel=true: {knobs.name} does not have it (use false)"
         )
 
 
@@ -349,23 +294,22 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     """All knobs to try at a point that the program can have, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]
-    sequences = sequence_choices(asked.sequence_parallel, degrees)
-    placements = placement_choices(asked.placement, point)
-    types = wire_choices(asked.grad_accum_dtype, point.task.precision)
     ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
     for way, zero, sums, sequence, placement, schedule in product(
         ways if degrees.context > 1 else ways[:1],
         zero_choices(asked.replicate_zero, replace(degrees, context_copies=True)),
-        [kind for kind in types if kind in offer.sums],
-        sequences if offer.sequence_parallel else (False,),
-        [placement for placement in placements if placement in offer.placements],
+        wire_choices(asked.grad_accum_dtype, point.task.precision),
+        sequence_choices(asked.sequence_parallel, degrees),
+        placement_choices(asked.placement, point),
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
-        kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
-        tried: Iterable[tuple[int, Recompute, int | Auto]]
-        tried = chunk_choices(point, offer.schedules[schedule], kinds)
-        whole = tried if offer.selects_blocks else _in_all_blocks(tried, point.task.shape.layers)
-        for chunks, recompute, blocks in whole:
+        tried = chunk_choices(point, offer.schedules[schedule], offer.recomputes)
+        if not offer.selects_blocks:
+            layers, in_part = point.task.shape.layers, ("none", "full")
+            tried = iter(
+                dict.fromkeys((n, kind, b if kind in in_part else layers) for n, kind, b in tried)
+            )
+        for chunks, recompute, blocks in tried:
             yield at_degrees(
                 asked,
                 degrees,
@@ -381,33 +325,16 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
             )
 
 
-def _in_all_blocks(
-    tried: Iterable[tuple[int, Recompute, int | Auto]], layers: int
-) -> Iterable[tuple[int, Recompute, int | Auto]]:
-    """What ``chunk_choices`` gives, where selective recomputation is always that of all blocks."""
-    whole = (
-        (chunks, kind, layers if kind in ("selective", "mlp") else blocks)
-        for chunks, kind, blocks in tried
-    )
-    return dict.fromkeys(whole)
-
-
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True, contexts=True)
 
 
-def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
-    return Contender(
-        name=name,
-        label=label,
-        knobs=knobs,
-        size=size,
-        orders=one_order(programs),
-        space=SPACE,
-        gradient_types=("grad_accum_dtype",) if len(OFFERS[name].sums) > 1 else (),
-    )
-
-
-MEGATRON_DEEPSPEED = _priced("megatron_deepspeed", "Megatron-DeepSpeed", MegatronDeepSpeedKnobs)
-ZERO_BUBBLE = _priced("zero_bubble", "zero-bubble fork", ZeroBubbleKnobs)
-_BEST_3D = _priced("best_3d", "3D, all public parts", Best3DKnobs)
-BEST_3D = replace(_BEST_3D, search_effort=2)
+BEST_3D = Contender(
+    name="best_3d",
+    label="3D, all public parts",
+    knobs=Best3DKnobs,
+    size=size,
+    orders=one_order(programs),
+    space=SPACE,
+    gradient_types=("grad_accum_dtype",),
+    search_effort=2,
+)

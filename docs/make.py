@@ -18,6 +18,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from io import StringIO
 from itertools import pairwise
+from math import expm1, log1p
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import yaml
 from rich.console import Console
 
 from benchmarks.explain.answer import answer, better
-from benchmarks.explain.measured import compare, show_measured
+from benchmarks.explain.measured import measured_run, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show, show_better
 from benchmarks.records.simulated import TABLE
@@ -36,16 +37,14 @@ from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
-from benchmarks.report.ratio_errors import FEWEST_RUNS
-from benchmarks.report.scaling import as_table
+from benchmarks.report.ratio_errors import FEWEST_RUNS, factor, pairs
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
+from benchmarks.report.tables import as_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
-from benchmarks.specification.compose import compose
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.cells import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
@@ -67,6 +66,7 @@ _TABLE = re.compile(
 )
 _VALUE = re.compile(r"(<!-- value: (\w+) (\S+) -->).*?(<!-- end of value -->)", flags=re.DOTALL)
 _RANKS, _MICROBATCHES = 4, 8
+_APART = 0.02  # two runs whose speeds differ by less have no known order
 _TIMES = ("4900tokens/s/GPU", "5150tokens/s/GPU num_gpus=64 global_batch=256")  # on docs/explain.md
 
 
@@ -110,47 +110,38 @@ def _verdict(name: str) -> str:
 
 @cache
 def _verdict_tables() -> dict[str, str]:
-    plans, repriced, spec = _verdict_records()
-    return page_tables(plans, repriced, [cell.key for cell in cells_of(spec, "bf16")])
+    plans, repriced = _verdict_records()
+    return page_tables(plans, repriced)
 
 
-def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame, VerdictSpec]:
+def _verdict_records() -> tuple[pd.DataFrame, pd.DataFrame]:
     plans, repriced = (pd.read_csv(_REFERENCE / "claim_33" / name) for name in (TABLE, REPRICED))
-    (config,) = compose("config", ["experiment=claim_33"])
-    return plans, repriced, verdict_spec(config["verdict"])
+    return plans, repriced
 
 
-def _accuracy(which: str) -> str:
-    """How far the simulator is from published measurements, over all sources or those of a role,
-    or over all sources as strangers."""
-    if which == "strangers":
-        frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv")
-        frame = frame.query("source == 'all sources'").set_index("quantity")
-        rows = [
-            [
-                {"speed": "speed of a run", "memory": "memory of the fullest rank"}[str(quantity)],
-                f"{row['runs']:,}",
-                *(f"{row[name]:.1%}" for name in ("median", "p90")),
-                f"{row['bias']:+.1%}",
-                f"{row['inside']:.0%} in ± {row['interval']:.0%}",
-            ]
-            for quantity, row in frame.iterrows()
-        ]
-        heads = ["what", "runs", "median error", "90th percentile", "bias"]
-        return markdown_table([*heads, "inside the interval"], rows)
-    kinds = {
-        "speed of a run": "throughput",
-        "ratio of two plans of one source": "ratio",
-        "ratio of two microbatches of one plan": "microbatch",
-        "memory of the fullest rank": "memory",
-    }
-    frame = _all_errors().query("source == @which + ' sources'").set_index("kind")
+def _accuracy(_: str) -> str:
+    """How far the simulator is from published measurements, in sample and as strangers: of a run,
+    and of the ratio of two runs with one model, batch and devices."""
+    frame = pd.read_csv(_REFERENCE / "validation" / "strangers.csv")
+    frame = frame.query("source == 'all sources'").set_index("quantity")
     lines = []
-    for name, kind in kinds.items():
-        row = frame.loc[kind]
-        order = f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else ""
-        lines.append([name, f"{row['runs']:,}", f"{row['median']:.1%}", f"{row['p90']:.1%}", order])
-    heads = ["what", "runs or pairs", "median error", "90th percentile"]
+    for name, label in (("speed", "speed of a run"), ("memory", "memory of the fullest rank")):
+        row = frame.loc[name]
+        shares = [f"{row[of]:.1%}" for of in ("median_in_sample", "p90_in_sample", "median", "p90")]
+        inside = f"{row['inside']:.0%} in ± {row['interval']:.0%}"
+        lines.append([label, f"{row['runs']:,}", *shares, f"{row['bias']:+.1%}", inside, ""])
+    for one_program, of in ((True, "one program"), (False, "two programs")):
+        shares = []
+        for error in ("in_sample", "stranger"):
+            found = pd.DataFrame(pairs(one_program=one_program, error=error))
+            shares += [f"{found[1].abs().map(expm1).quantile(q):.1%}" for q in (0.5, 0.9)]
+        apart = found[found[2].abs() > log1p(_APART)]  # of strangers
+        named = ((apart[1] + apart[2]) * apart[2] > 0).mean()
+        inside = f"90% in ± {factor(one_program=one_program) - 1:.0%}"
+        order = f"{named:.0%} of {len(apart):,}"
+        lines.append([f"ratio of two runs of {of}", f"{len(found):,}", *shares, "", inside, order])
+    heads = ["what", "runs or pairs", "in sample: median error", "90th percentile"]
+    heads += ["as strangers: median error", "90th percentile", "bias", "inside the interval"]
     return markdown_table([*heads, "the faster one is named"], lines)
 
 
@@ -202,17 +193,11 @@ def _errors_by_source(kind: str) -> str:
 
 def _errors(kind: str) -> str:
     """Errors of the simulator by source and by device."""
-    frame = _all_errors()
-    last = "order right" if kind in ("ratio", "microbatch") else "bias"
-    lines: list[list[str]] = []
-    for row in frame[frame["kind"] == kind].to_dict("records"):
-        shares = [f"{row['median']:.1%}", _p90(row)]
-        if last == "bias":
-            shares.append(f"{row['bias']:+.1%}")
-        else:
-            shares.append(f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else "")
+    lines = []
+    for row in _all_errors().query("kind == @kind").to_dict("records"):
+        shares = [f"{row['median']:.1%}", _p90(row), f"{row['bias']:+.1%}"]
         lines.append([*(str(row[name]) for name in ("source", "role", "rows", "runs")), *shares])
-    return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
+    return markdown_table(["source", "role", "rows", "runs", "median", "p90", "bias"], lines)
 
 
 def _fits(column: str) -> str:
@@ -276,7 +261,7 @@ def _configurations(folder: str) -> str:
 def _as_read(question: Question) -> tuple[str, list[str]]:
     """A question's program, model and degrees in a line, and what has no price."""
     task, knobs = question.task, vars(question.knobs)
-    words = [question.reading.program or question.contender.label, task.shape.name]
+    words = [question.contender.label, task.shape.name]
     words += [f"{task.num_gpus} GPUs", f"sequence {task.shape.seq}", f"batch {task.global_batch}"]
     size = question.microbatch_size
     words += [task.precision] if size == "auto" else [f"microbatch {size}", task.precision]
@@ -496,8 +481,8 @@ def main() -> None:
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     pairs_figure().savefig(_IMAGES / "measured_pairs.png", dpi=150)
-    plans, repriced, spec = _verdict_records()
-    for picture in pictures_of(plans, *judged(plans, repriced), spec):
+    plans, repriced = _verdict_records()
+    for picture in pictures_of(plans, *judged(plans, repriced)):
         picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
     print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
@@ -515,7 +500,7 @@ def _explained(words: list[str]) -> None:
         show(answered := answer(question), console, verbose=False)
         show_better(answered, better(answered), console)
     with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
-        show_measured(compare(question, _TIMES, *asked), console)
+        show_measured([measured_run(text, *asked) for text in _TIMES], console)
 
 
 @contextmanager

@@ -1,5 +1,9 @@
 # Sourced by other scripts: a virtual environment in .venv with this checkout installed.
 
+# pip would compile every file of every package, one after another, for a minute. Python compiles what
+# is imported, and keeps it unless this variable is set.
+export PYTHONDONTWRITEBYTECODE=
+
 # make_environment WHAT: WHAT is pip's name for this checkout, ".[suite,megatron]" or ".[dev]".
 make_environment() {
     local what=$1 python=${PYTHON:-python3} stamp
@@ -11,6 +15,6 @@ make_environment() {
     }
     echo "Installing into .venv (once; torch is large) ..." >&2
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
-    .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -e "$what"
+    .venv/bin/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check -e "$what"
     touch "$stamp"
 }

@@ -2,7 +2,8 @@
 # Everything that must hold: formatting, types, import direction, docs, tests.
 # ./scripts/test.sh unit runs the tests of tests/unit alone, which need no torch.
 # ./scripts/test.sh faults runs the sweeps of injected faults, which prove that the gate of a run and
-# the watch over its streams find what they must find. All other runs leave them out.
+# the watch over its streams find what they must find. ./scripts/test.sh evidence computes every row of
+# the committed tables again. All other runs leave both out.
 # ./scripts/test.sh bare runs those of tests/unit and tests/suite that name an optional part (Slurm, a
 # browser, LaTeX, faketime) where none of these parts can be found.
 set -euo pipefail
@@ -10,7 +11,6 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[dev]"
 bin=.venv/bin
-export PYTHONDONTWRITEBYTECODE= # tests start many processes, and each would compile the project
 pytest=("$bin/python" -m pytest -q --durations=25)
 # As workers, processes share the tests: each begins with neighbours, which share what a module makes,
 # and takes tests from others when it has none left.
@@ -20,6 +20,9 @@ if [ "${1:-all}" = unit ]; then
 fi
 if [ "${1:-all}" = faults ]; then
     exec "${pytest[@]}" "${workers[@]}" 2 -m faults tests/gloo tests/streams
+fi
+if [ "${1:-all}" = evidence ]; then
+    exec "${pytest[@]}" "${workers[@]}" 2 -m evidence tests/suite/test_recheck.py
 fi
 if [ "${1:-all}" = bare ]; then
     programs=$(mktemp -d) # links to all that the PATH has, but the optional parts
@@ -31,7 +34,7 @@ if [ "${1:-all}" = bare ]; then
         xargs ln -st "$programs" 2>/dev/null || true # the first of a name stays, as on the PATH
     for tests in tests/unit tests/suite; do # apart, because those of tests/unit see to it that none imports torch
         mapfile -t named < <(grep -lP '(?<!tests\.)slurm|sbatch|chromium|pdflatex|faketime' "$tests"/test_*.py)
-        PATH=$programs "${pytest[@]}" "${workers[@]}" 2 "${named[@]}"
+        PATH=$programs "${pytest[@]}" "${workers[@]}" 2 -m "not evidence" "${named[@]}"
     done
     exit
 fi
@@ -55,7 +58,7 @@ beside slurm "${pytest[@]}" tests/slurm
 failed=()
 "${pytest[@]}" "${workers[@]}" 2 -m "not faults" tests/gloo tests/streams || failed+=("tests/gloo")
 # After them, because more processes at once would only wait for the cores, and so would Slurm's daemons.
-"${pytest[@]}" "${workers[@]}" 2 tests/suite tests/unit || failed+=("others")
+"${pytest[@]}" "${workers[@]}" 2 -m "not evidence" tests/suite tests/unit || failed+=("others")
 for name in mypy imports docs slurm; do
     wait "${running[$name]}" || failed+=("$name")
     unset "running[$name]"

@@ -40,7 +40,7 @@ make_environment() {
     [ -e "$place/.installed" ] && return
     echo "$version: installing into $place (once; torch is large) ..." >&2
     "${PYTHON:-python3}" -m venv "$place"
-    "$place/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "$place/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check \
         "$version.*" pytest pytest-timeout hypothesis -e ".[suite,megatron,huggingface]"
     touch "$place/.installed"
 }

@@ -22,7 +22,6 @@ COMMANDS = {
     "show": ("a schedule, as a grid or a timeline", True),
     "replay": ("the step time of a training script on a cluster, without a GPU", False),
     "validate": ("the simulator against published measurements", False),
-    "completion": ("words to complete in bash or zsh: source <(zeropp completion bash)", True),
 }
 # Those that are folders, not modules, in ``benchmarks``.
 FOLDERS = {

@@ -1,11 +1,13 @@
 """DeepSpeed: with a pipeline its ``PipelineModule`` (TP x PP x DP, ZeRO-1), and without one its
-ordinary engine (TP x DP, ZeRO-1 or ZeRO-2, whose reductions overlap the backward).
+ordinary engine (TP x DP, ZeRO-1 or ZeRO-2, whose reductions overlap the backward, or ZeRO-3 over
+all ranks).
 
-In: a ``Task`` and ``DeepSpeedKnobs``. Out: a ``Plan`` whose programs are DeepSpeed's own, and a
-trainer per rank that lets one of DeepSpeed's engines run it. Read ``contender``,
+In: a ``Task`` and ``DeepSpeedKnobs``, or ``Zero3Knobs``. Out: a ``Plan`` whose programs are
+DeepSpeed's own, and a trainer per rank that lets one of DeepSpeed's engines run it. Read
+``contender``, ``zero3`` (ZeRO-3 is a contender of its own, with settings of its own),
 ``tensor_parallel`` (DeepSpeed has no tensor parallelism for pipelines, so this cuts the layers),
 ``trainer``, and its two engines ``pipeline`` and ``ordinary``. ``private_names`` has what DeepSpeed
-does not document.
+does not document. ``zeropp/price/zero3.py`` says what ZeRO-3 sends when.
 
 What DeepSpeed 0.19.8 does not have, and where its code says so:
 
@@ -19,6 +21,5 @@ What DeepSpeed 0.19.8 does not have, and where its code says so:
   disabled").
 * In ``runtime/pipe/dualpipev.py`` it has DualPipeV, which runs full backwards, needs twice as many
   microbatches as pipeline ranks, and refuses to send slices of boundaries under TP. It is not
-  among this contender's schedules. Its ZeRO-3 is a contender of its own
-  (``baselines.deepspeed_zero3``).
+  among this contender's schedules.
 """

@@ -127,7 +127,19 @@ def _program(
     bucket (4), casts it (6), and casts what it has received back (6).
     """
     zero = layout.replicate_zero
-    _check_types(precision, zero, sums=sums, sent=sent)
+    if precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
+            "ZeRO only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    check_types(precision, sums=sums, sent=sent)
+    if (sums, sent) == ("bf16", "fp32"):
+        raise InfeasibleError(
+            "contender.reduce_dtype=fp32: gradients that are added in bf16 are sent in bf16 (use "
+            "bf16, or contender.grad_accum_dtype=fp32)",
+            "bf16 sums are sent in bf16",
+        )
     if layout.pp > 1 and zero == 2:
         raise InfeasibleError(
             f"contender.replicate_zero=2: DeepSpeed's pipelines have no ZeRO-2 (use 1, or "
@@ -154,13 +166,8 @@ def _program(
     return f"{name}+{precision}.zero1_all_reduces=false"
 
 
-def _check_types(precision: Precision, zero: int, *, sums: WireType, sent: WireType) -> None:
-    if precision == "bf16" and zero == 0:
-        raise InfeasibleError(
-            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
-            "ZeRO only (use 1)",
-            "bf16 needs ZeRO-1",
-        )
+def check_types(precision: Precision, *, sums: WireType, sent: WireType) -> None:
+    """Raise InfeasibleError if gradients of fp32 parameters would be added or sent in bf16."""
     for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
         if precision == "fp32" and kind == "bf16":
             raise InfeasibleError(
@@ -168,12 +175,6 @@ def _check_types(precision: Precision, zero: int, *, sums: WireType, sent: WireT
                 "(use fp32, or precision=bf16)",
                 "bf16 gradients need bf16",
             )
-    if (sums, sent) == ("bf16", "fp32"):
-        raise InfeasibleError(
-            "contender.reduce_dtype=fp32: gradients that are added in bf16 are sent in bf16 (use "
-            "bf16, or contender.grad_accum_dtype=fp32)",
-            "bf16 sums are sent in bf16",
-        )
 
 
 def programs(plan: SizedPlan) -> Schedule:
@@ -222,7 +223,12 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
         # Each pass takes one slot.
         first = stage if action.op is Op.FORWARD else 2 * last + 1 - stage
         previous, slot = slot, first + 2 * action.microbatch
-        received, sent = _transfers(action, last)
+        # None at the pipeline's ends.
+        ops = ([Op.RECV_F, Op.SEND_B] if stage else []) + ([Op.SEND_F, Op.RECV_B] * (stage < last))
+        forward = action.op is Op.FORWARD
+        before, after = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
+        received = [Action(stage, before, action.microbatch)] * (before in ops)
+        sent = [Action(stage, after, action.microbatch)] * (after in ops)
         receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
         out += (*received, *unsent) if receive_first else (*unsent, *received)
         out.append(action)
@@ -231,29 +237,14 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
     return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
 
 
-def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
-    """(receives before a pass, sends after it): at most one of each, none at the pipeline's ends.
-    ``last`` is the index of the last stage."""
-    stage, microbatch = action.stage, action.microbatch
-    up = [] if stage == 0 else [Op.RECV_F, Op.SEND_B]
-    down = [] if stage == last else [Op.SEND_F, Op.RECV_B]
-    before = Op.RECV_F if action.op is Op.FORWARD else Op.RECV_B
-    after = Op.SEND_F if action.op is Op.FORWARD else Op.SEND_B
-    ops = up + down
-    return (
-        [Action(stage, before, microbatch)] if before in ops else [],
-        [Action(stage, after, microbatch)] if after in ops else [],
-    )
-
-
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     """All knobs to try at a point."""
     asked, degrees = point.asked, point.degrees
     largest = -(-point.task.shape.layers // degrees.pp)
-    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest)
+    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, RECOMPUTE, largest)
     for reduction, placement, (recompute, blocks) in product(
         _reductions(point), placement_choices(asked.placement, point), list(recomputed)
     ):

@@ -75,27 +75,14 @@ def fill(plan: Plan, message: Tensor) -> None:
     tensor parallelism a rank sends only its part of each boundary, after integers that describe the
     part (``PartitionedTensor.to_meta``): these are an int64 ``message``, any other is the shape.
     """
-    numbers = _partition(plan) if message.dtype == torch.int64 else _shapes(plan)
-    message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
-
-
-def _boundary(plan: Plan) -> list[int]:
-    return [plan.microbatch_size, plan.shape.seq, plan.shape.hidden]
-
-
-def _partition(plan: Plan) -> list[int]:
-    shape, tp = _boundary(plan), plan.layout.tp
+    shape, tp = [plan.microbatch_size, plan.shape.seq, plan.shape.hidden], plan.layout.tp
     rank = plan.layout.coordinates(dist.get_rank())["tp"]
-    return [len(shape), *shape, tp, rank, *partition_uniform(prod(shape), tp)]
-
-
-def _shapes(plan: Plan) -> list[int]:
-    codes, shape = DTYPE_CODES, _boundary(plan)
-    code = codes[torch.bfloat16 if plan.precision == "bf16" else torch.float32]
-    if plan.layout.tp == 1:
-        return [_TENSOR, code, len(shape), *shape]
-    place, part = len(_partition(plan)), prod(shape) // plan.layout.tp
-    return [_TUPLE, 2, codes[torch.int64], 1, place, code, 1, part]
+    numbers = [len(shape), *shape, tp, rank, *partition_uniform(prod(shape), tp)]
+    if message.dtype != torch.int64:
+        code = DTYPE_CODES[torch.bfloat16 if plan.precision == "bf16" else torch.float32]
+        part = [DTYPE_CODES[torch.int64], 1, len(numbers), code, 1, prod(shape) // tp]
+        numbers = [_TENSOR, code, len(shape), *shape] if tp == 1 else [_TUPLE, 2, *part]
+    message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
 
 
 class PipelineTrainer(DeepSpeedTrainer):

@@ -71,7 +71,8 @@ def cut_piece(piece: nn.Module, group: Group) -> None:
         _cut_block(piece, group)
     elif isinstance(piece, Embedding):
         _cut_parameter(piece.tokens, "weight", 0, group)
-        piece.tokens.forward = _vocabulary_embedding(piece.tokens, group)  # type: ignore[method-assign]
+        looked_up = partial(_vocabulary_embedding, piece.tokens, group)
+        piece.tokens.forward = looked_up  # type: ignore[method-assign]
     elif isinstance(piece, Head):
         _cut_parameter(piece.output, "weight", 0, group)
         piece.output.forward = lambda x: cut_logits(x, piece.output.weight, group)  # type: ignore[assignment, method-assign]
@@ -147,7 +148,7 @@ def _cut_block(block: Block, group: Group) -> None:
             _cut_parameter(linear, "bias", 0, group)
     for linear in (attention.output, mlp.down):
         _cut_parameter(linear, "weight", 1, group)
-        linear.forward = _row_parallel(linear, group)  # type: ignore[method-assign]
+        linear.forward = partial(_row_parallel, linear, group)  # type: ignore[method-assign]
     _share_input(attention, columns[:3], group)
     _share_input(mlp, columns[3:], group)
 
@@ -176,21 +177,15 @@ def _share_input(module: nn.Module, linears: list[nn.Linear], group: Group) -> N
         linear.forward = partial(lambda i, _: outputs.pop(i), index)  # type: ignore[method-assign]
 
 
-def _row_parallel(linear: nn.Linear, group: Group) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        total: Tensor = _Sum.apply(F.linear(x, linear.weight), group)  # type: ignore[no-untyped-call]
-        return total if linear.bias is None else total + linear.bias
-
-    return forward
+def _row_parallel(linear: nn.Linear, group: Group, x: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(F.linear(x, linear.weight), group)  # type: ignore[no-untyped-call]
+    return total if linear.bias is None else total + linear.bias
 
 
-def _vocabulary_embedding(embedding: nn.Embedding, group: Group) -> Any:
-    def forward(tokens: Tensor) -> Tensor:
-        mask, local = _local_tokens(tokens, embedding.weight.shape[0], group)
-        part = F.embedding(local, embedding.weight) * mask.unsqueeze(-1)
-        return _Sum.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
-
-    return forward
+def _vocabulary_embedding(embedding: nn.Embedding, group: Group, tokens: Tensor) -> Tensor:
+    mask, local = _local_tokens(tokens, embedding.weight.shape[0], group)
+    part = F.embedding(local, embedding.weight) * mask.unsqueeze(-1)
+    return _Sum.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _local_tokens(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,6 @@ from zeropp.engine.update.update_rules import build_optimizer, clip_factor, squa
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
-from zeropp.types.layout import Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
 TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
@@ -47,8 +46,15 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
         super().__init__(plan.layout.coordinates(dist.get_rank())["pp"], device)
-        self._plan = plan
-        self._topology = _join_topology(plan.layout)
+        self._plan, self._program = plan, program_named(plan.program)
+        self._zero3 = self._program.live_parameters > 0
+        # DeepSpeed uses the process group that exists, and numbers ranks as the layout does.
+        forbid_shared_memory_collectives()
+        deepspeed.init_distributed(verbose=False)
+        data = "shard" if plan.layout.shard > 1 else "replicate"
+        names = {"pp": "pipe", data: "data", "tp": "model"}
+        axes = [(names[axis], size) for axis, size in plan.layout.axes if axis in names]
+        self._topology = ProcessTopology([name for name, _ in axes], [size for _, size in axes])
         self._group = _own_group(self._topology.get_axis_comm_lists("model"))
         arguments = self._arguments(seed)
         module = arguments["model"]
@@ -67,8 +73,54 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         """The model, and what else ``deepspeed.initialize`` needs for this engine."""
 
     def _config(self, parameters: int) -> dict[str, Any]:
-        """DeepSpeed's configuration for a rank that holds ``parameters`` parameters."""
-        return _config(self._plan, parameters)
+        """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
+
+        ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank
+        has (``runtime/zero/stage_1_and_2.py``), which here are no larger than its parameters. It
+        neither looks for overflow (``check_grad_overflow``) nor takes a norm
+        (``compute_grad_norm``), as this trainer takes one; ``BF16_Optimizer`` has no such setting.
+        In bf16, ``immediate_grad_update`` (off by default) saves a copy of all gradients in 16
+        bits, and 8 of the 26 bytes per parameter that a microbatch's gradients move.
+        """
+        plan, program = self._plan, self._program
+        state, zero = program.state(plan.precision), plan.layout.replicate_zero
+        if self._zero3:
+            stage = {
+                "stage": 3,
+                "reduce_bucket_size": state.bucket,
+                "stage3_allgather_sequential": not program.gathered_together,
+                "stage3_prefetch_bucket_size": program.gathered_together or 50_000_000,
+                "stage3_max_live_parameters": program.live_parameters,
+                "stage3_max_reuse_distance": program.live_parameters,
+                "stage3_param_persistence_threshold": program.persistent,
+                "zero_hpz_partition_size": program.zero_hpz_partition_size,
+            }
+        else:
+            stage = {
+                "stage": zero,
+                "reduce_bucket_size": min(parameters, state.bucket or parameters),
+                "use_multi_rank_bucket_allreduce": state.zero1_all_reduces,
+                "compute_grad_norm": not (state.bucket and zero),
+            }
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": plan.microbatch_size,
+            "gradient_accumulation_steps": plan.num_microbatches,
+            "train_batch_size": plan.global_batch,
+            "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
+            "communication_data_type": plan.reduce_dtype,
+            "zero_optimization": stage | {"overlap_comm": program.overlap_reduction},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 30,
+        }
+        if plan.precision == "bf16":
+            config["bf16"] = {
+                "enabled": True,
+                "immediate_grad_update": True,
+                "check_grad_overflow": False,
+            }
+            config["data_types"] = {"grad_accum_dtype": plan.sum_dtype}
+        return config
 
     @abstractmethod
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -89,7 +141,7 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         """See ``Trainer.full_parameters``."""
         for name, parameter in self._engine.module.named_parameters():
             values = parameter
-            if parameter.dtype is torch.bfloat16:
+            if self._zero3 or parameter.dtype is torch.bfloat16:
                 values = safe_get_full_fp32_param(parameter)  # the fp32 master weights
             whole = whole_parameter(parameter, values, self._group)
             if not is_tied_copy(parameter):
@@ -118,7 +170,13 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         gradients is enough."""
         if self._takes_norm:
             return
-        total = self._local_square_norm()
+        parts = []
+        for parameter, gradient, copies in self._gradients():
+            if not is_tied_copy(parameter):  # the first stage counts it
+                whole = not hasattr(parameter, "cut_dim")
+                parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
+        # Of a gradient that several ranks hold, each counts its share.
+        total = square_norm(parts, self._device)
         dist.all_reduce(total)
         self._grad_norm = total.sqrt()
         if self._clip_norm:
@@ -126,32 +184,11 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
             for _, gradient, _ in self._gradients():
                 gradient.mul_(factor)
 
-    def _local_square_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm; the parts of all ranks add up to the
-        whole. A gradient that several ranks hold is divided by their number."""
-        parts = []
-        for parameter, gradient, copies in self._gradients():
-            if is_tied_copy(parameter):  # the first stage counts it
-                continue
-            whole = not hasattr(parameter, "cut_dim")
-            parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
-        return square_norm(parts, self._device)
-
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, its reduced gradient or this rank's partition of that, the number of
         data-parallel ranks that hold the same)."""
         parameters, copies = self._engine.module.parameters(), self._plan.layout.replicate
         yield from reduced_gradients(self._optimizer, parameters, copies)
-
-
-def _join_topology(layout: Layout) -> ProcessTopology:
-    """Let DeepSpeed use the process group that exists, and number the ranks as the layout does."""
-    forbid_shared_memory_collectives()
-    deepspeed.init_distributed(verbose=False)
-    data = "shard" if layout.shard > 1 else "replicate"
-    names = {"pp": "pipe", data: "data", "tp": "model"}
-    axes = [(names[axis], size) for axis, size in layout.axes if axis in names]
-    return ProcessTopology([name for name, _ in axes], [size for _, size in axes])
 
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
@@ -164,42 +201,3 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
             own_group = group
     assert own_group is not None
     return own_group  # type: ignore[no-any-return]
-
-
-def _config(plan: Plan, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
-
-    ZeRO's own optimizer makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has
-    (``runtime/zero/stage_1_and_2.py``), which here are no larger than its parameters. It neither
-    looks for overflow (``check_grad_overflow``) nor takes a norm (``compute_grad_norm``), as this
-    trainer takes one; ``BF16_Optimizer`` has no such setting. In bf16, ``immediate_grad_update``
-    (off by default) saves a copy of all gradients in 16 bits, and 8 of the 26 bytes per parameter
-    that a microbatch's gradients move.
-    """
-    program = program_named(plan.program)
-    state = program.state(plan.precision)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": plan.microbatch_size,
-        "gradient_accumulation_steps": plan.num_microbatches,
-        "train_batch_size": plan.global_batch,
-        "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
-        "communication_data_type": plan.reduce_dtype,
-        "zero_optimization": {
-            "stage": plan.layout.replicate_zero,
-            "reduce_bucket_size": min(parameters, state.bucket or parameters),
-            "use_multi_rank_bucket_allreduce": state.zero1_all_reduces,
-            "overlap_comm": program.overlap_reduction,
-            "compute_grad_norm": not (state.bucket and plan.layout.replicate_zero),
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 30,
-    }
-    if plan.precision == "bf16":
-        config["bf16"] = {
-            "enabled": True,
-            "immediate_grad_update": True,
-            "check_grad_overflow": False,
-        }
-        config["data_types"] = {"grad_accum_dtype": plan.sum_dtype}
-    return config

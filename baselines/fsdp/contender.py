@@ -182,9 +182,15 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
-    released = list(resharding_choices(point))
-    for reduce_every, wire, (forward, backward), (recompute, blocks) in product(
-        reductions, wires, released, list(recomputed)
+    # Parameters that are not sharded take no time to gather, and after a single microbatch's
+    # backward a release does nothing.
+    again = (True, False) if degrees.shards > 1 else (True,)
+    for reduce_every, wire, forward, backward, (recompute, blocks) in product(
+        reductions,
+        wires,
+        choices(asked.reshard_after_forward, again),
+        choices(asked.reshard_after_backward, again if point.num_microbatches > 1 else (True,)),
+        list(recomputed),
     ):
         yield at_degrees(
             asked,
@@ -197,16 +203,6 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
             reshard_after_forward=forward,
             reshard_after_backward=backward,
         )
-
-
-def resharding_choices(point: SearchPoint[FSDPKnobs]) -> Iterator[tuple[bool, bool]]:
-    """Whether parameters are released after a forward, and after a backward, which does nothing for
-    a single microbatch. Parameters that are not sharded take no time to gather."""
-    asked, again = point.asked, (True, False) if point.degrees.shards > 1 else (True,)
-    between = again if point.num_microbatches > 1 else (True,)
-    yield from product(
-        choices(asked.reshard_after_forward, again), choices(asked.reshard_after_backward, between)
-    )
 
 
 SPACE = Space(families=families, members=one_member, pipelines=(1, 1), shards=(2, 0), contexts=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,30 +125,18 @@ class FsdpTrainer(ActionRecorder):
         """
         starts: dict[Op, float] = {}
 
-        def begin(op: Op) -> None:
+        def begin(op: Op, *_: Any) -> None:
             starts[op] = self._clock()
 
-        def end(op: Op) -> None:
+        def end(op: Op, *_: Any) -> None:
             self._add_span(op, str(Action(stage, op, self._microbatch)), starts[op])
 
-        def forward_begin(*_: Any) -> None:
-            begin(Op.FORWARD)
-
-        def forward_end(*_: Any) -> None:
-            end(Op.FORWARD)
-
-        def backward_begin(*_: Any) -> None:
-            begin(Op.FULL_BACKWARD)
-
-        def backward_end(*_: Any) -> None:
-            end(Op.FULL_BACKWARD)
-
         self._hooks += [
-            piece.register_forward_pre_hook(forward_begin),
-            piece.register_forward_hook(forward_end),
+            piece.register_forward_pre_hook(partial(begin, Op.FORWARD)),
+            piece.register_forward_hook(partial(end, Op.FORWARD)),
         ]
         if stage > 0:
             self._hooks += [
-                piece.register_full_backward_pre_hook(backward_begin),
-                piece.register_full_backward_hook(backward_end),
+                piece.register_full_backward_pre_hook(partial(begin, Op.FULL_BACKWARD)),
+                piece.register_full_backward_hook(partial(end, Op.FULL_BACKWARD)),
             ]

@@ -210,7 +210,7 @@ class MegatronTrainer(ActionRecorder):
                 layer.mlp.linear_fc2.register_forward_hook(_with_copied_bias)
         first = max(plan.pieces_of(stage).start, 1)
         numbers = [layer.layer_number for layer in model.decoder.layers]
-        assert numbers == list(range(first, first + plan.blocks_of(stage))), (numbers, plan.cuts)
+        assert numbers == list(range(first, first + plan.blocks[stage])), (numbers, plan.cuts)
         pieces: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
             for _, parameter, part in self._parameters(model):
@@ -319,7 +319,7 @@ def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = FusedAttention
-    return TransformerBlockSubmodules([layer] * plan.blocks_of(stage), layer_norm=Norm)
+    return TransformerBlockSubmodules([layer] * plan.blocks[stage], layer_norm=Norm)
 
 
 def _transformer_config(plan: Plan, device: torch.device) -> Any:
@@ -366,7 +366,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
     }
     if plan.recompute == "full":
-        blocks = max(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
+        blocks = max(plan.recomputed_per_stage)
         fields |= {
             "recompute_granularity": "full",
             "recompute_method": "block",
@@ -383,7 +383,7 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     layout, stages = plan.layout, plan.schedule.num_stages
     if layout.pp == 1:
         return {}
-    rows = [["decoder"] * plan.blocks_of(stage) for stage in range(stages)]
+    rows = [["decoder"] * plan.blocks[stage] for stage in range(stages)]
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
     several = layout.chunks > 1

@@ -347,12 +347,15 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
         known = ("default", "never")[: 2 if degrees.pp == 1 and degrees.shards > 1 else 1]
         tried = choices(asked.fsdp_reshard_after_forward, known)
         releases = tuple({"fsdp_reshard_after_forward": each} for each in tried)
+    # Torch refuses to split the backward of compiled blocks (``pipelining/schedules.py``:
+    # ``_check_torch_compile_compatibility``).
+    schedules = UNSPLIT if asked.compile is True else SCHEDULES
     for released, sequence, wire, placement, schedule in product(
         releases,
         sequence_choices(asked.sequence_parallel, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
-        choices(asked.schedule, _schedules(asked, degrees.pp)),
+        choices(asked.schedule, UNSPLIT[:1] if degrees.pp == 1 else schedules),
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
         for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
@@ -369,14 +372,6 @@ def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 reduce_dtype=wire,
                 compile=if_auto(asked.compile, schedule not in SPLIT_BACKWARD),
             )
-
-
-def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
-    """The schedules to try. Torch refuses to split the backward of compiled blocks
-    (``pipelining/schedules.py``: ``_check_torch_compile_compatibility``)."""
-    if pp == 1:
-        return ("1f1b",)
-    return UNSPLIT if asked.compile is True else SCHEDULES
 
 
 def _recomputing_all(point: SearchPoint[TorchPPKnobs]) -> Iterable[TorchPPKnobs]:

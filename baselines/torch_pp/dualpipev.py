@@ -34,42 +34,33 @@ class _Rank:
         near, far, rank = self._near, self._far, self._rank
         below = self._num_ranks - rank - 1  # ranks further down the V
         for _ in range(2 * below):
-            self._forward(near)
+            self._add(near, Op.FORWARD)
         for _ in range(rank + 1):
-            self._forward(near)
-            self._forward(far)
+            self._add(near, Op.FORWARD)
+            self._add(far, Op.FORWARD)
         for _ in range(below):
             self._backward(far, split=True)
             self._weight()
-            self._forward(far)
+            self._add(far, Op.FORWARD)
         for _ in range(num_microbatches - 2 * self._num_ranks + rank + 1):
-            self._forward(near)
+            self._add(near, Op.FORWARD)
             self._backward(far)
-            self._forward(far)
+            self._add(far, Op.FORWARD)
             self._backward(near)
         for _ in range(below):
             self._backward(far)
-            self._forward(far)
+            self._add(far, Op.FORWARD)
             self._backward(near)
-        self._drain(below)
-        return tuple(self._out)
-
-    def _drain(self, below: int) -> None:
-        """The last backwards. From the middle on they are split into input and weight gradients,
-        so that the input gradients are sent sooner."""
-        passes = [stage for _ in range(self._rank + 1) for stage in (self._far, self._near)]
-        half = (self._rank + 1) // 2
-        split_from = 2 * half + (self._rank + 1) % 2
-        for index, stage in enumerate(passes):
-            self._backward(stage, split=index >= split_from)
+        # From the middle on the last backwards are split into input and weight gradients, so that
+        # the input gradients are sent sooner.
+        for index, stage in enumerate((rank + 1) * (far, near)):
+            self._backward(stage, split=index >= rank + 1)
         for _ in range(below):
             self._weight()
-            self._backward(self._near, split=True)
+            self._backward(near, split=True)
         while self._weights:
             self._weight()
-
-    def _forward(self, stage: int) -> None:
-        self._add(stage, Op.FORWARD)
+        return tuple(self._out)
 
     def _backward(self, stage: int, *, split: bool = False) -> None:
         if not split:

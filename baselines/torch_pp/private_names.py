@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action as TorchAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as Runtime
 from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
@@ -28,8 +27,6 @@ __all__ = [
     "PlannedStage",
     "Runtime",
     "load_programs",
-    "stage_backward_input",
-    "stage_backward_weight",
 ]
 
 

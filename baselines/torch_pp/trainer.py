@@ -127,14 +127,8 @@ def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) ->
     if sequence_parallel:
         names = [name for name, _ in piece.named_children() if name.endswith("norm")]
         styles |= {name: SequenceParallel() for name in names}
-    present = {name: style for name, style in styles.items() if _has(piece, name)}
-    parallelize_module(piece, mesh, present)
-
-
-def _has(piece: nn.Module, name: str) -> bool:
-    first, _, rest = name.partition(".")
-    child = getattr(piece, first, None)
-    return child is not None and (not rest or _has(child, rest))
+    present = dict(piece.named_modules()).keys() & styles.keys()
+    parallelize_module(piece, mesh, {name: styles[name] for name in styles if name in present})
 
 
 CLASSES: dict[str, Callable[..., Runtime]] = {

@@ -31,7 +31,7 @@ from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.types.knobs import StepKnobs
-from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import (
     AT_LEAST_1,
     Auto,
@@ -71,10 +71,23 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         reduce_dtype=if_auto(knobs.reduce_dtype, "fp32"),
         split_backward=if_auto(knobs.split_backward, True),
     )
-    _refuse(task, knobs)
+    if knobs.compile and task.shape.dropout > 0:
+        raise InfeasibleError(
+            f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "
+            "generator of their own, which would make runs differ (use false, or model.dropout=0)"
+        )
+    degrees = resolve_degrees(task, knobs)
+    layout = replace(
+        degrees,
+        chunks=if_auto(knobs.chunks, default_chunks(task, degrees)),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    check_stages(task, layout, lone_ends=layout.pp <= task.shape.layers)
+    check_context(task.shape, layout)
     plan = size_step(
         knobs,
-        _layout(task, knobs),
+        layout,
         task.shape,
         global_batch=task.global_batch,
         microbatch_size=microbatch_size,
@@ -83,27 +96,6 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     )
     plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
     return replace(plan, recomputed=recomputed_of_ranks(knobs.recompute_blocks, plan))
-
-
-def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
-    layout = resolve_degrees(task, knobs)
-    layout = replace(
-        layout,
-        chunks=if_auto(knobs.chunks, default_chunks(task, layout)),
-        replicate_zero=if_auto(knobs.replicate_zero, 0),
-        placement=if_auto(knobs.placement, "dp_inner"),
-    )
-    check_stages(task, layout, lone_ends=layout.pp <= task.shape.layers)
-    check_context(task.shape, layout)
-    return layout
-
-
-def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
-    if knobs.compile and task.shape.dropout > 0:
-        raise InfeasibleError(
-            f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "
-            "generator of their own, which would make runs differ (use false, or model.dropout=0)"
-        )
 
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
@@ -157,23 +149,15 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:
     """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
     those with the least memory first."""
-    m = plan.num_microbatches
+    m, chunks = plan.num_microbatches, plan.layout.chunks
     units = {min(m, max(1, int(plan.layout.pp * factor))) for factor in _UNITS} | {m}
     for unit in choices(asked.unit, sorted(units)):
         unit = min(unit, m)
         reductions = choices(asked.reduce_every, _REDUCE if unit < m else ("step",))
-        for cap, reduce_every in product(_caps(asked, unit, plan), reductions):
+        wanted = (max(round(unit * chunks * f), smallest_cap(chunks, m, unit)) for f in _CAPS)
+        caps = choices(asked.activation_cap, sorted({min(cap, m * chunks) for cap in wanted}))
+        for cap, reduce_every in product(caps, reductions):
             yield replace(family, unit=unit, activation_cap=cap, reduce_every=reduce_every)
-
-
-def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int, ...]:
-    """Activation caps to try, in chunk-activations, ascending."""
-    chunks, m = plan.layout.chunks, plan.num_microbatches
-    smallest = smallest_cap(chunks, m, unit)
-    wanted = {round(unit * chunks * factor) for factor in _CAPS}
-    return choices(
-        asked.activation_cap, sorted({min(max(cap, smallest), m * chunks) for cap in wanted})
-    )
 
 
 # With one pipeline rank ZeroPP is FSDP that gathers once per unit instead of once per microbatch. A

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import tempfile
-from pathlib import Path
 
 from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
@@ -37,16 +36,11 @@ def _calibrate() -> int:
     parser.add_argument("--name", required=True, help="of the preset; replaces one measured before")
     parser.add_argument("--like", default="", help="the preset of the machine's kind")
     parser.add_argument("--ranks", type=int, default=0, help="without torchrun (GPUs: all)")
-    parser.add_argument(
-        "--nccl-tests", nargs="+", default=[], type=Path, metavar="FILE",
-        help="outputs of all_gather_perf and others on one node, used instead of own times",
-    )  # fmt: skip
     given = parser.parse_args()
     import torch
     from torch.multiprocessing.spawn import spawn
 
     from benchmarks.calibrate.constants import MEASURED
-    from benchmarks.calibrate.nccl_tests import read_tests
     from benchmarks.calibrate.ranks import Asked, be_rank
     from benchmarks.specification.reading import preset
     from zeropp.price.cluster import Cluster
@@ -61,17 +55,12 @@ def _calibrate() -> int:
         raise SpecError(f"--name {given.name}: a preset that was not measured (take another name)")
     if on_gpu and not given.like:
         raise SpecError("--like: name the preset of these GPUs' kind, such as h100")
-    tests = read_tests(given.nccl_tests)
-    asked = Asked(given.name, given.like or "cpu_gloo", tests)
+    asked = Asked(given.name, given.like or "cpu_gloo")
     preset("cluster", asked.like, Cluster)
-    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
-    if "RANK" in os.environ:
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if tests.ranks not in (0, ranks):
-        raise SpecError(f"--nccl-tests: of {tests.ranks} ranks, but {ranks} are on this node")
     if "RANK" in os.environ:
         be_rank(int(os.environ["LOCAL_RANK"]), asked, "env://", 0)
         return 0
+    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
     with tempfile.TemporaryDirectory() as folder:
         spawn(be_rank, (asked, f"file://{folder}/store", ranks), ranks)  # type: ignore[no-untyped-call]
     return 0

@@ -29,7 +29,7 @@ _LARGE = 2**20  # bytes from which on a collective's time tells its rate
 
 
 @dataclass(frozen=True)
-class Constant:
+class MeasuredConstant:
     """A measured constant by its place in the preset's file, its spread, and the preset's value."""
 
     place: str  # device.kernel_us, intra.latency_us ...
@@ -38,7 +38,7 @@ class Constant:
     preset: float
 
 
-def constants_of(ranks: Sequence[Times], preset: Cluster, *, half: bool) -> list[Constant]:
+def constants_of(ranks: Sequence[Times], preset: Cluster, *, half: bool) -> list[MeasuredConstant]:
     """The constants that the times of all ranks say; ``half``: products had 16 bits."""
     of_ranks = [of_rank(times, preset, half=half) for times in ranks]
     constants = []
@@ -49,7 +49,7 @@ def constants_of(ranks: Sequence[Times], preset: Cluster, *, half: bool) -> list
         spread = max(apart, median(constants[place][1] for constants in of_ranks))
         part, _, name = place.rpartition(".")
         known = getattr(getattr(preset, part) if part else preset, name)
-        constants.append(Constant(place, middle, spread, known))
+        constants.append(MeasuredConstant(place, middle, spread, known))
     return constants
 
 
@@ -128,7 +128,7 @@ def _line(times: Times, group: str, link: Link) -> tuple[float, float]:
     return max(1.0, float(start_us)), 1e-9 / max(float(per_byte), 1e-15)
 
 
-def calibrated(preset: Cluster, name: str, constants: Sequence[Constant]) -> Cluster:
+def calibrated(preset: Cluster, name: str, constants: Sequence[MeasuredConstant]) -> Cluster:
     """The preset under another name, with the measured constants, of one
     generation of software."""
     tree = asdict(preset) | {"name": name}
@@ -142,7 +142,7 @@ def calibrated(preset: Cluster, name: str, constants: Sequence[Constant]) -> Clu
     return validated(Cluster, tree)
 
 
-def preset_text(cluster: Cluster, constants: Sequence[Constant], machine: str) -> str:
+def preset_text(cluster: Cluster, constants: Sequence[MeasuredConstant], machine: str) -> str:
     """The file of ``conf/cluster``: every constant with its spread, and the date."""
     tree: dict[str, Any] = asdict(cluster)
     tree["group_shares"] = list(cluster.group_shares)
@@ -162,7 +162,9 @@ def preset_text(cluster: Cluster, constants: Sequence[Constant], machine: str) -
     return "\n".join(lines) + "\n"
 
 
-def wrong(ranks: Sequence[Times], constants: Sequence[Constant], preset: Cluster) -> list[str]:
+def wrong(
+    ranks: Sequence[Times], constants: Sequence[MeasuredConstant], preset: Cluster
+) -> list[str]:
     """What looks wrong, in sentences; empty if nothing does."""
     lines = []
     products = [sum(of.seconds for of in times.products.values()) for times in ranks]

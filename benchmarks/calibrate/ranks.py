@@ -16,14 +16,13 @@ from rich.table import Table
 
 from benchmarks import CHECKOUT
 from benchmarks.calibrate.constants import (
-    Constant,
+    MeasuredConstant,
     calibrated,
     constants_of,
     preset_text,
     wrong,
 )
-from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap, product_shapes
-from benchmarks.calibrate.nccl_tests import NodeTests
+from benchmarks.calibrate.measure import Times, collectives, kernels, overlap, product_shapes
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import preset
@@ -33,12 +32,10 @@ from zeropp.types.shape import ModelShape
 
 @dataclass(frozen=True)
 class Asked:
-    """The name of the preset to write, that of the machine's kind, and times of a node's
-    collectives that are used instead of measured ones."""
+    """The name of the preset to write, and that of the machine's kind."""
 
     name: str
     like: str
-    tests: NodeTests
 
 
 def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
@@ -69,19 +66,8 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
     every: list[Times] = [times] * dist.get_world_size()
     dist.all_gather_object(every, times)
     if dist.get_rank() == 0:
-        for of in every:
-            take_tests(of, asked.tests)
         _write(every, asked, shape, half=on_gpu)
     dist.destroy_process_group()
-
-
-def take_tests(times: Times, tests: NodeTests) -> None:
-    """Put the times of nccl-tests in the place of a rank's own of the same kinds."""
-    kinds, node = {kind for kind, _ in tests.seconds}, "within a node"
-    own = times.collectives.items()
-    times.collectives = {key: of for key, of in own if key[1] != node or key[0] not in kinds}
-    for (kind, count), seconds in tests.seconds.items():
-        times.collectives[kind, node, count] = Timed(seconds, 0.0)
 
 
 def _local_world() -> int:
@@ -132,12 +118,16 @@ def _write(ranks: list[Times], asked: Asked, shape: ModelShape, *, half: bool) -
     )
 
 
-def _rows(constants: list[Constant]) -> list[tuple[str, str, str, str]]:
+def _rows(constants: list[MeasuredConstant]) -> list[tuple[str, str, str, str]]:
     return [(c.place, f"{c.value:.4g}", f"{c.spread:.0%}", f"{c.preset:.4g}") for c in constants]
 
 
 def _page(
-    ranks: list[Times], constants: list[Constant], like: Cluster, machine: str, shape: ModelShape
+    ranks: list[Times],
+    constants: list[MeasuredConstant],
+    like: Cluster,
+    machine: str,
+    shape: ModelShape,
 ) -> str:
     """The constants beside the preset's, what looks wrong, and every time that was measured."""
     from benchmarks.report.table import markdown_table  # pandas, which the other ranks do not need

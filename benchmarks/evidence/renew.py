@@ -3,7 +3,7 @@
 A study that was stopped keeps the rows that it has written, and goes on from there when the command
 is given again with ``--only`` and a part of its table's path. `git diff` shows what has changed.
 
-    python -m benchmarks.evidence.renew --only schedules
+    python -m benchmarks.evidence.renew --only validation
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from benchmarks.specification.command import CommandParser, command
 REFERENCE = CHECKOUT / "results" / "reference"
 # The module and the arguments that write each table.
 STUDIES = {
-    "schedules.csv and schedule_orders.json": ("benchmarks.evidence.schedules",),
-    "memory/traced_vs_simulated.csv": ("benchmarks.evidence.memory_table",),
+    "memory/traced_vs_simulated.csv": ("benchmarks.evidence.traced", "memory"),
     "validation/validation.csv": ("benchmarks.validation", "--out", f"{REFERENCE}/validation"),
     "validation/strangers.csv": (
         *("benchmarks.validation.strangers", "--out", f"{REFERENCE}/validation"),

@@ -9,10 +9,8 @@ how its programs are priced (``traits``). A search ends after some seconds: it b
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
-from concurrent.futures import as_completed
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +20,14 @@ import pandas as pd
 
 from benchmarks import CHECKOUT
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import write_atomically
+from benchmarks.records.own_cache import Job, Line, fill, write
 from benchmarks.records.simulated import TABLE, commit_of
 from benchmarks.report.opponents import SETUP
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import CommandParser, command, workers
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import COMPARED
-from benchmarks.specification.progress import track
-from benchmarks.verdict.cells import CELL, Cell, candidate_of, cells_of, verdict_spec
+from benchmarks.verdict.cells import CELL, Cell, candidate_of, study_spec
 from zeropp.choose.contender import describe
 from zeropp.choose.search import search
 from zeropp.choose.task import Task
@@ -50,7 +47,9 @@ class Variant:
     knobs: Mapping[str, Any] = field(default_factory=dict)  # not searched, but these
     traits: str = ""  # behind the name of every plan's program, as ``entry_named`` reads it
 
-    def step(self, cell: Cell, known: str, tolerance: float) -> dict[str, Any]:
+    def lines(
+        self, cell: Cell, known: str, tolerance: float, commit: str, before: list[Line]
+    ) -> list[Line]:
         """The best plan in a cell, from the setting ``known`` on, as a line of the table."""
         row = COMPARED[self.row]
         contender = row.searched[0]  # of DeepSpeed's, that of stages 1 and 2
@@ -69,13 +68,15 @@ class Variant:
             budget_s=_BUDGET_S,
             known=begin,
         ).winner
-        return {
+        line = {
             "variant": self.name,
             "contender": self.row,
             **dict(zip(CELL, cell.key, strict=True)),
             "step_s": found.step_s if found else float("nan"),
             "plan": describe(found.plan) if found else "no plan fits",
+            "commit": commit,
         }
+        return [line]
 
 
 def _sized(size: Any, traits: str, task: Task, knobs: Any, microbatch: int) -> SizedPlan:
@@ -102,31 +103,27 @@ def main() -> int:
         names = ", ".join(variant.name for variant in VARIANTS)
         raise SpecError(f"--only={options.only}: no such variant (known: {names})")
     (config,) = compose("config", ["experiment=claim_33"])
-    spec = verdict_spec(config["verdict"])
-    cells = {cell.key: cell for cell in cells_of(spec, "bf16") if cell.bandwidth == 1.0}
+    spec = study_spec("verdict", config["verdict"])
+    cells = {cell.key: cell for cell in spec.cells("bf16") if cell.bandwidth == 1.0}
     plans = pd.read_csv(REFERENCE / "claim_33" / TABLE)
     best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
-    table = pd.read_csv(options.out) if options.out.exists() else pd.DataFrame({"variant": []})
-    todo = [variant for variant in chosen if variant.name not in set(table["variant"])]
-    commit = commit_of(*git_state())
+    best = best.set_index([*CELL, "contender"])["setting"]
+    commit, names = commit_of(*git_state()), [variant.name for variant in VARIANTS]
+    chains: list[list[tuple[Hashable, Job]]] = []
+    for variant in chosen:
+        for key, cell in cells.items():
+            if (known := best.get((*key, variant.row))) is not None:
+                job = partial(variant.lines, cell, known, spec.tolerance, commit)
+                chains.append([((variant.name, *key), job)])
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for variant in todo:
-        jobs = {
-            key: str(row["setting"])
-            for row in best[best["contender"] == variant.row].to_dict("records")
-            if (key := (*(row[name] for name in CELL),)) in cells
-        }
-        with workers(os.cpu_count() or 1) as pool:
-            running = [
-                pool.submit(variant.step, cells[key], known, spec.tolerance)
-                for key, known in jobs.items()
-            ]
-            done = track(as_completed(running), len(running), variant.name)
-            lines = [future.result() | {"commit": commit} for future in done]
-        table = pd.concat([table, pd.DataFrame(lines).sort_values(CELL)], ignore_index=True)
-        write_atomically(options.out, table.to_csv(index=False, float_format="%.6g"))
-    print(f"{len(todo)} variants searched, {len(chosen) - len(todo)} were there")
+    lines = fill(options.out, chains, _key_of, "variants of opponents")
+    lines = [line for line in lines if line["variant"] in names]
+    write(options.out, sorted(lines, key=lambda of: (names.index(of["variant"]), _key_of(of))))
     return 0
+
+
+def _key_of(line: Line) -> tuple[Any, ...]:
+    return (line["variant"], *(line[name] for name in CELL))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ it slow, and what would be better. Every number is simulated.
     python -m benchmarks.explain llama3_8b.toml num_gpus=16 cluster=h100 --measured train.log \\
         --measured "5120tokens/s/GPU num_gpus=64" --tokens 1e12
 
-A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests,
-of NeMo, of nanotron or of GPT-NeoX, or a config.json, alone or with DeepSpeed's JSON or
-Accelerate's YAML; MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's
-configurations. Behind -- stand the arguments of a script, of torchtitan, or of Megatron-LM where
-there is no file.
+A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests or of
+Megatron-Bridge, or a config.json, alone or with DeepSpeed's JSON;
+MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations. Behind --
+stand the arguments of a script, of torchtitan, or of Megatron-LM where there is no file.
 
 Words are key=value: num_gpus, cluster, global_batch, microbatch_size, precision, contender,
 model.KEY, contender.KNOB, cluster.KEY; they replace what the file says. What has no price is named.
 
 --measured takes a trainer's log, or a number such as 843ms or 10456tokens/s/GPU, and behind it the
-words in which that run differs. The cluster's constants are fitted to up to three of them.
+words in which that run differs. It stands beside its price and the nearest published runs.
 
 The exit status is 0 if the plan fits, 1 if it does not, 2 on bad input.
 """
@@ -67,27 +66,20 @@ def _explain() -> int:
 
     from benchmarks.explain.answer import answer, better
     from benchmarks.explain.question import ask
-    from benchmarks.explain.screen import show, show_better, written_as
+    from benchmarks.explain.screen import show, show_better, show_training, written_as
 
     files = [word for word in given.words if "=" not in word]
     asked = files, [word for word in given.words if "=" in word], words[split + 1 :]
-    question, comparison = ask(*asked), None
-    if given.measured:  # only then numpy, which takes as long to import as all the rest
-        from benchmarks.explain.measured import compare, on_fitted
-
-        comparison = compare(question, given.measured, *asked)
-        question = on_fitted(question, comparison.fitted)
-    answered = answer(question)
+    question = ask(*asked)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    if comparison is not None:
-        from benchmarks.explain.measured import show_measured
+    if given.measured:  # only then numpy, which takes as long to import as all the rest
+        from benchmarks.explain.measured import measured_run, show_measured
 
-        show_measured(comparison, console)
+        show_measured([measured_run(text, *asked) for text in given.measured], console)
+    answered = answer(question)
     show(answered, console, verbose=given.verbose)
     if given.tokens is not None:
-        from benchmarks.explain.measured import show_training
-
-        show_training(given.tokens, answered, comparison, console)
+        show_training(given.tokens, answered, console)
     if given.dialect:  # that of the plan itself, so there is nothing to search
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
     else:

@@ -171,6 +171,4 @@ def mfu(result: SimResult, question: Question) -> float | None:
 def measured_errors(question: Question) -> str:
     """How far the simulator was from published runs that it had not seen, of this program in any
     version if there are enough, as words."""
-    label = question.contender.label
-    name = label if label == question.reading.program else question.contender.name
-    return error_text(name, label)
+    return error_text(question.contender.name, question.contender.label)

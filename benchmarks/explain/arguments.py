@@ -13,15 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from benchmarks.specification import SpecError
 
@@ -32,9 +28,7 @@ _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
 }
-_OF_A_MODEL = ("--num-layers", "--hidden-size", "model.num_layers", "model.hidden_size")
-_WORD = re.compile(r"\+*([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)  # Hydra's, as NeMo has them
-_SETTING = re.compile(rf"--|{_WORD.pattern}")
+_OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
@@ -42,16 +36,12 @@ _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
 
 
-def arguments_of(words: list[str]) -> Arguments:
-    """Flags with their values, as argparse would read them; ``--flag=value`` is the same. So is
-    ``model.key=value``, by its key."""
+def arguments_of(words: Sequence[str]) -> Arguments:
+    """Flags with their values, as argparse would read them; ``--flag=value`` is the same."""
     arguments: Arguments = {}
     flag = ""
     for word in words:
-        if setting := _WORD.fullmatch(word):
-            with suppress(yaml.YAMLError):
-                arguments[setting[1]] = yaml.safe_load(setting[2])
-        elif re.match(r"--?[A-Za-z]", word):
+        if re.match(r"--?[A-Za-z]", word):
             flag, equals, value = word.partition("=")
             arguments[flag] = value if equals else True
         elif flag and arguments[flag] is True:
@@ -93,14 +83,18 @@ def arguments_of_script(
             f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
             "behind the backslash of the line before it?)"
         )
-    launches += alone
-    of_models = [words for words in launches if set(_OF_A_MODEL) & set(arguments_of(words))]
-    launches = of_models or [w for w in launches if any(map(_SETTING.match, w))]
-    if not launches:
+    started = [
+        (words, behind)
+        for words in (*launches, *alone)
+        if (behind := arguments_of(words[_program(words) + 1 :]))
+    ]
+    of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
+    if not started:
         raise SpecError(
             "no line runs a Python file with arguments"
             + (f" (bash: {complaint})" if complaint else "")
-            + "; give the arguments after --, or the log of a run"
+            + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
+            "model.num_layers=40, are not read)"
         )
     named = [
         f"source {words[1]}: not found beside the script, so not followed"
@@ -109,14 +103,18 @@ def arguments_of_script(
     ]
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
-    launch = launches[-1]
-    if any(other != launch for other in of_models):
+    launch, arguments = (of_models or started)[-1]
+    if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
-    program = next((i for i, word in enumerate(launch) if word.endswith(".py")), -1)
     before = commands[: commands.index(launch)]
     outer = [words for words in before if words[-1] == "-c"][-1:]  # srun ... sh -c "python ..."
-    launchers = [" ".join(words) for words in (*outer, launch[: max(program, 0)])]
-    return arguments_of(launch[program + 1 :]), _world(allocated | _sizes(launchers)), named
+    launchers = [" ".join(words) for words in (*outer, launch[: max(_program(launch), 0)])]
+    return arguments, _world(allocated | _sizes(launchers)), named
+
+
+def _program(words: Sequence[str]) -> int:
+    """The place of the Python file in the words of a command, -1 if there is none."""
+    return next((place for place, word in enumerate(words) if word.endswith(".py")), -1)
 
 
 def _expanded(
@@ -135,36 +133,27 @@ def _expanded(
         empty = Path(place, "commands")
         empty.mkdir()
         with told.open("wb") as output, said.open("wb") as errors:
-            process = subprocess.Popen(
-                [*alone, bash, "-r", str(script), *own],
-                env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                start_new_session=True,
-            )
             try:
-                process.wait(_LIMIT_S)
+                subprocess.run(
+                    [*alone, bash, "-r", str(script), *own],
+                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                    start_new_session=True,
+                    timeout=_LIMIT_S,
+                )
             except subprocess.TimeoutExpired:
                 raise SpecError(
                     f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
                     "the arguments after --"
                 ) from None
-            finally:
-                _end(process)
         lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
         commands = told.read_bytes().decode("utf-8", "replace").split("\0\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
     complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
     return [command for command in words if command], complaint
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End bash and what it has forked."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _sizes(lines: Iterable[str]) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""Reads Megatron-LM's arguments (``megatron/training/arguments.py``, core_v0.15.0) and NeMo's YAML,
-and writes plans as such arguments.
+"""Reads Megatron-LM's arguments (``megatron/training/arguments.py``, core_v0.15.0) and the YAML of
+Megatron-Bridge, and writes plans as such arguments.
 
 Defaults are Megatron's own: tied embeddings, learned positions, dropout of 0.1, no overlap, no
 ZeRO-1. Overlaps and fusions are traits of the priced program, which the arguments switch.
@@ -19,7 +19,6 @@ import yaml
 from baselines.public_3d import EXCHANGES, CpCommType
 from benchmarks.explain.arguments import (
     Arguments,
-    arguments_of,
     arguments_of_log,
     arguments_of_script,
 )
@@ -99,11 +98,7 @@ def read(
         values = {flag: value for flag, value in given.items() if value is not False}
     elif not values:
         values, world, named = arguments_of_script(text, folder, num_gpus, own)
-    if "model.num_layers" in values or "model.hidden_size" in values:
-        devices = None if "trainer.devices" in values else world
-        reading = _read_overrides(values, text, num_gpus or devices)
-    else:
-        reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+    reading = read_arguments(values, num_gpus or world, stated=num_gpus is not None)
     reading.named += named
     if logged:
         _count_unknown(reading)
@@ -117,11 +112,6 @@ def _count_unknown(reading: Reading) -> None:
     reading.harmless += [line.partition(":")[0] for line in unknown]
     if unknown:
         reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
-
-
-def read_words(words: list[str], num_gpus: int | None) -> Reading:
-    """What arguments on this command's own line say."""
-    return read_arguments(arguments_of(words), num_gpus, stated=True)
 
 
 def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> Reading:
@@ -294,129 +284,6 @@ def _traits(keys: Keys, reading: Reading) -> None:
     keys.take("--accumulate-allreduce-grads-in-fp32")
     if keys.take("--grad-reduce-in-bf16"):
         reading.traits |= {"bf16.gradients": 2, "bf16.reduced": 2}
-
-
-_NEMO = {  # NeMo's keys below ``model``, and Megatron's flags of the same meaning
-    "micro_batch_size": "--micro-batch-size",
-    "global_batch_size": "--global-batch-size",
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "context_parallel_size": "--context-parallel-size",
-    "encoder_seq_length": "--seq-length",
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups",
-    "hidden_dropout": "--hidden-dropout",
-    "attention_dropout": "--attention-dropout",
-    "kv_channels": "--kv-channels",
-    "make_vocab_size_divisible_by": "--make-vocab-size-divisible-by",
-    "sequence_parallel": "--sequence-parallel",
-    "position_embedding_type": "--position-embedding-type",
-    "activations_checkpoint_granularity": "--recompute-granularity",
-    "activations_checkpoint_method": "--recompute-method",
-    "activations_checkpoint_num_layers": "--recompute-num-layers",
-    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
-    "ub_tp_comm_overlap": "--tp-comm-overlap",
-    "num_moe_experts": "--num-experts",
-    "fp8": "--fp8-format",
-}
-_NEMO_ACTIVATIONS = {
-    "fast-swiglu": "--swiglu",
-    "swiglu": "--swiglu",
-    "squared-relu": "--squared-relu",
-}
-_NEMO_ZERO1 = ("distributed_fused_adam", "mcore_distributed_optim")
-_NEMO_PRICED = {  # keys that change a price, unless they are off
-    "fsdp": "FSDP under Megatron's pipeline",
-    "defer_embedding_wgrad_compute": "the head's weight gradient is not deferred",
-    "fp32_residual_connection": "residuals in fp32",
-    "account_for_embedding_in_pipeline_split": "priced with stages of equal cost",
-    "account_for_loss_in_pipeline_split": "priced with stages of equal cost",
-    "cpu_offloading": "no price for the host's memory",
-    "rampup_batch_size": "priced with the last batch",
-}
-
-
-_NEMO_TRAINER = tuple(  # keys of ``trainer`` that change neither time nor memory of a step
-    f"trainer.{key}"
-    for key in (
-        *("accelerator", "logger", "enable_checkpointing", "use_distributed_sampler", "max_"),
-        *("log_every_n_steps", "val_check_interval", "limit_", "num_sanity", "gradient_clip_val"),
-        *("benchmark", "enable_model_summary", "enable_progress_bar"),
-    )
-)
-
-
-def read_nemo(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
-    """What a NeMo YAML with ``model`` and ``trainer`` says (NeMo 1, as in NVIDIA's recipes)."""
-    model, trainer = tree["model"], tree["trainer"]
-    values: Arguments = {flag: model[key] for key, flag in _NEMO.items() if model.get(key)}
-    values |= {"--hidden-dropout": model.get("hidden_dropout", 0)}
-    values |= {"--attention-dropout": model.get("attention_dropout", 0)}
-    values[_NEMO_ACTIVATIONS.get(model.get("activation", ""), "--openai-gelu")] = True
-    values["--normalization"] = (
-        "RMSNorm" if model.get("normalization") == "rmsnorm" else "LayerNorm"
-    )
-    if model.get("num_query_groups"):
-        values["--group-query-attention"] = True
-    if not model.get("share_embeddings_and_output_weights", True):
-        values["--untie-embeddings-and-output-weights"] = True
-    if not model.get("bias", True):
-        values["--disable-bias-linear"] = True
-    if not model.get("gradient_accumulation_fusion", True):
-        values["--no-gradient-accumulation-fusion"] = True
-    optimizer = model.get("optim", {})
-    if optimizer.get("name") in _NEMO_ZERO1:
-        values["--use-distributed-optimizer"] = True
-        values |= {"--overlap-grad-reduce": optimizer.get("overlap_grad_sync", False)}
-        values |= {"--overlap-param-gather": optimizer.get("overlap_param_sync", False)}
-        if optimizer.get("grad_sync_dtype") in ("bf16", "bfloat16"):
-            values["--grad-reduce-in-bf16"] = True
-    if model.get("cross_entropy_loss_fusion"):
-        values["--cross-entropy-fusion-impl"] = "te"
-    values["--bf16"] = str(trainer.get("precision", "")).startswith("bf16")
-    trainer = {key: value for key, value in trainer.items() if key != "precision"}
-    own = int(trainer.pop("num_nodes", 1)) * int(trainer.pop("devices", 1))
-    values = {flag: value for flag, value in values.items() if value is not False}
-    reading = read_arguments(values, num_gpus or own, stated=num_gpus is not None)
-    reading.dialect = "nemo"
-    read_keys = {*_NEMO, "activation", "normalization", "optim", "bias"}
-    left = {key: value for key, value in model.items() if key not in read_keys}
-    reading.named += [f"model.{k}={left[k]}: {w}" for k, w in _NEMO_PRICED.items() if left.get(k)]
-    reading.harmless += [f"model.{key}" for key in left if key not in _NEMO_PRICED]
-    Keys({f"trainer.{key}": value for key, value in trainer.items()}).sort_rest(
-        reading, {}, _NEMO_TRAINER
-    )
-    return reading
-
-
-# What its ``conf/megatron_gpt_config.yaml`` and ``megatron_llama_config.yaml`` say.
-_NEMO_GPT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-_NEMO_LLAMA = {
-    "activation": "fast-swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope",
-    "share_embeddings_and_output_weights": False, "bias": False,
-    "gradient_accumulation_fusion": False,
-}  # fmt: skip
-
-
-def _read_overrides(values: Arguments, text: str, num_gpus: int | None) -> Reading:
-    """What the ``key=value`` words of a script say that starts NeMo 1."""
-    tree: dict[str, dict[str, Any]] = {"model": {}, "trainer": {}}
-    is_llama = "megatron_llama" in text
-    tree["model"] |= _NEMO_LLAMA if is_llama else _NEMO_GPT
-    for key, value in values.items():
-        section, *path = key.split(".")
-        place = tree.setdefault(section, {})
-        for part in path[:-1]:
-            place = place.setdefault(part, {})
-        place[path[-1] if path else ""] = value
-    reading = read_nemo(tree, num_gpus)
-    kind = "Llama" if is_llama else "GPT"
-    reading.derived.append(f"what no word says is as in NeMo's file for {kind}")
-    return reading
 
 
 _BRIDGE = {  # keys of Megatron-Bridge whose flag has another name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import yaml
 
-from benchmarks.explain import huggingface, megatron, neox, torchtitan
+from benchmarks.explain import huggingface, megatron, torchtitan
+from benchmarks.explain.arguments import arguments_of
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset, validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import SearchPoint
 from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.programs import program_named
@@ -28,7 +28,7 @@ from zeropp.schedule.plan import SizedPlan
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")  # a model's name stands for these
 # Programs of Megatron's, which pad a vocabulary to a multiple of 128 x TP (training/tokenizer).
-_PADDING = ("megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble")
+_PADDING = ("megatron_core", "megatron_core_local")
 # The host's time per launch of blocks in eager mode over that of plain modules, by whether there is
 # tensor parallelism and sequence parallelism: FSDP2, and with DTensor (host_time.csv).
 _EAGER_HOST = {(False, False): 2.59, (True, False): 6.88, (True, True): 9.65}
@@ -63,7 +63,7 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
     if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
         raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
     if arguments and not files:
-        reading = megatron.read_words(list(arguments), num_gpus)
+        reading = megatron.read_arguments(arguments_of(arguments), num_gpus, stated=True)
     elif len(files) == 1 and _REGISTERED.fullmatch(files[0]) and not Path(files[0]).exists():
         reading = torchtitan.read_registered(files[0], arguments, num_gpus)
     elif len(files) == 1 and (not arguments or files[0].endswith(".sh")):
@@ -72,9 +72,8 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         reading = _read_pair([Path(file) for file in files], num_gpus)
     else:
         raise SpecError(
-            "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
-            "Megatron-LM's arguments after --, where MODULE:FUNCTION of torchtitan has its own "
-            "(see --help)"
+            "give one file, DeepSpeed's with the model's config.json, or Megatron-LM's arguments "
+            "after --, where MODULE:FUNCTION of torchtitan has its own (see --help)"
         )
     return _question(reading, given)
 
@@ -135,33 +134,18 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
 
 def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
     tree = _tree(path, text)
-    if "tokens" in tree and "parallelism" in tree:
-        return huggingface.nanotron(tree, num_gpus)
-    if "distributed_type" in tree:
-        raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
     if named := {"base_model", "model_name_or_path"} & set(tree):
         raise SpecError(
             f"{path}: a file of axolotl or LLaMA-Factory names its model alone ({named.pop()}): "
-            "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
-            "contender=fsdp"
+            "give the model's config.json with DeepSpeed's JSON, or with contender=fsdp"
         )
-    if {"pipe_parallel_size", "pipe-parallel-size"} & set(tree):
-        return neox.read(tree, num_gpus)
-    tables = {key for key, value in tree.items() if isinstance(value, dict)}
-    if {"model", "train"} <= tables:
-        return megatron.read_bridge(tree, num_gpus)
-    if not {"model", "trainer"} <= tables:
+    if not all(isinstance(tree.get(key), dict) for key in ("model", "train")):
         raise SpecError(
-            f"{path}: not a YAML file of NeMo (model, trainer), of Megatron-Bridge (model, train), "
-            "of Megatron-LM's tests "
-            "(MODEL_ARGS), of nanotron (parallelism, tokens) or of Accelerate (distributed_type)"
+            f"{path}: not a YAML file of Megatron-Bridge (model, train) or of Megatron-LM's tests "
+            "(MODEL_ARGS); of Accelerate, GPT-NeoX, nanotron and NeMo, give the model's "
+            "config.json, or Megatron-LM's arguments after --"
         )
-    if "config" in tree["model"]:
-        raise SpecError(
-            f"{path}: a recipe of NeMo 2 is not read (give Megatron-LM's arguments after --, or "
-            "the run_config.yaml of Megatron-Bridge)"
-        )
-    return megatron.read_nemo(tree, num_gpus)
+    return megatron.read_bridge(tree, num_gpus)
 
 
 def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
@@ -171,11 +155,12 @@ def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
         zip(paths, trees, strict=True), key=lambda pair: "model_type" not in pair[1]
     )
     model = huggingface.read(config, num_gpus)
-    if "distributed_type" in tree:
-        return huggingface.accelerate(tree, model, num_gpus)
-    if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
-        return huggingface.deepspeed(tree, model, num_gpus)
-    raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
+    if not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
+        raise SpecError(
+            f"{trainer}: beside a config.json, must be of DeepSpeed (of Accelerate, give the "
+            "config.json alone, with contender=fsdp)"
+        )
+    return huggingface.deepspeed(tree, model, num_gpus)
 
 
 def _record(values: Mapping[str, Any]) -> Reading | None:
@@ -292,7 +277,7 @@ def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
     """The contender with its program as the file switches it."""
     traits = tuple(sorted(reading.traits.items()))
-    if not traits and not reading.program:
+    if not traits:
         return contender
 
     def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
@@ -301,16 +286,9 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
             layout = plan.layout
             host = _EAGER_HOST[layout.tp > 1, layout.sequence_parallel]
             plan, own = replace(plan, compile=False), (*traits, ("launch_factor", host))
-        return replace(plan, program=_program(reading.program or plan.program, own))
+        return replace(plan, program=_program(plan.program, own))
 
-    def families(point: SearchPoint[Any]) -> Iterator[Any]:
-        return (
-            k for k in contender.space.families(point) if reading.only.items() <= vars(k).items()
-        )
-
-    space = replace(contender.space, families=families)
-    label = reading.program or contender.label
-    return replace(contender, size=size, space=space, label=label)
+    return replace(contender, size=size)
 
 
 @lru_cache

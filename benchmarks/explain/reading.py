@@ -33,8 +33,6 @@ class Reading:
     unknown: str = ""  # a model whose sizes the words must give, and those that are known
     pads: int | None = None  # the vocabulary, to a multiple of this x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
-    program: str = ""  # another entry of ``zeropp.price.programs`` than the contender's own
-    only: dict[str, Any] = field(default_factory=dict)  # knobs that have one value in its program
     eager: bool = False  # it compiles nothing, although its contender does
     named: list[str] = field(default_factory=list)
     harmless: list[str] = field(default_factory=list)

@@ -51,9 +51,10 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     if dialect == "overrides":
         return " ".join(overrides(candidate))
     written, programs = _WRITERS[dialect]
-    name = "nanotron" if plan.program.startswith("nanotron") else plan.contender
-    if name not in programs:
-        raise SpecError(f"--as {dialect}: {name}'s plans are not {dialect}'s (use overrides)")
+    if plan.contender not in programs:
+        raise SpecError(
+            f"--as {dialect}: {plan.contender}'s plans are not {dialect}'s (use overrides)"
+        )
     return written(plan)
 
 
@@ -230,3 +231,17 @@ def show_better(answer: Answer, better: Better, console: Console) -> None:
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
     console.print(_WORDS, style="dim")
+
+
+def show_training(tokens: float, answer: Answer, console: Console) -> None:
+    """Print how long the question's plan takes for this many tokens, and the boards' energy if
+    their nominal power is known."""
+    task = answer.question.task
+    seconds = tokens / (task.global_batch * task.shape.seq) * answer.asked.step_s
+    gpu_hours, power_w = seconds / 3600 * task.num_gpus, task.cluster.device.power_w
+    words = f"For {tokens / 1e9:,g} billion tokens: {seconds / 86400:,.1f} days, "
+    words += f"{gpu_hours:,.0f} GPU-hours"
+    if power_w is not None:
+        megawatt_hours = power_w * gpu_hours / 1e6
+        words += f", {megawatt_hours:,.1f} MWh at the boards' nominal power, hosts left out"
+    console.print(f"{words}.")

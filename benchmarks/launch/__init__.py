@@ -2,8 +2,8 @@
 
 In: RunSpecs. Out: records in the runs folder. Read ``points`` (a spec with its plan; ``auto`` lets
 the tuner choose what is open) and ``sweep`` (which gives points to the launcher of their
-``options``), then a launcher of those in ``launchers``: ``local`` starts ranks on this machine,
-``slurm`` submits jobs, ``trace`` runs ranks without their peers, ``simulate`` prices the plan; what
-they do alike is in ``running``. ``attempt`` is what one attempt leaves on disk and its record,
-``alive`` says whether it is at work, and ``sweep_status`` how far every point is.
+``options``), then one of ``sweep.LAUNCHERS``: ``local`` starts ranks on this machine, ``slurm``
+submits jobs, ``trace`` runs ranks without their peers, ``simulate`` prices the plan; what they do
+alike is in ``running``. ``attempt`` is what one attempt leaves on disk, whether it is at work, and
+its record; ``sweep_status`` says how far every point is.
 """

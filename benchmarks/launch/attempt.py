@@ -2,36 +2,44 @@
 
 An attempt is a folder ``RUNS_DIR/<point>/<launcher>-...``. It holds what it was started with
 (``spec.json``, and ``attempt.json``, the ``Header``), the event files and logs of its ranks, a file
-``alive`` (``benchmarks.launch.alive``), and at its end ``record.json``, which is written once and
+``alive`` (``benchmarks.launch.attempt``), and at its end ``record.json``, which is written once and
 never changed.
+
+**Alive.** Whoever works on an attempt holds a lock on its file ``alive`` and touches it every
+``BEAT_S`` seconds. On the host that wrote the file, the lock decides: the kernel drops it when the
+process ends, however it ends. Elsewhere, and for Slurm's scripts, which only touch the file, a
+heartbeat of the last ``QUIET_S`` seconds decides. An age is the difference of two times of the same
+file system, so that the clocks of hosts do not matter.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from socket import gethostname
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from benchmarks.launch.alive import ALIVE, is_alive, is_open, keep_alive
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
 from benchmarks.records.record import (
     SCHEMA_VERSION,
-    RecordError,
     RunRecord,
     Status,
     now,
-    read_record,
     write_atomically,
 )
 from benchmarks.records.recorded_spec import unchecked
@@ -42,6 +50,9 @@ if TYPE_CHECKING:  # planning takes long to import, and a job that ends does not
     from benchmarks.specification.run_spec import RunSpec
     from zeropp.schedule.plan import Plan
 
+ALIVE = "alive"
+BEAT_S = 20.0
+QUIET_S = 90.0
 PROVENANCE: dict[str, Provenance] = {
     "local": "measured",
     "slurm": "measured",
@@ -52,17 +63,71 @@ PROVENANCE: dict[str, Provenance] = {
 # Errors of a file system, node or network that may not happen again, so that the point runs again.
 _PASSING = re.compile(
     r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
-    r"node failure|communication connection failure|address already in use|EADDRINUSE",
+    r"node failure|communication connection failure|address already in use|EADDRINUSE|"
+    r"invalid job\b",  # srun's, of a controller that has begun anew
     re.I,
 )
 _NO_CAUSE = re.compile(  # lines of logs that only say that something ended
     r"^\s*$|lacks support for cpu binding|force terminated|terminated$|job step aborted|"
-    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited|^Try \"",
+    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: (\*\*\*|_)|task \d+.*: exited|^Try \"",
     re.I,
 )
 HINTS = {9: "; often the system's, for lack of memory"}  # by signal, for those who read its name
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f\ud800-\udfff]")
 _LOG_BYTES = 20_000  # bytes at the end of a log that are read
+
+
+@contextmanager
+def keep_alive(file: Path) -> Iterator[None]:
+    """Hold ``alive`` and keep it fresh inside this context, for a folder that may be renamed."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    over = Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(descriptor)
+
+    thread = Thread(target=beat, daemon=True)
+    try:
+        with suppress(OSError):  # a file system without locks: the heartbeat alone will do
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, gethostname().encode())
+        thread.start()
+        yield
+    finally:
+        over.set()
+        os.close(descriptor)
+
+
+def is_open(folder: Path) -> bool:
+    """Whether this is a folder that this user may look into; another user's may be closed."""
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
+def is_alive(attempt: Path) -> bool:
+    """Whether the process behind an attempt may be at work, by the rule above."""
+    try:
+        with (attempt / ALIVE).open("rb") as file:
+            if file.read() == gethostname().encode():
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        return age_s(attempt / ALIVE) < QUIET_S
+    except BlockingIOError:  # its lock is held
+        return True
+    except OSError:
+        return False
+
+
+def age_s(path: Path) -> float:
+    """Seconds since a file was written, by the clock of its file system (by the host's if it is
+    read-only); raises OSError."""
+    written = path.stat().st_mtime
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            return os.fstat(probe.fileno()).st_mtime - written
+    except OSError:
+        return time.time() - written
 
 
 class DamagedError(ValueError):
@@ -249,16 +314,15 @@ def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
     return sum(bool(of_kind(events, "done")) for events in ranks.values()) == num_ranks
 
 
-def last_words(log: Path, use: Callable[[str], object] = bool) -> str:
-    """The last line of a log that may be a cause, among those that ``use`` accepts; empty if there
-    is none."""
+def last_words(log: Path) -> str:
+    """The last line of a log that may be a cause; empty if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip()) and use(x.strip())]
+    causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip())]
     return causes[-1][:300] if causes else ""
 
 
@@ -298,22 +362,12 @@ def finish_attempt(
 
     ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit); if
     it is None, the events say how the attempt ended. ``num_ranks`` is the number of ranks that were
-    started, if these were not all. If somebody closed the attempt before its end, that record
-    stays, and this one is written beside it as ``record-late.json``. Raises DamagedError if the
-    spec or the header cannot be read, and OSError if nothing can be written.
+    started, if these were not all. Raises DamagedError if the spec or the header cannot be read,
+    and OSError if nothing can be written, or if somebody closed the attempt before its end.
     """
     record = _assembled(directory, ending, slurm, num_ranks)
-    if record.write(directory / "record.json"):
-        return record
-    try:
-        closed = read_record(directory / "record.json")
-        was = f"{closed.status}: {closed.reason}"
-    except RecordError as error:
-        was = f"what cannot be read ({error})"
-    notes = [*record.notes, f"closed before its end as {was}"]
-    record = replace(record, record_id=f"{record.record_id}/late", notes=notes)
-    if not record.write(late := directory / "record-late.json"):
-        raise FileExistsError(f"{late}: is there, and no record is overwritten")
+    if not record.write(path := directory / "record.json"):
+        raise FileExistsError(f"{path}: is there, and no record is overwritten")
     return record
 
 

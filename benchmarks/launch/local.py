@@ -42,7 +42,7 @@ from benchmarks.launch.attempt import (
 )
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one, say
+from benchmarks.launch.running import Sweep, SweepProgress, check_rank, one_by_one, say
 from benchmarks.launch.slurm.client import SlurmError
 from benchmarks.launch.slurm.submissions import close_ended, query_slurm, read_view
 from benchmarks.records.events import Events, of_kind, rank_file, read_events
@@ -146,29 +146,22 @@ def _gpus() -> list[Path]:
 def run_attempt(
     point: Point,
     *,
-    launcher: str,
-    worlds: Sequence[Sequence[int]],
     runs_dir: Path,
     progress: SweepProgress,
     variant: str = "",
-    arguments: Sequence[str] = (),
     shows_steps: bool = False,
     share_gpu: bool = False,
 ) -> RunRecord:
     """Make one attempt at a point and write its record, whatever happens.
 
-    ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
-    ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step;
-    ``share_gpu``: let all ranks use the first GPU.
+    ``variant``: see ``RunRecord``; ``shows_steps``: print a line per step; ``share_gpu``: let all
+    ranks use the first GPU.
     """
-    watched, num_ranks = _Watched(point, progress, shows_steps), sum(map(len, worlds))
-    header = new_header(launcher, point.plan, variant)
+    watched, num_ranks = _Watched(point, progress, shows_steps), point.spec.num_gpus
+    header = new_header("local", point.plan, variant)
     with started(point.spec, header, runs_dir) as directory:
         try:
-            for ranks in worlds:
-                ending = _run_ranks(watched, directory, ranks, arguments, share_gpu=share_gpu)
-                if ending is not None:
-                    break
+            ending = _run_ranks(watched, directory, share_gpu=share_gpu)
         except BaseException:
             ending = Ending("failed", "interrupted by the user", interrupted=True)
             finish_attempt(directory, ending, num_ranks=num_ranks)
@@ -195,21 +188,14 @@ class _Watched:
             self.shown = len(steps)
 
 
-def _run_ranks(
-    watched: _Watched,
-    directory: Path,
-    ranks: Sequence[int],
-    arguments: Sequence[str],
-    *,
-    share_gpu: bool,
-) -> Ending | None:
-    """Run some ranks of a point's job at the same time, until they end or reach the time limit.
+def _run_ranks(watched: _Watched, directory: Path, *, share_gpu: bool) -> Ending | None:
+    """Run the ranks of a point's job at the same time, until they end or reach the time limit.
 
     Returns how they ended, if the ranks could not write that themselves, or None if their events
     say it.
     """
     reader, writer = _CONTEXT.Pipe(duplex=False)
-    processes = _start(watched.point.spec, directory, ranks, arguments, reader, share_gpu=share_gpu)
+    processes = _start(watched.point.spec, directory, reader, share_gpu=share_gpu)
     try:
         return _wait(watched, processes, directory)
     except KeyboardInterrupt:
@@ -226,8 +212,6 @@ def _run_ranks(
 def _start(
     spec: RunSpec,
     directory: Path,
-    ranks: Sequence[int],
-    arguments: Sequence[str],
     reader: Connection,
     *,
     share_gpu: bool,
@@ -238,18 +222,18 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(ranks))))
+    common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.num_gpus)))
     return {
         rank: start_rank(
-            [str(directory / "spec.json"), "--out", str(directory), *arguments],
+            [str(directory / "spec.json"), "--out", str(directory)],
             rank=rank,
             variables=common
-            | {"RANK": str(rank), "LOCAL_RANK": str(place)}
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             | (_sharing(rank) if share_gpu else {}),
             log=directory / f"rank_{rank:03d}.log",
             parent=reader,
         )
-        for place, rank in enumerate(ranks)
+        for rank in range(spec.num_gpus)
     }
 
 
@@ -341,9 +325,10 @@ def _free_port() -> int:
             return port
 
 
-def check(points: Sequence[Point], options: LocalOptions) -> None:
+def check(points: Sequence[Point], options: LocalOptions, sweep: Sweep) -> None:
     """Raise SpecError, before any process is started, if this machine cannot run a point."""
     for point in points:
+        check_rank(point)
         device, ranks, gpus = point.spec.cluster.device, point.spec.num_gpus, len(_gpus())
         if not is_here(device):
             raise SpecError(
@@ -365,8 +350,6 @@ def launch(
     def run(point: Point) -> RunRecord:
         return run_attempt(
             point,
-            launcher="local",
-            worlds=[range(point.spec.num_gpus)],
             runs_dir=runs_dir,
             progress=progress,
             variant=options.variant,

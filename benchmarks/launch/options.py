@@ -63,13 +63,6 @@ class SimulateOptions(LauncherOptions):
     """``launcher=simulate``."""
 
     kind: Literal["simulate"] = "simulate"
-    compute: Literal["model", "traced"] = "model"
-    traced_runs: str = ""
-
-    @property
-    def variant(self) -> str:
-        """``traced compute`` if compute times are traced ones, since numbers differ then."""
-        return "traced compute" if self.compute == "traced" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +71,6 @@ class TraceOptions(LauncherOptions):
 
     kind: Literal["trace"] = "trace"
     pipeline_ranks: tuple[int, ...] = (0, -1)
-    tensors: Literal["fake", "real"] = "fake"
-
-    @property
-    def variant(self) -> str:
-        """``real tensors`` if tensors are real, since numbers differ then."""
-        return "real tensors" if self.tensors == "real" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,34 +144,32 @@ def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
         raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(KINDS)}")
     options = validated(_TYPES[kind], dict(values), "launcher")
     if isinstance(options, SlurmOptions):
-        _check_slurm(options)
-    return options
-
-
-def _check_slurm(options: SlurmOptions) -> None:
-    for group, flags in options.flag_maps.items():
-        for name, value in flags.items():
-            is_tasks = dashed(name) == "ntasks-per-node" and (group, value) != ("sbatch", False)
-            if is_tasks or dashed(name) in OWNED:
-                raise SpecError(f"launcher.{group}.{name}: the suite sets this flag from the point")
-            if dashed(name) in _GPU_FLAGS:
+        for group, flags in options.flag_maps.items():
+            for name, value in flags.items():
+                is_tasks = dashed(name) == "ntasks-per-node" and (group, value) != ("sbatch", False)
+                if is_tasks or dashed(name) in OWNED:
+                    raise SpecError(
+                        f"launcher.{group}.{name}: the suite sets this flag from the point"
+                    )
+                if dashed(name) in _GPU_FLAGS:
+                    raise SpecError(
+                        f"launcher.{group}.{name}: how GPUs are asked for is launcher.gpu_flag "
+                        "(and launcher.gpu_type); their number follows the point"
+                    )
+            # A job whose limit is within the grace time would end when it begins.
+            limit_s = seconds_of(flags.get("time")) if group != "report_sbatch" else None
+            if limit_s is not None and limit_s <= options.grace_s:
                 raise SpecError(
-                    f"launcher.{group}.{name}: how GPUs are asked for is launcher.gpu_flag "
-                    "(and launcher.gpu_type); their number follows the point"
+                    f"launcher.{group}.time={flags['time']}: must be above "
+                    f"launcher.grace_s={options.grace_s} s (minutes, HH:MM:SS or D-HH)"
                 )
-        # A job whose limit is within the grace time would end when it begins.
-        limit_s = seconds_of(flags.get("time")) if group != "report_sbatch" else None
-        if limit_s is not None and limit_s <= options.grace_s:
-            raise SpecError(
-                f"launcher.{group}.time={flags['time']}: must be above "
-                f"launcher.grace_s={options.grace_s} s (minutes, HH:MM:SS or D-HH)"
-            )
-    if not re.fullmatch(r"[\w.+-]*", options.name or ""):
-        raise SpecError(f"launcher.name={options.name!r}: use letters, digits, _ . + - alone")
-    for name, least in (("grace_s", 1), ("max_running", 1), ("walltime_safety", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise SpecError(f"launcher.{name}={value}: must be at least {least}")
+        if not re.fullmatch(r"[\w.+-]*", options.name or ""):
+            raise SpecError(f"launcher.name={options.name!r}: use letters, digits, _ . + - alone")
+        for name, least in (("grace_s", 1), ("max_running", 1), ("walltime_safety", 0)):
+            value = getattr(options, name)
+            if value is not None and value < least:
+                raise SpecError(f"launcher.{name}={value}: must be at least {least}")
+    return options
 
 
 def seconds_of(limit: Flag) -> float | None:

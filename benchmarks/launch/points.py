@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import CHECKOUT
+from benchmarks.records.environment import read_code
 from benchmarks.records.record import (
     RecordError,
     RunRecord,
@@ -46,7 +46,6 @@ Rerun = Literal["missing", "failed", "all"]
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
 _KILLED = re.compile(r"signal 9\b|: Killed|without saying why")
 _BUDGET_S = 30.0  # CPU time of a search; after that the best plan so far is taken
-_CODE = ("zeropp", "baselines")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def still_to_run(
     ``rerun=failed`` also returns points without a success, ``rerun=all`` returns every point. A
     point that is to have several successes is returned once for each that is missing, unless it has
     no plan; as in tables, those with the files of the latest one count
-    (``benchmarks.report.repeats``). All of these are shuffled, so that a drift of the machine meets
+    (``benchmarks.report.frame``). All of these are shuffled, so that a drift of the machine meets
     every point alike.
     """
     missing: list[Point] = []
@@ -141,15 +140,6 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
             continue
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What the tuner chose; the cache keeps it in this form."""
-
-    knobs: dict[str, Any]
-    microbatch_size: int
-    words: str  # the plan and its speed
-
-
 def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str]:
     """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it).
 
@@ -170,17 +160,19 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
         choice, source = _search(spec)
         with suppress(OSError):  # without a cache, the search is only repeated
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(choice)))
+            write_atomically(path, json.dumps(choice))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
     label = CONTENDERS[spec.contender.name].label
-    line = f"auto: {label}, {where}: {choice.words} ({source})"
+    line = f"auto: {label}, {where}: {choice['words']} ({source})"
     asked = {name: value for name, value in asdict(spec.contender).items() if value != "auto"}  # type: ignore[call-overload]
-    knobs = knobs_from(choice.knobs | asked)  # a unit that the planner cuts stays as it was asked
-    return replace(spec, contender=knobs, microbatch_size=choice.microbatch_size), line
+    knobs = knobs_from(
+        choice["knobs"] | asked
+    )  # a unit that the planner cuts stays as it was asked
+    return replace(spec, contender=knobs, microbatch_size=choice["microbatch_size"]), line
 
 
-def _search(spec: RunSpec) -> tuple[_Choice, str]:
-    """(the choice, words on how it was found)."""
+def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
+    """(the choice: knobs, microbatch size, the plan and its speed in words; how it was found)."""
     outcome = search(
         spec.task,
         CONTENDERS[spec.contender.name],
@@ -202,11 +194,17 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu
-    words = f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated"
-    choice = _Choice(asdict(winner.candidate.knobs), winner.candidate.microbatch_size, words)
+    choice = {
+        "knobs": asdict(winner.candidate.knobs),
+        "microbatch_size": winner.candidate.microbatch_size,
+        "words": f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated",
+    }
     pruned = outcome.rejected[SLOWER]
     ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"
     return choice, ended if outcome.is_complete else f"{ended} until time was up"
+
+
+_code = lru_cache(partial(read_code, ask_git=False))  # any change of it makes a new search
 
 
 def _cache_path(spec: RunSpec) -> Path:
@@ -214,27 +212,16 @@ def _cache_path(spec: RunSpec) -> Path:
         [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
         sort_keys=True,
     )
-    digest = hashlib.sha256((_code_digest() + question).encode()).hexdigest()
+    digest = hashlib.sha256((_code().digest + question).encode()).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
 
 
-@lru_cache
-def _code_digest() -> str:
-    """A digest of all code that plans, prices and searches, so that any change of it makes a new
-    search."""
-    digest = hashlib.sha256()
-    for package in _CODE:
-        for path in sorted((CHECKOUT / package).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> _Choice | None:
+def _read(path: Path) -> dict[str, Any] | None:
     """The choice in a cache file; None if there is none or if it cannot be read."""
     try:
-        choice = _Choice(**json.loads(path.read_text(encoding="utf-8")))
-        knobs_from(choice.knobs)
-    except (OSError, ValueError, TypeError, SpecError):
+        choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        knobs_from(choice["knobs"])
+        return choice if {*choice} == {"knobs", "microbatch_size", "words"} else None
+    except (OSError, ValueError, TypeError, KeyError, SpecError):
         return None
-    return choice

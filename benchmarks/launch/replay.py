@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.launch.options import ReplayOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one, say, without_ranks
+from benchmarks.launch.running import (
+    Sweep,
+    SweepProgress,
+    check_once,
+    check_rank,
+    one_by_one,
+    say,
+    without_ranks,
+)
 from benchmarks.launch.simulate import MOST_SPANS
 from benchmarks.launch.trace import settle as settle
 from benchmarks.launch.trace import trace_plan
@@ -33,10 +41,11 @@ if TYPE_CHECKING:
     from zeropp.types.training import OptimizerConfig
 
 
-def check(points: Sequence[Point], options: ReplayOptions) -> None:
+def check(points: Sequence[Point], options: ReplayOptions, sweep: Sweep) -> None:
     """Raise SpecError for points that have no price."""
-    del options
+    check_once(options.kind, sweep)
     for point in points:
+        check_rank(point, here=False)
         check_priced(point.spec.cluster, point.spec.precision)
     if any(point.plan is not None and point.plan.compile for point in points):
         say("launcher=replay runs no torch.compile: each operator of a block is one kernel")

@@ -5,20 +5,53 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.attempt import OK, Ending, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import LauncherOptions
-from benchmarks.launch.points import Point
+from benchmarks.launch.points import Point, Rerun
 from benchmarks.records.metrics import memory_text, peak_memory_gib
 from benchmarks.records.record import RunRecord
+from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
+from benchmarks.specification.contenders import CONTENDERS
 
 
 class LaunchError(RuntimeError):
     """Nothing could be started; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a command says of all of its points. ``retries``: how often what ended from outside is
+    tried again."""
+
+    runs_dir: Path
+    report_dir: Path
+    rerun: Rerun
+    repeats: int
+    retries: int
+
+
+def check_rank(point: Point, *, here: bool = True) -> None:
+    """Raise SpecError for a point whose ranks cannot run: attention ends at documents in prices
+    alone, and ``here`` its contender's package must be installed."""
+    if document := point.spec.model.document:
+        raise SpecError(
+            f"model.document={document}: only prices end attention at documents "
+            "(use launcher=simulate, or model.document=0)"
+        )
+    if here and (missing := CONTENDERS[point.spec.contender.name].missing()):
+        raise SpecError(missing)
+
+
+def check_once(kind: str, sweep: Sweep) -> None:
+    """Raise SpecError for repeats with a launcher that gives the same each time."""
+    if sweep.repeats > 1:
+        raise SpecError(f"repeats={sweep.repeats}: launcher={kind} gives the same each time")
 
 
 def one_by_one(
@@ -81,7 +114,21 @@ class SweepProgress:
         """Print the outcome of a point and advance the bar."""
         detail = record.reason
         if record.status == "ok":
-            detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
+            # The main results of a success, in a few words
+            words = []
+            if record.step_s:
+                words.append(f"{statistics.median(record.step_s):.3f} s/step")
+            if record.losses:
+                words.append(f"loss {record.losses[-1]:.4f}")
+            peak = peak_memory_gib(record)
+            if peak is not None:
+                words.append(memory_text(peak[0]))
+            kernels = [
+                sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums
+            ]
+            if kernels:
+                words.append(f"compute over its kernels {max(kernels):.3f}")
+            detail = ", ".join(filter(None, (", ".join(words), over_device(record))))
         say_outcome(record.status, record.spec_id, detail)
         self._bar.advance(self._task)
 
@@ -99,19 +146,3 @@ def over_device(record: RunRecord) -> str:
     if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
         return ""
     return f"WARNING: {peak[0]:.1f} GiB are more than the device's {device:g} GiB"
-
-
-def _outcome(record: RunRecord) -> str:
-    """The main results of a success, in a few words."""
-    words = []
-    if record.step_s:
-        words.append(f"{statistics.median(record.step_s):.3f} s/step")
-    if record.losses:
-        words.append(f"loss {record.losses[-1]:.4f}")
-    peak = peak_memory_gib(record)
-    if peak is not None:
-        words.append(memory_text(peak[0]))
-    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
-    if kernels:
-        words.append(f"compute over its kernels {max(kernels):.3f}")
-    return ", ".join(words)

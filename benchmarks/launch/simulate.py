@@ -13,8 +13,7 @@ from pathlib import Path
 from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.running import SweepProgress, one_by_one
-from benchmarks.launch.trace import traced_compute, traced_stages
+from benchmarks.launch.running import Sweep, SweepProgress, check_once, one_by_one
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import prediction
 from benchmarks.specification.run_spec import check_priced
@@ -24,13 +23,11 @@ from zeropp.price.simulator import simulate
 MOST_SPANS = 20_000  # most spans of a timeline that a record keeps
 
 
-def check(points: Sequence[Point], options: SimulateOptions) -> None:
-    """Raise SpecError if a device's peak is not known for the precision, or if traced compute times
-    are asked for and there are none."""
+def check(points: Sequence[Point], options: SimulateOptions, sweep: Sweep) -> None:
+    """Raise SpecError if a device's peak is not known for the precision."""
+    check_once(options.kind, sweep)
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
-        if options.compute == "traced" and point.plan is not None:
-            traced_compute(point.spec, point.plan, Path(options.traced_runs))
 
 
 def settle(runs_dir: Path) -> dict[str, str]:
@@ -53,12 +50,7 @@ def launch(
 def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
     assert point.plan is not None  # infeasible points never reach a launcher
     spec, header = point.spec, new_header("simulate", variant=options.variant)
-    source = None
-    if options.compute == "traced":
-        source = traced_compute(spec, point.plan, Path(options.traced_runs))
-    price = price_plan(point.plan, spec.cluster)
-    costs = traced_stages(point.plan, price, source.seconds) if source else None
-    result = simulate(point.plan, spec.cluster, price=price, costs=costs)
+    result = simulate(point.plan, spec.cluster, price=price_plan(point.plan, spec.cluster))
     plan = replace(point.plan, memory=result.memory)
     ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
     if result.peak_bytes > limit:
@@ -73,5 +65,5 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         ending,
         step_s=[result.step_s] if ending.status == "ok" else [],
         spans=rows if len(rows) <= MOST_SPANS else [],
-        predicted=prediction(result) | ({"compute_from": source.source} if source else {}),
+        predicted=prediction(result),
     )

@@ -1,29 +1,29 @@
 """Runs a sweep: gives points to their launchers, collects the records and makes the report.
 
-What is still to run is decided after the launcher's ``settle`` (``launchers.Launcher``) and under a
+What is still to run is decided after the launcher's ``settle`` (``Launcher``) and under a
 lock, so that two sweeps at once run each point once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from errno import ENOLCK, EOPNOTSUPP
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
+from benchmarks.launch import local, replay, simulate, trace
 from benchmarks.launch.attempt import PROVENANCE
-from benchmarks.launch.launchers import LAUNCHERS
 from benchmarks.launch.options import LauncherOptions, SlurmOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, plan_point, records_of, still_to_run
 from benchmarks.launch.running import (
     LaunchError,
+    Sweep,
     SweepProgress,
     one_by_one,
     refuse,
@@ -38,13 +38,12 @@ from benchmarks.records.recorded_spec import differences, flat_spec
 from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
 from benchmarks.specification.command import check_writable
-from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, is_priced, spec_from_mapping
-from zeropp.price.simulator import simulate
+from zeropp.price import simulator
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
 _RUN_KEYS |= {"sequences_per_gpu", "repeats", "retries", "points"}
-_SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
+_SPEC_KEYS = {field.name for field in fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
 # the first of its points, would measure points twice.
@@ -52,24 +51,45 @@ _LOCKED = ("local", "trace", "replay", "slurm")
 _MOST_LEFT = 10  # lines on points that are under way
 
 
+class Launcher(Protocol):
+    """What the module of a launcher has. ``options`` are of its own type."""
+
+    def check(self, points: Sequence[Point], options: Any, sweep: Sweep) -> None:
+        """Raise SpecError, before anything is started or written, if a point cannot be launched."""
+
+    def settle(self, runs_dir: Path) -> dict[str, str]:
+        """Record the attempts that are over, and return the points under way, by id, with a line on
+        each. Raises LaunchError if that cannot be known."""
+
+    def launch(
+        self, points: Sequence[Point], options: Any, runs_dir: Path, progress: SweepProgress
+    ) -> list[RunRecord]:
+        """Run points that have a plan, or submit them; returns the records of those that have
+        ended."""
+
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    "local": local,
+    "slurm": submit,
+    "trace": trace,
+    "replay": replay,
+    "simulate": simulate,
+}
+
+
 @contextmanager
 def only_one(lock: Path, purpose: str, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the file ``lock`` inside this context, also against other hosts that share it: it is
     locked with flock, which NFS, Lustre and GPFS share between hosts, and which the kernel releases
     when the holder ends. If another process holds it, this says so once and waits. Raises OSError
-    if the file cannot be written."""
+    if the file cannot be written or locked."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    file: BaseFileLock = FileLock(lock, mode=0o666)
-    while not file.is_locked:
-        try:
-            file.acquire(timeout=0)
-        except Timeout:
-            say(f"waiting for another process, which {purpose} ({file.lock_file})")
-            file.acquire()
-        except OSError as error:
-            if error.errno not in (ENOLCK, EOPNOTSUPP) or isinstance(file, SoftFileLock):
-                raise
-            file = SoftFileLock(lock.with_name(f"{lock.name}-held"), mode=0o666)  # while it exists
+    file = FileLock(lock, mode=0o666)
+    try:
+        file.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process, which {purpose} ({file.lock_file})")
+        file.acquire()
     try:
         yield
     finally:
@@ -142,90 +162,82 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
 
     If points wait in a queue and have no record yet, the last job of the sweep writes the report.
     """
-    runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
+    sweep = read_sweep(configs[0])
     try:
         records = launch_points(points, configs)
     except LaunchError as error:
         say(f"error: {error}")
         return 1
-    if records is not None and all(any(records_of(p.spec, runs_dir)) for p in points):
+    if records is not None and all(any(records_of(p.spec, sweep.runs_dir)) for p in points):
         from benchmarks.report.write import write_report  # it imports pandas and matplotlib
 
-        roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+        roots = dict.fromkeys(sweep.runs_dir / point.spec.spec_id for point in points)
         try:
-            write_report(list(roots), report_dir)
+            write_report(list(roots), sweep.report_dir)
         # The records exist, so the report can be made later.
         except SpecError as error:
             say(f"no report: {error}")
             return 1
         except OSError as error:
-            say(f"no report: {error.filename or report_dir}: {error.strerror or error}")
+            say(f"no report: {error.filename or sweep.report_dir}: {error.strerror or error}")
             return 1
     return 0 if all(r.status in ("ok", "infeasible") for r in records or ()) else 1
+
+
+def read_sweep(config: Mapping[str, Any]) -> Sweep:
+    """What a composed configuration says of the whole sweep; raises SpecError."""
+    if (rerun := config["rerun"]) not in get_args(Rerun):
+        raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
+    numbers = {"repeats": config["repeats"], "retries": config.get("retries", 0)}
+    for key, least in (("repeats", 1), ("retries", 0)):
+        if type(numbers[key]) is not int or numbers[key] < least:
+            raise SpecError(f"{key}={numbers[key]!r}: must be a whole number, at least {least}")
+    return Sweep(Path(config["runs_dir"]), Path(config["report_dir"]), rerun, **numbers)
 
 
 def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
     """Run the points that are missing, launcher by launcher, and record those that are infeasible.
     Returns the new records and those of earlier failures that stand, or None for a dry run, which
-    writes nothing. Raises SpecError, before
-    anything is written, if a launcher refuses a point or an option, and LaunchError if it does not
-    know what is under way."""
-    rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
-    repeats = configs[0]["repeats"]
-    if rerun not in get_args(Rerun):
-        raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
-    for key, least in (("repeats", 1), ("retries", 0)):
-        if type(number := configs[0].get(key, least)) is not int or number < least:
-            raise SpecError(f"{key}={number!r}: must be a whole number, at least {least}")
-    retries = configs[0].get("retries", 0)
-    groups = _by_launcher(points, configs)
+    writes nothing. Raises SpecError, before anything is written, if a launcher refuses a point or
+    an option, and LaunchError if it does not know what is under way."""
+    sweep, groups = read_sweep(configs[0]), _by_launcher(points, configs)
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
-        if options.kind in ("local", "trace"):  # those that start ranks in this environment
-            for contender in {point.spec.contender.name for point in group}:
-                if missing := CONTENDERS[contender].missing():
-                    raise SpecError(missing)
-        for shape in (point.spec.model for point in group):
-            if shape.document and options.kind != "simulate":
-                raise SpecError(
-                    f"model.document={shape.document}: only prices end attention at documents "
-                    "(use launcher=simulate, or model.document=0)"
-                )
-        LAUNCHERS[options.kind].check(group, options)
-        if repeats > 1 and options.kind not in ("local", "slurm"):
-            raise SpecError(f"repeats={repeats}: launcher={options.kind} gives the same each time")
-        if retries and isinstance(options, SlurmOptions) and not options.wait:
-            raise SpecError(f"retries={retries}: needs launcher.wait=true, or nobody tries again")
+        LAUNCHERS[options.kind].check(group, options, sweep)
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
-        _launch_missing(group, options, runs_dir, rerun, repeats)
+        _launch_missing(group, options, sweep)
     if dry:
         return None
-    check_writable("runs_dir", runs_dir)
-    check_writable("report_dir", Path(configs[0]["report_dir"]))
+    check_writable("runs_dir", sweep.runs_dir)
+    check_writable("report_dir", sweep.report_dir)
+    return [record for options, group in groups for record in _tried(group, options, sweep)]
+
+
+def _tried(group: list[Point], options: LauncherOptions, sweep: Sweep) -> list[RunRecord]:
+    """The records of points that share a launcher's options. What ended from outside is tried
+    again, as often as the sweep says."""
     records: list[RunRecord] = []
-    for options, group in groups:
-        for again in range(1 + retries):
-            lock = only_one(runs_dir / ".lock", "runs or submits points in this folder", say)
-            how: Rerun = "missing" if again else rerun
-            before = {r.record_id for point in group for r in records_of(point.spec, runs_dir)}
-            try:
-                with lock if options.kind in _LOCKED else nullcontext():
-                    ended = _launch_missing(group, options, runs_dir, how, repeats)
-            except OSError as error:  # full or read-only: every point counts as missing
-                with SweepProgress(len(group)) as progress:
-                    ended = one_by_one(group, options.kind, progress, partial(_fail, error))
-            if isinstance(options, SlurmOptions) and options.wait:
-                ended = submit.wait(group, runs_dir, before)
-            # Who has cancelled a job does not want it again.
-            lost = {r.spec_id for r in ended if r.interrupted and "CANCELLED" not in r.reason}
-            group = [point for point in group if point.spec.spec_id in lost]
-            is_last = again == retries
-            records += [r for r in ended if is_last or r.spec_id not in lost]
-            if not lost:
-                break
+    for left in range(sweep.retries, -1, -1):
+        lock = only_one(sweep.runs_dir / ".lock", "runs or submits points in this folder", say)
+        before = {r.record_id for point in group for r in records_of(point.spec, sweep.runs_dir)}
+        try:
+            with lock if options.kind in _LOCKED else nullcontext():
+                ended = _launch_missing(group, options, sweep)
+        except OSError as error:  # full or read-only: every point counts as missing
+            with SweepProgress(len(group)) as progress:
+                ended = one_by_one(group, options.kind, progress, partial(_fail, error))
+        if isinstance(options, SlurmOptions) and options.wait:
+            ended = submit.wait(group, sweep.runs_dir, before)
+        # Who has cancelled a job does not want it again.
+        lost = {r.spec_id for r in ended if r.interrupted and "CANCELLED" not in r.reason}
+        group = [point for point in group if point.spec.spec_id in lost]
+        records += [r for r in ended if not left or r.spec_id not in lost]
+        if not lost:
+            break
+        sweep = replace(sweep, rerun="missing")
     return records
 
 
@@ -233,27 +245,25 @@ def _fail(error: OSError, _: Point) -> RunRecord:
     raise error
 
 
-def _launch_missing(
-    group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun, repeats: int
-) -> list[RunRecord]:
+def _launch_missing(group: list[Point], options: LauncherOptions, sweep: Sweep) -> list[RunRecord]:
     """Run what no record settles yet of points that share a launcher's options; returns the new
     records, and those of points that failed before and are not run again."""
     launcher = LAUNCHERS[options.kind]
-    under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
+    under_way: dict[str, str] = {} if options.dry_run else launcher.settle(sweep.runs_dir)
     free = [point for point in group if point.spec.spec_id not in under_way]
     todo, failed = still_to_run(
         free,
-        runs_dir,
+        sweep.runs_dir,
         provenance=PROVENANCE[options.kind],
         variant=options.variant,
-        rerun=rerun,
-        repeats=repeats,
+        rerun=sweep.rerun,
+        repeats=sweep.repeats,
     )
     announce(group, todo, failed, options.kind, under_way)
     if not options.dry_run:
         for point in todo:
             if point.plan is None:
-                refuse(point, options, runs_dir, point.reason)
+                refuse(point, options, sweep.runs_dir, point.reason)
     feasible = [point for point in todo if point.plan is not None]
     named = differences([flat_spec(point.spec.to_dict()) for point in feasible])
     for point, words in zip(feasible, named, strict=True) if options.dry_run else ():
@@ -262,7 +272,7 @@ def _launch_missing(
     if options.dry_run and not isinstance(options, SlurmOptions):
         return failed
     with SweepProgress(len(feasible)) as progress:
-        return [*failed, *launcher.launch(feasible, options, runs_dir, progress)]
+        return [*failed, *launcher.launch(feasible, options, sweep.runs_dir, progress)]
 
 
 def _expected(point: Point) -> str:
@@ -271,7 +281,7 @@ def _expected(point: Point) -> str:
     assert plan is not None
     if spec.cluster.device.is_cpu or not is_priced(spec.cluster, spec.precision):
         return "of unknown duration"
-    result = simulate(plan, spec.cluster)
+    result = simulator.simulate(plan, spec.cluster)
     steps = spec.measure.warmup_steps + spec.measure.steps + EXTRA_STEPS
     hours = spec.num_gpus * steps * result.step_s / 3600
     gib = memory_text(result.peak_bytes / 2**30)

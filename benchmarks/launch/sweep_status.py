@@ -19,8 +19,14 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.launch.alive import age_s, is_alive, is_open
-from benchmarks.launch.attempt import DamagedError, close_abandoned, read_object
+from benchmarks.launch.attempt import (
+    DamagedError,
+    age_s,
+    close_abandoned,
+    is_alive,
+    is_open,
+    read_object,
+)
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.submissions import (
     SubmittedPoint,

@@ -26,8 +26,16 @@ _VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 def capture_environment() -> dict[str, Any]:
     """Host, processor, memory, devices, versions, and the environment variables that change
     performance."""
+    from importlib import metadata
+
     import psutil  # for ranks only, as is importlib.metadata
 
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -35,7 +43,7 @@ def capture_environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
-        "versions": _versions(),
+        "versions": versions,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         **_cuda(),
     }
@@ -95,18 +103,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _cpu_name() -> str:

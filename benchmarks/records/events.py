@@ -2,8 +2,7 @@
 
 Every line is flushed when it is written, so that what was measured survives any kill. Events are
 ``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``losses``,
-``done``, and, at an early end, ``error``, ``oom`` or ``signal``. A rank that is traced without its
-peers writes ``lone_warmup``, ``lone_step``, ``compute`` and ``kernels``.
+``done``, and, at an early end, ``error``, ``oom`` or ``signal``.
 
 A reader leaves out lines that a kill, a full disk or a broken file system has damaged, and uses
 every complete line before and after them. ``measured`` is the one place where fields of a record
@@ -33,8 +32,6 @@ _NUMBER = (int, float)
 _REQUIRED: dict[str, dict[str, tuple[type, ...]]] = {
     "step": {"index": (int,), "seconds": _NUMBER},
     "warmup": {"index": (int,), "seconds": _NUMBER},
-    "lone_step": {"seconds": _NUMBER},
-    "compute": {"seconds": (dict,)},
     "error": {"type": (str,), "message": (str,)},
     "oom": {"type": (str,), "message": (str,)},
     "signal": {"name": (str,)},
@@ -127,7 +124,6 @@ def measured(
         "ranks": [_rank_record(rank, events, plan or {}) for rank, events in ranks.items()],
         "spans": [row for event in spans for row in event["rows"]],
         "span_clock": str(spans[0].get("clock", "")) if spans else "",
-        "predicted": _without_peers(ranks),
         **code,
         "notes": [*code.get("notes", ()), *_pauses(step_s)],
     }
@@ -177,21 +173,6 @@ def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
     columns = [{e["index"]: e["seconds"] for e in of_kind(r, kind)} for r in ranks.values()]
     whole = set(columns[0]).intersection(*columns[1:]) if columns else set()
     return [max(column[index] for column in columns) for index in sorted(whole)]
-
-
-def _without_peers(ranks: Mapping[int, Events]) -> dict[str, Any]:
-    """The results of ranks that ran without peers: seconds of each stage's compute actions and of
-    whole steps, and sums over kernels. Empty if ranks had their peers."""
-    alone = {rank: events for rank, events in ranks.items() if of_kind(events, "compute")}
-    if not alone:
-        return {}
-    compute = [of_kind(events, "compute")[-1]["seconds"] for events in alone.values()]
-    return {
-        "ranks": list(alone),
-        "compute_s": {name: s for of_rank in compute for name, s in of_rank.items()},
-        "lone_step_s": [[e["seconds"] for e in of_kind(v, "lone_step")] for v in alone.values()],
-        "kernels": [_last(events, "kernels") for events in alone.values()],
-    }
 
 
 def _last(events: Events, kind: str) -> dict[str, Any]:

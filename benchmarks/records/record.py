@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
@@ -16,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
+from benchmarks.specification import SpecError
 from benchmarks.specification.reading import adapter
 from zeropp.types.literals import MORE_THAN_0
 from zeropp.types.timeline import Provenance
@@ -40,18 +39,15 @@ class RecordError(ValueError):
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """JSON that every program reads: null for numbers that are not finite, and ``\\udc80`` in
-    letters for a byte that is no text, as in names of files."""
+    """JSON that every program reads: null for numbers that are not finite."""
     return json.dumps(_plain(value), allow_nan=False, **options)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return _plain(vars(value)) if is_dataclass(value) else value
@@ -138,7 +134,7 @@ class RunRecord:
     git_dirty: bool
     launcher: str
     code_digest: str = ""  # of the suite's files, see environment.Code
-    variant: str = ""  # traced with "real tensors", simulated with "traced compute"
+    variant: str = ""  # measured with a "shared GPU"
     basis: str = ""  # how a study chose the degrees of all contenders ("best plans"), if one did
     interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
@@ -199,9 +195,7 @@ def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
 def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would never end
-            raise OSError("is no file")
-        text = path.read_bytes().removeprefix(BOM_UTF8)  # editors of Windows write it
+        text = path.read_bytes()
         record = adapter(RunRecord).validate_json(text)
     except OSError as error:
         raise RecordError(f"{path}: not readable ({error})") from None
@@ -232,33 +226,23 @@ def _other_version(version: object) -> str:
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:
     """The sorted paths of all records below the roots; a root may be a record itself."""
     for root in roots:
-        yield from [root] if root.is_file() else find_below(root, "record*.json")
+        yield from [root] if root.is_file() else find_below(root, "record.json")
 
 
-def find_below(root: Path, pattern: str) -> list[Path]:
-    """Paths below a folder whose names match a pattern, sorted. A folder with such a name is among
-    them, and one that may not be read, so that its reader can report it.
+def find_below(root: Path, name: str) -> list[Path]:
+    """The sorted paths of files with a name below a folder; raises SpecError for a folder that may
+    not be read.
 
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.
     """
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            raise SpecError(f"{error.filename}: {error.strerror}") from None
+
     paths: list[Path] = []
-    closed: list[OSError] = []
-    whole = root.resolve()
-    seen = {whole}  # a link may lead to a folder above it, or to one below, which is read anyway
-    for place, folders, files in os.walk(root, onerror=closed.append, followlinks=True):
-        paths += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
-        links = {
-            name: Path(place, name).resolve()
-            for name in folders
-            if os.path.islink(f"{place}/{name}")
-        }
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".")
-            and not ((to := links.get(name)) and (to in seen or whole in to.parents))
-        ]
-        seen.update(links.values())
-    refused = [Path(error.filename) for error in closed if isinstance(error, PermissionError)]
-    return sorted([*paths, *refused])
+    for place, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        paths += [Path(place, name)] * (name in files)
+    return sorted(paths)

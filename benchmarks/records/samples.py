@@ -1,17 +1,19 @@
-"""Statistics of repeated timings: medians and their ratios, with bootstrap intervals."""
+"""Statistics of repeated timings: medians, their ratios, and where the next run will be.
+
+Times are taken as log-normal, with the same spread for all samples that are pooled. A median's
+variance is pi/2 of a mean's, and the quantile of an interval is Student's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from statistics import fmean, median
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-Values = NDArray[np.float64]
-
-_RESAMPLES = 2000
 _CONFIDENCE = 0.95
 MAX_SPREAD = 0.10  # a median of samples that spread more is not relied on, as in pyperf
 LEAST_SAMPLES = 5
@@ -19,8 +21,8 @@ LEAST_SAMPLES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The median of a sample with its bootstrap interval from ``low`` to ``high``; ``spread`` is
-    the interquartile range divided by the median."""
+    """The median of a sample with its 95 % interval from ``low`` to ``high``; ``spread`` is the
+    interquartile range divided by the median."""
 
     median: float
     low: float
@@ -42,69 +44,42 @@ class Summary:
         return f"spread {100 * self.spread:.1f} %" if self.spread > MAX_SPREAD else ""
 
 
+def half_width(counts: Sequence[int], spread: float, freedom: int, next_runs: int = 0) -> float:
+    """Half of the interval of a logarithm: of a median, or of the ratio of two, of samples of these
+    sizes. With ``next_runs=1`` it holds the next sample, or the ratio of the next ones, instead of
+    the true median."""
+    quantile = float(stdtrit(freedom, (1 + _CONFIDENCE) / 2)) if freedom else 0.0
+    return quantile * spread * math.sqrt(sum(next_runs + math.pi / (2 * n) for n in counts))
+
+
+def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """(standard deviation of the logarithm of a sample within its group, degrees of freedom), from
+    all groups together; (0, 0) if no group has two samples."""
+    freedom = sum(len(group) - 1 for group in groups)
+    logs = [[math.log(value) for value in group] for group in groups]
+    squares = sum((x - fmean(group)) ** 2 for group in logs for x in group)
+    return math.sqrt(squares / freedom) if freedom else 0.0, freedom
+
+
 def summarise(samples: Sequence[float]) -> Summary:
-    """The median with a 95 % percentile-bootstrap interval (Efron 1979); raises ValueError if there
-    are no samples."""
+    """The median with its interval; raises ValueError if there are no samples."""
     if not samples:
         raise ValueError("no samples to summarise")
-    values = np.asarray(samples, dtype=float)
-    low, high = _interval(_medians(values))
-    return Summary(
-        median=float(np.median(values)),
-        low=low,
-        high=high,
-        spread=_spread(values),
-        count=len(values),
-    )
+    return _summary(median(samples), samples)
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Summary:
-    """The ratio of two medians with a bootstrap interval for which both samples are drawn
-    independently; ``spread`` is the larger one of the two samples."""
-    return _ratio(tuple(numerator), tuple(denominator))
+    """The ratio of two medians with its interval; ``spread`` and ``count`` are those of the worse
+    one of the two samples."""
+    return _summary(median(numerator) / median(denominator), numerator, denominator)
 
 
-@lru_cache(maxsize=2**14)  # several tables and figures ask for the same pairs
-def _ratio(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Summary:
-    top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
-    low, high = _interval(_medians(top, stream=0) / _medians(bottom, stream=1))
+def _summary(middle: float, *samples: Sequence[float]) -> Summary:
+    factor = math.exp(half_width([len(of) for of in samples], *pooled_spread(samples)))
     return Summary(
-        median=float(np.median(top) / np.median(bottom)),
-        low=low,
-        high=high,
-        spread=max(_spread(top), _spread(bottom)),
-        count=min(len(top), len(bottom)),
+        median=middle,
+        low=middle / factor,
+        high=middle * factor,
+        spread=max(float(np.ptp(np.percentile(of, [25, 75]))) / median(of) for of in samples),
+        count=min(map(len, samples)),
     )
-
-
-@lru_cache(maxsize=64)
-def _draws(count: int, stream: int) -> NDArray[np.int64]:
-    """The indices of all resamples. The seed is fixed, so that a report that is made again is the
-    same."""
-    random = np.random.default_rng((count, stream))
-    return random.integers(0, count, size=(_RESAMPLES, count))
-
-
-@lru_cache(maxsize=64)
-def _middles(count: int, stream: int) -> NDArray[np.int64]:
-    """The positions [resamples, 2], in the sorted sample, of the two middle values of every
-    resample. They do not depend on the values, so they are computed once per sample size."""
-    ranks = np.sort(_draws(count, stream), axis=1)
-    return ranks[:, [(count - 1) // 2, count // 2]]
-
-
-def _spread(values: Values) -> float:
-    """Interquartile range over the median."""
-    return float(np.ptp(np.percentile(values, [25, 75])) / np.median(values))
-
-
-def _medians(values: Values, stream: int = 0) -> Values:
-    """The median of each resample."""
-    medians: Values = np.sort(values)[_middles(len(values), stream)].mean(axis=1)
-    return medians
-
-
-def _interval(estimates: Values) -> tuple[float, float]:
-    tail = 100 * (1 - _CONFIDENCE) / 2
-    low, high = np.percentile(estimates, [tail, 100 - tail])
-    return float(low), float(high)

@@ -87,7 +87,7 @@ def plan_record(
     predicted: Mapping[str, Any] | None = None,
 ) -> RunRecord:
     """The record of the plan of a ``contender``, or of a row of a comparison, in a study: of one
-    that was simulated, with its ``setting`` (the fields of its ``Candidate``) and what is
+    that was simulated, with its ``setting`` (``contenders.setting_of``) and what is
     ``predicted``, or, without both, of none that fits.
 
     ``bandwidth`` multiplies the inter-node bandwidth of the task's cluster. ``commit`` is as in

@@ -31,9 +31,9 @@ SECTIONS = {
     "Throughput": Section({"throughput": "tables:throughput_table"}, ("charts:throughput_bars",)),
     "Speed-up": Section({"speedup": "speedup:speedup_table"}, ("speedup:speedup_maps",)),
     "Ablations": Section({"ablation": "speedup:ablation_table"}, ("speedup:ablation_figure",)),
-    "Scaling": Section({"scaling": "scaling:scaling_table"}, ("charts:scaling_curves",)),
+    "Scaling": Section({"scaling": "tables:scaling_table"}, ("charts:scaling_curves",)),
     "Memory": Section(
-        {"memory": "tables:memory_table", "lone_ranks": "tables:lone_table"},
+        {"memory": "tables:memory_table"},
         ("charts:memory_bars", "charts:memory_breakdown"),
     ),
     "Timelines": Section(figures=("timelines:step_timelines",)),
@@ -52,14 +52,15 @@ TABLES = {"paper": "tables:paper_table"} | {
 @dataclass(frozen=True)
 class Options:
     """Options of a report: the contender over which speed-ups are given, the knobs of the
-    configuration that ablations are ``against``, whether to draw every timeline, and the contenders
-    and columns of the paper's table (empty: all)."""
+    configuration that ablations are ``against``, whether to draw every timeline, the contenders and
+    columns of the paper's table (empty: all), and whether to write figures as PDF, too."""
 
     base: str = "deepspeed_3d"
     against: Mapping[str, str] = field(default_factory=dict)
     timelines: bool = False
     contenders: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    pdf: bool = False
 
 
 DEFAULTS = Options()

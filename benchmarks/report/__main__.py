@@ -27,10 +27,8 @@ def main() -> int:
             raise SpecError(f"{path}: no such file or directory")
     if arguments.compare and (arguments.runs or arguments.table):
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
-    if not arguments.compare and (arguments.junit or arguments.slower is not None):
-        raise SpecError("--slower and --junit: are of --compare A B")
-    if arguments.junit:
-        check_writable("--junit", arguments.junit.parent)
+    if not arguments.compare and arguments.slower is not None:
+        raise SpecError("--slower: is of --compare A B")
     if arguments.tensorboard or arguments.wandb:
         from benchmarks.report.trackers import to_tensorboard, to_wandb
 
@@ -61,14 +59,13 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         arguments.timelines,
         tuple(arguments.contenders),
         tuple(arguments.columns),
+        arguments.pdf,
     )
     if arguments.compare:
         from benchmarks.report.compare import write_comparison
 
         before, after = arguments.compare
         comparison = write_comparison([before], [after], out, slower=arguments.slower)
-        if arguments.junit:
-            comparison.write_junit(arguments.junit)
         return 1 if any(comparison.worse.values()) else 0
     from benchmarks.records.lone import is_of_one_gpu
     from benchmarks.report.write import write_one_table, write_report
@@ -123,14 +120,14 @@ def _parser() -> CommandParser:
     add("--against", default="", metavar="KNOBS", help=against)
     timelines = "draw and trace the timelines of every cell (slow)"
     add("--timelines", action="store_true", help=timelines)
-    chosen = "%s of the paper's table (all)"
-    add("--contenders", nargs="+", default=[], metavar="NAME", help=chosen % "contenders")
-    columns = "columns: tokens_per_s_per_gpu model_tflops_per_gpu mfu peak_gib speedup,"
-    add("--columns", nargs="+", default=[], metavar="NAME", help=chosen % columns)
+    add("--pdf", action="store_true", help="write every figure as PDF, too (slow)")
+    contenders = "contenders of the paper's table (all) and of the maps of speed-ups (zeropp)"
+    add("--contenders", nargs="+", default=[], metavar="NAME", help=contenders)
+    columns = "columns of the paper's table (all): tokens_per_s_per_gpu model_tflops_per_gpu mfu "
+    add("--columns", nargs="+", default=[], metavar="NAME", help=columns + "peak_gib speedup")
     compare = "two sets of runs, before and after; exit status 1 if something became worse"
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
     add("--slower", type=_share, metavar="10%", help="worse is slower by this (and beyond noise)")
-    add("--junit", type=Path, metavar="FILE", help="write the comparison as test cases, for CI")
     out = "folder to write to (results/reports/latest, or results/reports/TABLE)"
     add("--out", type=Path, metavar="DIR", help=out)
     add("--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs")

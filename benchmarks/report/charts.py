@@ -24,8 +24,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
 
 from benchmarks.report import DEFAULTS, Options, display, style
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed
-from benchmarks.report.repeats import ranges
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed, ranges
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
@@ -49,7 +48,7 @@ class SavedPicture:
 
     name: str
     caption: str
-    paths: tuple[Path, Path]  # PNG, PDF
+    paths: tuple[Path, ...]  # PNG, and PDF if that was asked for
 
 
 def say_what_it_shows(picture: Picture) -> None:
@@ -60,8 +59,8 @@ def say_what_it_shows(picture: Picture) -> None:
         picture.figure.supxlabel(text, fontsize=_SHOWN_PT, color="#555555", x=0.01, ha="left")
 
 
-def save(picture: Picture, out: Path) -> SavedPicture:
-    """Write PNG (200 dots per inch) and PDF, and release the figure.
+def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
+    """Write PNG, and PDF if that is asked for, and release the figure.
 
     The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
@@ -71,13 +70,15 @@ def save(picture: Picture, out: Path) -> SavedPicture:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
-    png, pdf = (out / f"{picture.name}.{kind}" for kind in ("png", "pdf"))
-    picture.figure.savefig(png, pil_kwargs={"compress_level": 0})
-    few = Image.open(png).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
-    few.save(png)  # a quarter of the bytes, and sooner than all colours are compressed
-    picture.figure.savefig(pdf, metadata={"CreationDate": None})  # equal pictures, equal files
+    paths = [out / f"{picture.name}.png"]
+    picture.figure.savefig(paths[0], pil_kwargs={"compress_level": 0})
+    few = Image.open(paths[0]).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
+    few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
+    if pdf:
+        paths.append(out / f"{picture.name}.pdf")
+        picture.figure.savefig(paths[1], metadata={"CreationDate": None})  # equal if drawn again
     plt.close(picture.figure)
-    return SavedPicture(picture.name, picture.caption, (png, pdf))
+    return SavedPicture(picture.name, picture.caption, tuple(paths))
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -185,8 +186,10 @@ def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: display.Form) ->
     contenders = style.ordered(rows["contender"])
     width = 0.84 / len(contenders)
     turn = 90 if len(counts) * len(contenders) > 6 else 0
+    ends = [f"{column}_low", f"{column}_high"]
+    shown = rows.reindex(columns=["contender", "num_gpus", "status", column, *ends])  # few: faster
     for number, contender in enumerate(contenders):
-        series = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
+        series = shown[shown["contender"] == contender].set_index("num_gpus").reindex(counts)
         places = np.arange(len(counts)) + (number - (len(contenders) - 1) / 2) * width
         values = series[column].to_numpy(dtype=float)
         drawn = axis.bar(
@@ -299,8 +302,10 @@ def _curves(groups: Mapping[str, pd.DataFrame], lines: Sequence[str]) -> Figure:
 def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
     """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
     ends: list[tuple[float, float, str, str]] = []
+    speeds = [name for name in map(str, panel) if name.startswith(("tokens_per_s", "model_tflops"))]
+    shown = panel[["contender", "num_gpus", *speeds]].sort_values("num_gpus")  # few: faster
     for contender in style.ordered(panel["contender"]):
-        series = panel[panel["contender"] == contender].sort_values("num_gpus")
+        series = shown[shown["contender"] == contender]
         gpus, per_gpu, tflops = (
             series[c].to_numpy(float)
             for c in ("num_gpus", "tokens_per_s_per_gpu", "model_tflops_per_gpu")

@@ -12,26 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.records.samples import ratio_of_medians
-from benchmarks.report import display, style
-from benchmarks.report.charts import Picture, save
+from benchmarks.report import display
 from benchmarks.report.display import varied
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
 from benchmarks.report.write import report_folder
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
-MAX_LINES = 40
 _MOST_KEYS = 3  # that are named where nothing can be compared
 _PLACE = ("cluster", "machine.", "measure.", "seed")  # how settings of place and method begin
-_COLOURS = {"faster": style.COOL, "slower": style.WARM}
 
 
 @dataclass(frozen=True)
@@ -41,18 +36,6 @@ class Comparison:
     files: list[Path]
     worse: dict[str, str]
 
-    def write_junit(self, path: Path) -> None:
-        """Write a test case per configuration as JUnit's XML, which CI servers show. Raises
-        OSError."""
-        failures = sum(map(bool, self.worse.values()))
-        counts = {"tests": str(len(self.worse)), "failures": str(failures)}
-        suite = ElementTree.Element("testsuite", {"name": "zeropp report --compare", **counts})
-        for name, why in self.worse.items():
-            case = ElementTree.SubElement(suite, "testcase", classname="comparison", name=name)
-            if why:
-                ElementTree.SubElement(case, "failure", message=why)
-        ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
-
 
 def write_comparison(
     before: Sequence[Path],
@@ -61,7 +44,7 @@ def write_comparison(
     console: Console | None = None,
     slower: float | None = None,
 ) -> Comparison:
-    """Print and write the comparison table and its figure; ``slower`` is the loss of speed from
+    """Print and write the comparison table; ``slower`` is the loss of speed from
     which a configuration counts as worse. No file is written if the sets have no configuration in
     common."""
     console = console or Console()
@@ -80,17 +63,8 @@ def write_comparison(
     print_table(made, console)
     counts = changes["verdict"].str.split(":").str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-    timed = changes[changes["ratio"].notna()]
     with report_folder(out) as folder:
         paths = write_table(made, [made.grid()], folder)
-        if not timed.empty:
-            picture = Picture(
-                name="comparison",
-                caption="Throughput after over before, with 95 % bootstrap intervals.",
-                figure=_intervals(timed),
-                shown=style.shown(timed) if "cluster" in timed else "",
-            )
-            paths += save(picture, folder).paths
         names = [path.name for path in paths]
     worse = {
         f"{row['model']}, {row['num_gpus']} GPUs, batch {row['global_batch']}, {row['precision']}"
@@ -216,27 +190,3 @@ def comparison_table(changes: pd.DataFrame) -> Table:
         Column("verdict", "verdict"),
     )
     return table("comparison", "After against before", columns, changes)
-
-
-def _intervals(timed: pd.DataFrame) -> Figure:
-    """One interval per configuration; its colour says faster or slower, and grey says neither."""
-    size = pd.Series(np.log(timed["ratio"].astype(float))).abs()
-    shown = timed.loc[size.sort_values().index][-MAX_LINES:]
-    figure, (axis,) = style.panels(1, width=8.0, height=1.2 + 0.26 * len(shown))
-    places, ratios = np.arange(len(shown)), shown["ratio"].to_numpy(dtype=float)
-    colours = [_COLOURS.get(verdict, style.NEUTRAL) for verdict in shown["verdict"]]
-    axis.hlines(places, shown["low"], shown["high"], color=colours, linewidth=2)
-    axis.scatter(ratios, places, color=colours, zorder=3)
-    for place, (_, row) in zip(places, shown.iterrows(), strict=True):
-        text = f"{display.ratio(row['ratio'])} {row['verdict'].split(':')[0]}"
-        style.beside(axis, row["high"], float(place), text)
-    labels = [
-        f"{display.model_label(str(r.model))}, {r.num_gpus}, "
-        f"{display.contender_label(str(r.contender))} {r.layout}"
-        for r in shown.itertuples()
-    ]
-    axis.set_yticks(places, labels, fontsize=8)
-    axis.axvline(1.0, color="#333333", linewidth=0.8)
-    axis.margins(x=0.35)
-    axis.set_xlabel("throughput after / before")
-    return figure

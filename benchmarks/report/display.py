@@ -108,9 +108,7 @@ def unchecked_note(rows: pd.DataFrame) -> str:
     return f"NOT COMPARED with one process as usual: {'; '.join(words)}."
 
 
-def tokens(value: float) -> str:
-    """Tokens per second and GPU: whole tokens with commas."""
-    return f"{value:,.0f}"
+tokens: Form = "{:,.0f}".format  # tokens per second and GPU
 
 
 @dataclass(frozen=True)
@@ -164,19 +162,9 @@ def _mib(value: float) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
-def ratio(value: float) -> str:
-    """A speed-up or a ratio of peaks: two decimals."""
-    return f"{value:.2f}"
-
-
-def seconds(value: float) -> str:
-    """Seconds: three decimals."""
-    return f"{value:.3f}"
-
-
-def count(value: float) -> str:
-    """A whole number without commas."""
-    return f"{value:.0f}"
+ratio: Form = "{:.2f}".format  # a speed-up, or a ratio of peaks
+seconds: Form = "{:.3f}".format
+count: Form = "{:.0f}".format  # a whole number without commas
 
 
 def is_missing(value: object) -> bool:

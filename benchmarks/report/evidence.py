@@ -23,11 +23,9 @@ from benchmarks.report.table import Column, Table, key_columns, table
 
 _TRUST = [  # from the most trusted kind; the first that a configuration has is its reference
     "measured",
-    "traced with real tensors",
     "traced",
     "published",
     "replayed",
-    "simulated with traced compute",
     "simulated",
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
@@ -97,15 +95,6 @@ def evidence_distance_figure(rows: pd.DataFrame, options: Options = DEFAULTS) ->
     distances = evidence_distances(rows)
     if distances.empty:
         return
-    yield Picture(
-        name="evidence_distance",
-        caption="How far one kind of evidence is from a more trusted one on the same configuration "
-        "(value / reference - 1); the worst of each quantity are shown.",
-        figure=_lollipops(distances),
-    )
-
-
-def _lollipops(distances: pd.DataFrame) -> Figure:
     groups = list(distances.groupby("quantity", sort=True))
     lines = [min(MAX_LINES, len(group)) + 1.5 for _, group in groups]
     height = 0.4 + 0.36 * sum(lines) / len(lines)
@@ -130,7 +119,12 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
         axis.set_ylim(-0.6, len(worst) - 0.4)
         axis.margins(x=0.2)
         axis.set_xlabel(f"distance of the {str(quantity).split(' [')[0]} [%]")
-    return figure
+    yield Picture(
+        name="evidence_distance",
+        caption="How far one kind of evidence is from a more trusted one on the same configuration "
+        "(value / reference - 1); the worst of each quantity are shown.",
+        figure=figure,
+    )
 
 
 def evidence_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -206,7 +200,7 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
         "of the machine was chosen after the error had been seen. The blue ones are held out of "
         "both, which is less than blind: the rules for most of their programs were written with "
         "their tables in view.",
-        figure=_panels(distances),
+        figure=errors_figure(distances),
     )
 
 
@@ -216,7 +210,8 @@ def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], 
         yield (str(quantity), str(role), str(source)), group["error"]
 
 
-def _panels(distances: pd.DataFrame) -> Figure:
+def errors_figure(distances: pd.DataFrame) -> Figure:
+    """Every ``error`` as a dot, a line per ``source`` and ``role``, a panel per ``quantity``."""
     lines = distances.groupby("quantity", sort=False)["source"].nunique()
     height, heights = 0.6 + 0.45 * float(lines.mean()), list(lines + 1.0)
     figure, axes = style.panels(len(lines), 1, width=9.0, height=height, heights=heights)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -33,10 +34,9 @@ from benchmarks.records.recorded_spec import (
     read_spec,
     unchecked,
 )
-from benchmarks.records.samples import summarise
+from benchmarks.records.samples import LEAST_SAMPLES, Summary, half_width, pooled_spread, summarise
 from benchmarks.records.simulated import TABLE, read_table
 from benchmarks.report.display import varied
-from benchmarks.report.repeats import with_repeats
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import DataSpec, MeasureSpec, RunSpec
 from zeropp.price import parameter_count
@@ -152,7 +152,7 @@ def has_default_degrees(spec: RecordedSpec) -> bool:
 
 
 def evidence_of(record: RunRecord) -> str:
-    """A record's kind of evidence in words, such as ``simulated with traced compute``."""
+    """A record's kind of evidence in words, such as ``measured with shared GPU``."""
     return " with ".join(filter(None, (record.provenance, record.variant)))
 
 
@@ -183,62 +183,17 @@ def source_of(record: RunRecord) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Derived:
-    """The columns that follow from a record; a number that is not known is NaN. The fields of the
-    record itself are columns, too (``row_of``), except those in ``_LEFT_OUT``.
-    """
-
-    model: str
-    parameters: float
-    cluster: str
-    on_cpu: bool
-    num_gpus: int
-    global_batch: int
-    seq: int
-    precision: str
-    memory_limit_gib: float
-    evidence: str
-    contender: str  # its key, not its label
-    layout: str
-    default_degrees: bool  # whether nobody has tuned it
-    knobs: dict[str, Any]  # as asked for, and the microbatch size
-    settings: dict[str, str]
-    setting: str  # those of the specification as one text
-    machine: str  # those of the kind of machine; empty if nothing ran
-    configuration: str  # the knobs as one text
-    software: str  # whose runs may be repeats of each other; empty if it is not known
-    path: str
-    samples_step_s: list[float]
-    trained: str  # what losses depend on except the contender; empty where masks are drawn
-    unchecked: str  # how the gate was left out or loosened; empty if it was not
-    has_spans: bool
-    is_lone: bool
-    memory_by_kind: dict[str, int]  # of the fullest rank, in bytes
-    predicted_gib: float
-    peak_gib: float
-    memory_kind: str
-    source: dict[str, Any]
-    spread: float
-    steps_unsettled: str  # why the median of its steps cannot be relied on; empty if it can
-    runs: int  # that the row is the median of
-    run_spread: float  # of the logarithm of a run's time, over all repeated configurations
-    run_freedom: int
-    step_s: float  # the median; this and the rates with the ends of 95 % intervals if measured
-    step_s_low: float
-    step_s_high: float
-    tokens_per_s_per_gpu: float
-    tokens_per_s_per_gpu_low: float
-    tokens_per_s_per_gpu_high: float
-    model_tflops_per_gpu: float
-    model_tflops_per_gpu_low: float
-    model_tflops_per_gpu_high: float
-    mfu: float
-    mfu_low: float
-    mfu_high: float
-
-
-_TIMED = ("step_s", "tokens_per_s", "model_tflops", "mfu")  # how columns of speed begin
+# The columns that follow from a record (``row_of``): what was run, how it may be compared, and what
+# came out. A number that is not known is NaN. Speeds have the ends of 95 % intervals if measured.
+_SPEEDS = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
+_DERIVED = (
+    *("model", "parameters", "cluster", "on_cpu", "num_gpus", "global_batch", "seq", "precision"),
+    *("memory_limit_gib", "evidence", "contender", "layout", "default_degrees", "knobs"),
+    *("settings", "setting", "machine", "configuration", "software", "path", "samples_step_s"),
+    *("trained", "unchecked", "has_spans", "memory_by_kind", "predicted_gib"),
+    *("peak_gib", "memory_kind", "source", "runs", "run_spread", "run_freedom", "spread"),
+    *("steps_unsettled", *(f"{name}{end}" for name in _SPEEDS for end in ("", "_low", "_high"))),
+)
 # Fields of a record that are no columns: tables that need one of these read the record again.
 _LEFT_OUT = {"spec", "plan", "gate", "ranks", "spans", "predicted", "slurm", "notes"}
 _RECORDED = [column.name for column in fields(RunRecord) if column.name not in _LEFT_OUT]
@@ -255,43 +210,42 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     planned = record.plan.get("predicted_memory", [])
-    derived = Derived(
-        model=spec.model.name,
-        parameters=math.nan if shape is None else float(parameter_count(shape)),
-        cluster=spec.cluster.name + _network(record.spec.get("bandwidth", 1.0)),
-        on_cpu=device.name == "cpu" or spec.cluster.name == "cpu_gloo",
-        num_gpus=spec.num_gpus,
-        global_batch=spec.global_batch,
-        seq=spec.model.seq,
-        precision=spec.precision,
-        memory_limit_gib=_nan_if_none(device.memory_gib),
-        evidence=evidence_of(record),
-        contender=spec.contender.name,
-        layout=configuration_text(record, spec),
-        default_degrees=not record.basis and has_default_degrees(spec),
-        knobs=knobs,
-        settings=settings,
-        setting=json.dumps(setting, sort_keys=True),
-        machine=json.dumps(machine, sort_keys=True) if machine else "",
-        configuration=json.dumps(default_knobs(spec.contender.name) | knobs, sort_keys=True),
-        software=f"{record.code_digest} {versions}" if record.code_digest else "",
-        path=path,
-        samples_step_s=record.step_s if record.status == "ok" else [],
-        trained=_trained(spec),
-        unchecked=unchecked(record.spec) if record.provenance == "measured" else "",
-        has_spans=timeline_from_rows("", record.provenance, record.spans).step_s > 0,
-        is_lone="lone_step_s" in record.predicted,
-        memory_by_kind=_fullest(record.predicted.get("memory", planned)),
-        predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
-        peak_gib=peak,
-        memory_kind=kind,
-        source=source,
-        runs=1,
-        run_spread=math.nan,
-        run_freedom=0,
+    derived = {
+        "model": spec.model.name,
+        "parameters": math.nan if shape is None else float(parameter_count(shape)),
+        "cluster": spec.cluster.name + _network(record.spec.get("bandwidth", 1.0)),
+        "on_cpu": device.name == "cpu" or spec.cluster.name == "cpu_gloo",
+        "num_gpus": spec.num_gpus,
+        "global_batch": spec.global_batch,
+        "seq": spec.model.seq,
+        "precision": spec.precision,
+        "memory_limit_gib": _nan_if_none(device.memory_gib),
+        "evidence": evidence_of(record),
+        "contender": spec.contender.name,  # its key, not its label
+        "layout": configuration_text(record, spec),
+        "default_degrees": not record.basis and has_default_degrees(spec),
+        "knobs": knobs,
+        "settings": settings,
+        "setting": json.dumps(setting, sort_keys=True),
+        "machine": json.dumps(machine, sort_keys=True) if machine else "",
+        "configuration": json.dumps(default_knobs(spec.contender.name) | knobs, sort_keys=True),
+        "software": f"{record.code_digest} {versions}" if record.code_digest else "",
+        "path": path,
+        "samples_step_s": record.step_s if record.status == "ok" else [],
+        "trained": _trained(spec),
+        "unchecked": unchecked(record.spec) if record.provenance == "measured" else "",
+        "has_spans": timeline_from_rows("", record.provenance, record.spans).step_s > 0,
+        "memory_by_kind": _fullest(record.predicted.get("memory", planned)),
+        "predicted_gib": sum(_fullest(planned).values()) / 2**30 or math.nan,
+        "peak_gib": peak,
+        "memory_kind": kind,
+        "source": source,
+        "runs": 1,
+        "run_spread": math.nan,
+        "run_freedom": 0,
         **_throughput(record, spec),
-    )
-    return {name: getattr(record, name) for name in _RECORDED} | vars(derived)
+    }
+    return {name: getattr(record, name) for name in _RECORDED} | derived
 
 
 def _network(share: float) -> str:
@@ -316,7 +270,7 @@ def _fail_what_leaves_the_band(rows: list[dict[str, Any]]) -> None:
             "samples_step_s": [],
             "steps_unsettled": "",
         }
-        timed = [name for name in fine[place] if name.startswith(_TIMED)]
+        timed = [name for name in fine[place] if name.startswith(_SPEEDS)]
         fine[place] |= dict.fromkeys([*timed, "spread"], math.nan)
 
 
@@ -379,8 +333,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 skipped.append(str(error))
                 continue
             for record in records:
-                # ``record-late.json`` is of the attempt that ``record.json`` had given up.
-                key = (record.record_id.removesuffix("/late"), record.git_sha * is_table)
+                key = (record.record_id, record.git_sha * is_table)
                 try:
                     rows.setdefault(key, row_of(record, "" if is_table else str(path)))
                 except _ODD as error:
@@ -388,7 +341,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                     skipped.append(f"{path}: {error if isinstance(error, RecordError) else why}")
     lines = [*rows.values()]
     _fail_what_leaves_the_band(lines)
-    columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
+    columns = dict.fromkeys([*_RECORDED, *_DERIVED])
     frame = pd.DataFrame(lines, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
 
@@ -487,3 +440,63 @@ def notes_of(rows: pd.DataFrame) -> list[str]:
     hidden = f"{counts}: other attempts at configurations shown here (table: attempts)"
     notes = {beside: shared.any(), older: (rows["software_count"] > 1).any(), hidden: attempts}
     return [*filter(None, caveats), *(note for note, holds in notes.items() if bool(holds))]
+
+
+_PLACE = ("cluster", "machine")
+_RATES = ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
+
+
+def ranges(rows: pd.DataFrame) -> str:
+    """What the ranges of measured ``rows`` are, in words for a caption."""
+    if (rows["runs"] > 1).any():
+        return "95 % of next runs are in the ranges"
+    return "ranges are 95 % intervals"
+
+
+def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """The rows of ``latest_ok``, those of configurations that ran more than once with the same
+    files and packages as medians over these runs. ``keys`` name a configuration in ``rows`` and
+    ``frame``, and its cluster and machine are among them."""
+    fine = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
+    times = {
+        key: list(group["step_s"])
+        for key, group in fine[fine["software"] != ""].groupby([*keys, "software"])
+        if len(group) > 1
+    }
+    if not times:
+        return rows
+    of_place: defaultdict[Any, list[list[float]]] = defaultdict(list)
+    for key, group in times.items():
+        of_place[*(key[keys.index(name)] for name in _PLACE)].append(group)
+    spreads = {place: pooled_spread(groups) for place, groups in of_place.items()}
+    lines = []
+    for row in rows.to_dict("records"):
+        runs = times.get(tuple(row[key] for key in [*keys, "software"]))
+        if row["status"] == "ok" and runs:
+            spread, freedom = spreads[*(row[name] for name in _PLACE)]
+            factor = math.exp(half_width([len(runs)], spread, freedom, next_runs=1))
+            faster = row["step_s"] / median(runs)
+            row |= {"runs": len(runs), "run_spread": spread, "run_freedom": freedom}
+            row |= {"steps_unsettled": "", "spread": spread}
+            for name, best in (("step_s", median(runs)), *((n, row[n] * faster) for n in _RATES)):
+                row |= {name: best, f"{name}_low": best / factor, f"{name}_high": best * factor}
+        lines.append(row)
+    return pd.DataFrame(lines, columns=rows.columns)
+
+
+def ratio_of_repeats(top: Mapping[Any, Any], bottom: Mapping[Any, Any]) -> Summary:
+    """The ratio of the step times of two rows of ``with_repeats`` on one cluster, at least one of
+    which was repeated, with the interval of the ratio of their next runs."""
+    repeated = max(top, bottom, key=lambda row: row["runs"])
+    ratio = top["step_s"] / bottom["step_s"]
+    runs = [int(row["runs"]) for row in (top, bottom)]
+    factor = math.exp(
+        half_width(runs, repeated["run_spread"], int(repeated["run_freedom"]), next_runs=1)
+    )
+    return Summary(
+        median=ratio,
+        low=ratio / factor,
+        high=ratio * factor,
+        spread=math.nan,  # that of the steps says nothing here
+        count=sum(runs) * LEAST_SAMPLES,
+    )

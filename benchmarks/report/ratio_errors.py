@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from itertools import combinations
-from math import exp, log1p
+from math import exp, log, log1p
 from statistics import median
+from typing import Literal
 
 from zeropp.types.data import DATA
 
@@ -97,15 +98,25 @@ def ratio_text(ratio: float, *, one_program: bool) -> str:
 @cache
 def factor(*, one_program: bool) -> float:
     """The factor within which nine in ten simulated ratios are of the measured ones."""
+    return exp(interval_of((source, error) for source, error, _ in pairs(one_program=one_program)))
+
+
+@cache
+def pairs(
+    *, one_program: bool, error: Literal["stranger", "in_sample"] = "stranger"
+) -> list[tuple[str, float, float]]:
+    """Of pairs of published runs of one program, or of two, the source of the first, the error of
+    the ratio of their speeds as a logarithm, and the measured ratio as one."""
     groups = defaultdict(list)
     for run in stranger_runs():
         if run["quantity"] == "speed" and run.get("layers"):
-            groups[tuple(run[key] for key in _SAME)].append(run)
-    return exp(
-        interval_of(
-            (first["source"], log1p(float(first["stranger"])) - log1p(float(other["stranger"])))
-            for runs in groups.values()
-            for first, other in combinations(runs, 2)
-            if (first["program"] == other["program"]) is one_program
-        )
-    )
+            speed = log(float(run["value"])) * (-1 if "time" in run["metric"] else 1)
+            groups[tuple(run[key] for key in _SAME)].append(
+                (run["source"], run["program"], log1p(float(run[error])), speed)
+            )
+    return [
+        (source, off - other_off, speed - other_speed)
+        for runs in groups.values()
+        for (source, name, off, speed), (_, other, other_off, other_speed) in combinations(runs, 2)
+        if (name == other) is one_program
+    ]

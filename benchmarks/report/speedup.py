@@ -19,8 +19,14 @@ from matplotlib.figure import Figure
 from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.charts import Picture, by_evidence
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed, default_knobs
-from benchmarks.report.repeats import ranges, ratio_of_repeats
+from benchmarks.report.frame import (
+    CELL,
+    best_configuration,
+    best_or_failed,
+    default_knobs,
+    ranges,
+    ratio_of_repeats,
+)
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
 from benchmarks.specification import SpecError
 
@@ -125,8 +131,8 @@ def _median_of(group: pd.DataFrame) -> dict[str, object]:
 
 
 def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
-    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
-    the base. Cells in which either of the two failed say so."""
+    """Throughput divided by the base's, for models and GPU counts: a map of ZeroPP, or one of each
+    of ``options.contenders``. Cells in which either of the two failed say so."""
     over = display.contender_label(options.base)
     compared = with_speedups(best_or_failed(rows), options.base)
     compared = compared[(compared["contender"] != options.base) & compared["base_record"].notna()]
@@ -134,9 +140,10 @@ def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pi
     texts = [_cell_text(row, over) for row in compared.to_dict("records")]
     compared = compared.assign(text=texts)[compared["speedup"].notna() | failed]
     timed = compared[compared["speedup"].notna()]
+    drawn = {*(options.contenders or [SUBJECT])}
     for suffix, evidence, group in by_evidence(timed):
         reach = max(0.1, float(np.abs(np.log2(group["speedup"].to_numpy(dtype=float))).max()))
-        for contender in style.ordered(group["contender"]):
+        for contender in style.ordered(drawn.intersection(group["contender"])):
             label = display.contender_label(contender)
             contender_rows = group[group["contender"] == contender]
             kinds = ["evidence", "basis", "cluster", "contender"]

@@ -42,8 +42,6 @@ _STYLES = {
     "megatron_fsdp": Style("#117733", "**", (0, (5, 1)), "d"),
     "megatron_core": Style("#56B4E9", "++", (0, (3, 1)), "P"),
     "megatron_core_local": Style("#332288", "OO", (0, (1, 1)), "p"),
-    "megatron_deepspeed": Style("#999999", "--", (0, (4, 2)), "X"),
-    "zero_bubble": Style("#F0E442", "\\\\//", (0, (2, 1)), "*"),
     "best_3d": Style("#E69F00", "\\\\", "-", "v"),
     "deepspeed_best": Style("#661100", "//..", (0, (8, 1)), ">"),
     "deepspeed_zero3": Style("#AA4499", "||", (0, (4, 1, 1, 1)), "<"),
@@ -54,7 +52,7 @@ WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
 _RC: Any = {
     "figure.dpi": 110,
-    "savefig.dpi": 200,
+    "savefig.dpi": 150,
     "font.size": 10,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,

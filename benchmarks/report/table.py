@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import groupby
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from rich import box
@@ -26,7 +26,7 @@ from benchmarks.report import display
 from benchmarks.report.display import Form, is_missing
 
 MISSING = "–"
-_WORDS_WIDTH = 22  # columns of text are not folded to fewer letters
+_HEAD_LETTERS = 14  # of a line of a head above numbers in a terminal
 _LABELS = {
     "model": display.model_label,
     "cluster": display.cluster_label,
@@ -62,8 +62,6 @@ class Grid:
     groups: tuple[tuple[str, int], ...] = ()
     keys: int = 1
     notes: tuple[str, ...] = ()
-    # Heads that LaTeX leaves out, the first ones first, where a page has no room for all columns.
-    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,7 @@ def _setting_column(name: str) -> Column:
     return Column(name, display.setting_label(name), is_key=True)
 
 
-_PREAMBLE = "% needs \\usepackage{array,booktabs,graphicx,longtable}\n"
-_PAGE_ROWS, _PAGE_COLUMNS, _PAGE_LETTERS = 40, 10, 100  # that a page of LaTeX has room for
+_PAGE_ROWS, _PAGE_COLUMNS = 40, 10  # that a page of LaTeX has room for
 _SPECIAL: dict[str, str | int | None] = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
     "~": r"\textasciitilde{}",
@@ -245,107 +242,42 @@ def _group_names(grid: Grid) -> list[str]:
 
 
 def latex(grids: Sequence[Grid]) -> str:
-    """One float per grid, with the rules of booktabs, scaled to fit the width of the text; a table
-    over several pages where it has more rows than one. Of columns that are optional it has as many
-    as fit, and where the others do not, several tables."""
-    parts = [part for grid in grids for part in _of_a_page_width(grid)]
-    return _PREAMBLE + "\n".join(map(_latex_table, parts))
+    """Floats with the rules of booktabs, scaled to fit the width of the text: one per grid, or
+    several where it has more rows, or of groups more columns, than a page has room for."""
+    preamble = "% needs \\usepackage{booktabs,graphicx}"
+    return "\n".join([preamble, *(part for grid in grids for part in _floats(grid))])
 
 
-def _of_a_page_width(grid: Grid) -> list[Grid]:
-    if not grid.optional:
-        return [grid]
-    names, left_out = _group_names(grid), list[str]()
-    kept = list(range(len(grid.heads)))
-    for head in grid.optional:
-        if len(kept) > _PAGE_COLUMNS:
-            left_out.append(head)  # but from a group that has nothing else
-            kept = [i for i in kept if grid.heads[i] != head or names.count(names[i]) == 1]
-            names = [name if i in kept else "" for i, name in enumerate(names)]
-    room, columns = max(1, _PAGE_COLUMNS - grid.keys), kept[grid.keys :]
-    parts = [columns[i : i + room] for i in range(0, len(columns), room)]
-    more = f" In the files of numbers: {', '.join(left_out)}." * bool(left_out)
-    return [_part(grid, [*kept[: grid.keys], *part], more) for part in parts]
-
-
-def _part(grid: Grid, columns: Sequence[int], more: str) -> Grid:
-    """The grid with some of its columns, and ``more`` words in its caption."""
-    names = [_group_names(grid)[i] for i in columns]
-    spans = [(name, len(list(of))) for name, of in groupby(names)]
-    return replace(
-        grid,
-        caption=grid.caption + more,
-        heads=tuple(grid.heads[i] for i in columns),
-        numeric=tuple(grid.numeric[i] for i in columns),
-        rows=tuple(tuple(row[i] for i in columns) for row in grid.rows),
-        groups=tuple(spans) if grid.groups else (),
-    )
-
-
-def _latex_table(grid: Grid) -> str:
+def _floats(grid: Grid) -> Iterator[str]:
     if not grid.rows:
-        return f"% {grid.title}: no rows\n"
-    heads = " & ".join(map(_escaped, grid.heads)) + r" \\"
-    names, rules, first = [], [], 1  # the line of group headings, and the rules below it
-    for name, span in grid.groups:
-        blank = "&" * (span - 1)
-        names.append(rf"\multicolumn{{{span}}}{{c}}{{{_escaped(name)}}}" if name else blank)
-        if name:
-            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
-        first += span
-    groups = [" & ".join(names) + r" \\", " ".join(rules)] if grid.groups else []
-    body = [
-        " & ".join(rf"\textbf{{{_escaped(c.text)}}}" if c.bold else _escaped(c.text) for c in row)
-        + r" \\"
+        yield f"% {grid.title}: no rows\n"
+        return
+    heads = [[*map(_escaped, names)] for names in (_group_names(grid), grid.heads)]
+    texts = [
+        [rf"\textbf{{{_escaped(c.text)}}}" if c.bold else _escaped(c.text) for c in row]
         for row in grid.rows
     ]
-    form = "".join("r" if right else "l" for right in grid.numeric)
+    columns = pd.MultiIndex.from_arrays(heads) if grid.groups else heads[1]
+    frame = pd.DataFrame(texts, columns=columns)
     caption = _escaped(" ".join((f"{grid.title}.", grid.caption, *grid.notes)).strip())
-    if len(grid.rows) > _PAGE_ROWS:
-        head = "\n".join([r"\toprule", *groups, heads, r"\midrule"])
-        return "\n".join(
-            [
-                r"{\tiny\setlength{\tabcolsep}{2pt}\setlength{\LTcapwidth}{\linewidth}",
-                rf"\begin{{longtable}}{{@{{}}{_folded(grid)}@{{}}}}",
-                rf"\caption{{{caption}}}\\",
-                *(head, r"\endfirsthead", head, r"\endhead", r"\bottomrule", r"\endfoot"),
-                *body,
-                r"\end{longtable}}",
-                "",
-            ]
+    columns_in = max(1, _PAGE_COLUMNS - grid.keys) if grid.groups else len(grid.heads)
+    others = range(grid.keys, len(grid.heads))
+    for first, left in product(range(0, len(frame), _PAGE_ROWS), others[::columns_in] or [0]):
+        kept = [*range(grid.keys), *others[left - grid.keys :][:columns_in]]
+        tabular = frame.iloc[first : first + _PAGE_ROWS, kept].to_latex(
+            index=False,
+            escape=False,
+            column_format="".join("r" if grid.numeric[i] else "l" for i in kept),
+            multicolumn_format="c",
         )
-    return "\n".join(
-        [
-            r"\begin{table*}[tbp]",
-            rf"\caption{{{caption}}}",
-            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
-            r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
-            rf"\begin{{tabular}}{{@{{}}{form}@{{}}}}",
-            r"\toprule",
-            *groups,
-            heads,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}}",
-            r"\end{table*}",
-            "",
-        ]
-    )
-
-
-def _folded(grid: Grid) -> str:
-    """Columns of LaTeX in shares of the text's width, those of text folded so that all fit."""
-    texts = [[head, *(row[i].text for row in grid.rows)] for i, head in enumerate(grid.heads)]
-    letters = [max(map(len, of)) for of in texts]
-    numbers = sum(n for n, right in zip(letters, grid.numeric, strict=True) if right)
-    most = max(12, (_PAGE_LETTERS - numbers) // max(1, grid.numeric.count(False)))
-    letters = [n if right else min(n, most) for n, right in zip(letters, grid.numeric, strict=True)]
-    share = (1 - 0.014 * len(letters)) / sum(letters)  # the rest is between the columns
-    return "".join(
-        rf">{{\ragged{'left' if right else 'right'}\arraybackslash}}p{{{share * n:.4f}\linewidth}}"
-        for n, right in zip(letters, grid.numeric, strict=True)
-    )
+        yield (
+            f"\\begin{{table*}}[tbp]\n\\caption{{{caption}}}\n"
+            "\\centering\\footnotesize\\setlength{\\tabcolsep}{3pt}\n"
+            "\\resizebox{\\ifdim\\width>\\textwidth\\textwidth\\else\\width\\fi}{!}{%\n"
+            f"{tabular}}}\n\\end{{table*}}\n"
+        )
+    if len(frame) > _PAGE_ROWS or len(others) > columns_in:
+        yield "\\clearpage\n"  # LaTeX keeps 52 floats at most
 
 
 def _escaped(text: str) -> str:
@@ -354,64 +286,9 @@ def _escaped(text: str) -> str:
     return "".join(c if " " <= c <= "ÿ" else "?" for c in known)
 
 
-def rich_table(grid: Grid, widths: Sequence[int]) -> RichTable:
-    """The table for the terminal, with columns of these widths."""
-    table = RichTable(
-        title=Text(grid.title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        caption=Text(" ".join((grid.caption, *grid.notes)).strip()) if grid.caption else None,
-        caption_justify="left",
-    )
-    names = _group_names(grid)
-    for index, (group, head) in enumerate(zip(names, grid.heads, strict=True)):
-        first = index == 0 or names[index - 1] != group
-        text = f"{group if first else ''}\n{head}" if grid.groups else head
-        table.add_column(
-            Text(text),
-            justify="right" if grid.numeric[index] else "left",
-            no_wrap=grid.numeric[index],
-            width=widths[index],
-        )
-    for row in grid.rows:
-        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in row))
-    return table
-
-
-def _column_widths(grid: Grid) -> tuple[list[int], list[int]]:
-    """(the widths down to which columns may be folded, those without a folded cell): a column of
-    numbers may not be folded, one of text to its longest word, or to a few words."""
-    least, whole = [], []
-    for index, head in enumerate(grid.heads):
-        texts = [head, *(row[index].text for row in grid.rows)]
-        whole.append(max(len(line) for text in texts for line in text.split("\n")))
-        longest = max(len(word) for text in texts for word in ["", *text.split()])
-        folded = max(longest, min(whole[-1], _WORDS_WIDTH))
-        least.append(whole[-1] if grid.numeric[index] else folded)
-    return least, whole
-
-
-def _widths(grid: Grid, room: int) -> list[int]:
-    """The widths of the columns in a terminal of ``room`` letters: of those of text, which may be
-    folded, the first ones get what they need. Empty if even the least widths do not fit."""
-    widths, whole = _column_widths(grid)
-    spare = room - sum(widths) - 2 * len(widths)  # a space stands on both sides of a column
-    if spare < 0:
-        return []
-    for index, width in enumerate(widths):
-        more = min(spare, whole[index] - width)
-        widths[index] += more
-        spare -= more
-    return widths
-
-
 def print_table(made: Table, console: Console, most: int = 60) -> None:
-    """Print the first rows of a table with all of their text. If the terminal is too narrow,
-    configurations and intervals move to a second line, and if that is still too wide, every row is
-    a paragraph. One row is printed as ``key: value``."""
+    """Print the first rows of a table with all of their text. If the terminal is too narrow, every
+    row is a paragraph. One row is printed as ``key: value``."""
     grid = made.grid()
     if len(grid.rows) < 2:
         pairs = zip(grid.heads, *grid.rows, strict=True) if grid.rows else []
@@ -420,15 +297,42 @@ def print_table(made: Table, console: Console, most: int = 60) -> None:
         console.print(text, markup=False, highlight=False)
         return
     shown = replace(grid, rows=grid.rows[:most])
-    _, whole = _column_widths(shown)
-    if _widths(shown, console.width) == whole:
-        console.print(rich_table(shown, whole))
-    elif widths := _widths(narrow := _narrowed(shown), console.width):
-        console.print(rich_table(narrow, widths))
+    heads = [
+        textwrap.fill(head, _HEAD_LETTERS, break_long_words=False) if right else head
+        for head, right in zip(shown.heads, shown.numeric, strict=True)
+    ]
+    least = 0
+    for right, head, *cells in zip(shown.numeric, heads, *shown.rows, strict=True):
+        texts = [head, *(cell.text for cell in cells)]
+        parts = (part for text in texts for part in (text.split("\n") if right else text.split()))
+        least += 2 + max(map(len, parts), default=0)
+    if least <= console.width:
+        console.print(_rich_table(replace(shown, heads=tuple(heads))))
     else:
         _print_paragraphs(shown, console)
     if len(grid.rows) > most:
         console.print(f"... {len(grid.rows) - most} more rows are in the files", highlight=False)
+
+
+def _rich_table(grid: Grid) -> RichTable:
+    """The table for the terminal, in which text may be folded and numbers may not."""
+    told = " ".join((grid.caption, *grid.notes)).strip()
+    table = RichTable(
+        title=Text(grid.title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=Text(told) if told else None,
+        caption_justify="left",
+    )
+    for head, right in zip(grid.heads, grid.numeric, strict=True):
+        side: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(Text(head), justify=side, no_wrap=right, overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in row))
+    return table
 
 
 def _print_paragraphs(grid: Grid, console: Console) -> None:
@@ -436,51 +340,21 @@ def _print_paragraphs(grid: Grid, console: Console) -> None:
     console.print(Text(f"{grid.title}\n", style="bold"))
     for row in grid.rows:
         known = [
-            cell.text if index < grid.keys and _is_word(cell.text) else f"{head}: {cell.text}"
+            cell.text
+            if index < grid.keys
+            and (cell.text[0].isalpha() and cell.text.lower() not in ("true", "false", "none"))
+            else f"{head}: {cell.text}"
             for index, (head, cell) in enumerate(zip(grid.heads, row, strict=True))
             if cell.text not in ("", MISSING)
         ]
         names = sum(cell.text not in ("", MISSING) for cell in row[: grid.keys])
         console.print(Text(", ".join(known[:names])))
-        for line in _lines("; ".join(known[names:]), console.width - 4):
+        told = textwrap.wrap(
+            "; ".join(known[names:]),
+            console.width - 4,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in told:
             console.print(Text(f"    {line}"))
     console.print(Text("\n" + " ".join((grid.caption, *grid.notes)).strip()))
-
-
-def _is_word(text: str) -> bool:
-    """Whether the value of a key is clear without the key's name."""
-    return text[0].isalpha() and text.lower() not in ("true", "false", "none")
-
-
-def _narrowed(grid: Grid) -> Grid:
-    """The grid with keys below the first one, the configuration below its contender, and every
-    interval below its number."""
-    heads = list(grid.heads)
-    moved = dict.fromkeys(range(1, grid.keys), 0)
-    place = heads.index("contender") if "contender" in heads else None
-    for index, head in enumerate(heads):
-        if index and head in ("configuration", "layout"):
-            moved[index] = 0 if place is None or place in moved else place
-    kept = [index for index in range(len(heads)) if index not in moved]
-    rows = []
-    for row in grid.rows:
-        texts = [cell.text.replace(" [", "\n[") for cell in row]
-        for place in sorted(set(moved.values())):
-            names = (row[index].text for index, to in moved.items() if to == place)
-            below = " ".join(name for name in names if name != MISSING)
-            texts[place] += f"\n {below}"
-        rows.append(tuple(replace(row[index], text=texts[index]) for index in kept))
-    if grid.keys > 1:
-        heads[0] += "\n " + " ".join(heads[1 : grid.keys])
-    return replace(
-        grid,
-        heads=tuple("\n".join(_lines(heads[i], 14)) if grid.numeric[i] else heads[i] for i in kept),
-        numeric=tuple(grid.numeric[index] for index in kept),
-        rows=tuple(rows),
-        groups=(),
-    )
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """A text in lines of this width, or of a single longer word."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""The tables of throughput, of memory, of ranks that ran without their peers, and that of a paper.
+"""The tables of throughput, of memory, and that of a paper.
 
 They take the rows of ``latest_ok``. The paper's table has one row per model size and GPU count and
 one group of columns per contender, in its fastest configuration that ran. A table of a paper mixes
@@ -9,20 +9,19 @@ numbers of all are one tidy table, with one line per cell and contender.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.record import RunRecord, read_record
+from benchmarks import CHECKOUT
 from benchmarks.report import DEFAULTS, Options, display
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.speedup import SPEEDUP, SUBJECT, speedup_of, with_speedups
 from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
 from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import ROWS
 
 
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -99,77 +98,11 @@ def attempts_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("attempts", "Other attempts", columns, data, caption=caption)
 
 
-_LONE = (
-    Column("layout", "layout"),
-    Column("rank", "rank", form=display.count),
-    Column("lone_step_s", "step without peers [s]", form=display.seconds),
-    Column("compute_over_kernels", "compute over kernels", form=display.seconds),
-    Column("host_bound", "host-bound", form=display.share),
-    Column("gathers_beside_compute", "gathers beside compute", form=display.share),
-)
-
-
-_PEAKS = {"allocated_gib": "allocated", "reserved_gib": "reserved"}
-
-
-def lone_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
-    """One line per lone rank: its step, compute and memory; cells for which a CPU has no number
-    are empty."""
-    keys = [c for c in key_columns(rows) if c.name not in ("seq", "precision", "evidence", "basis")]
-    names = [*(column.name for column in keys), "layout", "record_id"]
-    lines = [
-        {name: row[name] for name in names} | line
-        for row in rows[rows["is_lone"]].to_dict("records")
-        for line in _lines(read_record(Path(row["path"])))
-    ]
-    unit = display.memory_unit([line[name] for line in lines for name in _PEAKS])
-    peaks = [Column(n, f"{word} [{unit.name}]", form=unit.form) for n, word in _PEAKS.items()]
-    data = pd.DataFrame(lines, columns=None if lines else names)
-    return table("lone_ranks", "Ranks without their peers", (*keys, *_LONE, *peaks), data)
-
-
-def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
-    predicted, ranks = record.predicted, {rank.rank: rank for rank in record.ranks}
-    for rank, steps, sums in zip(
-        predicted["ranks"], predicted["lone_step_s"], predicted["kernels"], strict=True
-    ):
-        yield {
-            "rank": rank,
-            "lone_step_s": statistics.median(steps) if steps else math.nan,
-            "compute_over_kernels": _share(sums, "compute_s", "kernels_s"),
-            "host_bound": _share(sums, "host_bound_s", "step_s"),
-            "gathers_beside_compute": _share(sums, "gather_beside_compute_s", "gather_s"),
-            "allocated_gib": _gib(ranks[rank].peak_allocated_bytes),
-            "reserved_gib": _gib(ranks[rank].peak_reserved_bytes),
-        }
-
-
-def _share(sums: dict[str, float], part: str, whole: str) -> float:
-    return sums[part] / sums[whole] if sums.get(whole) else math.nan
-
-
-def _gib(size: int | None) -> float:
-    return math.nan if size is None else size / 2**30
-
-
 _KINDS = {
     "allocated": "the allocator's peak",
     "resident": "resident memory above the start",
     "predicted": "predicted",
 }
-
-
-def _metrics(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """The columns of a contender's group; the best value of a line is set in bold."""
-    flops = display.flops_unit(rows["model_tflops_per_gpu"])
-    memory = display.memory_unit(rows["peak_gib"])
-    return (
-        Column("model_tflops_per_gpu", flops.name, form=flops.form),
-        Column("mfu", "MFU", form=display.share),
-        Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
-        Column("peak_gib", memory.name, form=memory.form),
-        replace(SPEEDUP, interval=False),
-    )
 
 
 _KEYS = ("model", "num_gpus", "cluster", "global_batch", "seq", "precision")
@@ -209,13 +142,12 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
         compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
-    chosen = bool(options.columns or options.contenders)
     columns = (*_key_columns(rows).values(), *_COLUMNS)
     return table(
         "paper",
         "Comparison",
         columns,
-        compared.assign(base=options.base, label=labels, chosen=chosen),
+        compared.assign(base=options.base, label=labels),
     )
 
 
@@ -248,7 +180,16 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         values = rows.groupby("model" if key == "seq" else "evidence")[key].nunique(dropna=False)
         if key != "cluster":  # which the title names
             (keys if key in _ALWAYS or (values > 1).any() else constant).append(column)
-    metrics = _metrics(rows)
+    # The columns of a contender's group; the best value of a line is set in bold
+    flops = display.flops_unit(rows["model_tflops_per_gpu"])
+    memory = display.memory_unit(rows["peak_gib"])
+    metrics = (
+        Column("model_tflops_per_gpu", flops.name, form=flops.form),
+        Column("mfu", "MFU", form=display.share),
+        Column("tokens_per_s_per_gpu", "tokens/s", form=display.tokens),
+        Column("peak_gib", memory.name, form=memory.form),
+        replace(SPEEDUP, interval=False),
+    )
     groups = {name: _group(metrics, rows, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
     for row in rows.to_dict("records"):  # once, because pandas takes long for every call
@@ -270,7 +211,6 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         ),
         keys=len(keys),
         notes=(*_notes(rows), *filter(None, [display.unchecked_note(rows)])),
-        optional=() if rows["chosen"].iloc[0] else tuple(metrics[i].head for i in (1, 0, 3, 2)),
     )
 
 
@@ -378,3 +318,86 @@ def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
         + (f" and {len(lines) - 4} more)." if len(lines) > 4 else ").")
         for reason, lines in reasons.items()
     )
+
+
+_PUBLISHED = CHECKOUT / "results" / "published"
+_TABLES = ("megatron_sc21_table1.csv", "megatron_sc21_table2.csv")
+_SAME = ["layers", "hidden", "num_gpus", "global_batch"]
+_PAPERS = {"megatron_lm_2021": "Megatron-LM, published", "zero3_2021": "ZeRO-3, published"}
+_MADE_OF = {
+    "cluster": "cluster", "parameters_b": "parameters [B]", "heads": "heads", "hidden": "hidden",
+    "layers": "layers", "num_gpus": "GPUs", "global_batch": "batch",
+}  # fmt: skip
+
+_SIZES = {f"model.{name}" for name in _MADE_OF}
+
+
+def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """One line per cell: the model's sizes, TFLOP/s per GPU of every contender at its fastest
+    configuration, the fastest one's share of the peak and PFLOP/s of all GPUs, and the published
+    TFLOP/s per GPU of the same model, GPUs and batch on A100."""
+    lines: list[dict[str, Any]] = []
+    for _, cell in best_or_failed(rows).groupby(CELL, sort=False, dropna=False):
+        first, fastest = cell.iloc[0], cell.iloc[cell["model_tflops_per_gpu"].fillna(0.0).argmax()]
+        sizes = first["source"]["spec"]["model"]
+        line = {name: first[name] for name in ("evidence", "model", "cluster", *_SAME[2:])}
+        line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
+        line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
+        line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
+        line |= {"mfu": fastest["mfu"], "parameters_b": first["parameters"] / 1e9}
+        line["pflops"] = fastest["model_tflops_per_gpu"] * first["num_gpus"] / 1e3
+        lines.append(line | _published(line))
+    return as_table(pd.DataFrame(lines))
+
+
+def _published(line: dict[str, Any]) -> dict[str, float]:
+    if line["cluster"] != "a100":
+        return {}
+    table = published()
+    own = table[(table[_SAME] == [line[name] for name in _SAME]).all(axis=1)]
+    return dict(zip(own["program"], own["tflops"], strict=True))
+
+
+def published() -> pd.DataFrame:
+    """The paper's runs, with ``tflops`` of the model alone per GPU."""
+    tables = [pd.read_csv(_PUBLISHED / name) for name in _TABLES]
+    runs = pd.concat(tables, ignore_index=True)
+    runs = runs[runs["metric"] == "hardware_tflops_per_gpu"]
+    layers, hidden = runs["layers"], runs["hidden"]
+    common = 1 + runs["seq"] / (6 * hidden)
+    head = runs["vocab"] / (layers * hidden)
+    share = 72 * (common + head / 12) / (96 * (common + head / 16))
+    return runs.assign(tflops=runs["value"].astype(float) * share)
+
+
+def as_table(data: pd.DataFrame) -> Table:
+    """The numbers of ``scaling_table``, or of its CSV file, as a table."""
+    names = [name for name in data if name in ROWS]
+    columns = [Column("evidence", "evidence", is_key=True), Column("model", "model", is_key=True)]
+    columns += [
+        Column(name, head, is_key=name == "cluster", form=_form(name))
+        for name, head in _MADE_OF.items()
+    ]
+    columns += [Column(n, display.setting_label(n), is_key=True) for n in display.varied(data)]
+    flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
+    form = display.count if flops.name == "TFLOP/s" else flops.form
+    columns += [Column(name, display.contender_label(name), form=form) for name in names]
+    columns.append(Column("mfu", "share of peak", form=display.share))
+    columns.append(Column("pflops", "PFLOP/s", form=_tenths))
+    columns += [
+        Column(name, head, form=display.count) for name, head in _PAPERS.items() if name in data
+    ]
+    caption = (
+        f"Model {flops.name} per GPU; share of peak and PFLOP/s of all GPUs are the fastest one's."
+    )
+    return table("scaling", "Scaling", tuple(columns), data, caption=caption)
+
+
+def _form(name: str) -> display.Form | None:
+    if name == "cluster":
+        return None
+    return _tenths if name == "parameters_b" else "{:,.0f}".format
+
+
+def _tenths(value: float) -> str:
+    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"

@@ -7,6 +7,7 @@ table links to the source of its numbers (commit, machine, versions, specificati
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import shutil
@@ -152,6 +153,7 @@ def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[Save
     figures = [(name, path) for name, section in SECTIONS.items() for path in section.figures]
     pictures: dict[str, list[SavedPicture]] = defaultdict(list)
     count = min(os.cpu_count() or 1, len(figures))
+    gc.freeze()  # the rows are no garbage: a look at them would take a tenth of the time
     with workers(count, "fork") as pool:  # matplotlib is imported already
         jobs = [pool.submit(_drawn, path, light, options, out) for _, path in figures]
         for _ in track(as_completed(jobs), len(jobs), "kinds of figures"):
@@ -166,7 +168,7 @@ def _drawn(path: str, rows: pd.DataFrame, options: Options, out: Path) -> list[S
     for picture in maker(path)(rows, options):
         names[picture.name] += 1
         again = f"_{names[picture.name]}" * (names[picture.name] > 1)
-        saved.append(save(replace(picture, name=picture.name + again), out))
+        saved.append(save(replace(picture, name=picture.name + again), out, pdf=options.pdf))
     return saved
 
 

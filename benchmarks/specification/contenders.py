@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3
+from baselines.deepspeed_3d.zero3 import DEEPSPEED_ZERO3
 from baselines.fsdp.contender import FSDP, MEGATRON_FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
-from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
+from baselines.public_3d import BEST_3D
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.reading import validated
@@ -33,10 +33,8 @@ PRICED: dict[str, Contender[Any]] = {
         TORCH_PP,
         FSDP,
         MEGATRON_FSDP,
-        MEGATRON_DEEPSPEED,
         MEGATRON_CORE,
         MEGATRON_CORE_LOCAL,
-        ZERO_BUBBLE,
         TORCHTITAN,
         BEST_3D,
     )
@@ -104,9 +102,7 @@ COMPARED: dict[str, Compared] = {
     for row in (
         *_DEEPSPEED,
         whole(DEEPSPEED_ZERO3),
-        whole(MEGATRON_DEEPSPEED),
         whole(MEGATRON_CORE),
-        whole(ZERO_BUBBLE),
         whole(TORCHTITAN),
         whole(TORCH_PP),
         whole(FSDP),
@@ -140,12 +136,20 @@ ATLAS: dict[str, Compared] = {
 ROWS = COMPARED | ATLAS | {n: whole(c) for n, c in PRICED.items() if n not in COMPARED}
 
 
+def setting_of(candidate: Candidate[Any]) -> dict[str, Any]:
+    """What a table keeps of a plan: the microbatch size, the contender's name, and the knobs that
+    differ from their defaults, so that a knob that is added later changes no table."""
+    default = vars(type(candidate.knobs)()) | {"name": ""}
+    knobs = {k: v for k, v in vars(candidate.knobs).items() if v != default[k]}
+    return {"knobs": knobs, "microbatch_size": candidate.microbatch_size}
+
+
 def candidate_in(
     row: str, knobs: Mapping[str, Any], microbatch_size: int
 ) -> tuple[Compared, Contender[Any], Candidate[Any]]:
-    """The row of this name, and the contender and the plan whose ``knobs`` a table has. Of several
-    contenders of a row it is the one that has all of these knobs. Raises SpecError if there is
-    none."""
+    """The row of this name, and the contender and the plan whose ``knobs`` a table has; others have
+    their defaults. Of several contenders of a row it is the one that has all of these knobs. Raises
+    SpecError if there is none."""
     compared = ROWS[row]
     own = {name: value for name, value in knobs.items() if name != "name"}
     contender = compared.contender

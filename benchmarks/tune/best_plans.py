@@ -19,7 +19,7 @@ from benchmarks.records.record import write_atomically
 from benchmarks.report.ratio_errors import NOTE, ratio_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable, workers
-from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.contenders import CONTENDERS, PRICED, setting_of
 from benchmarks.specification.progress import progress_line
 from benchmarks.specification.reading import validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
@@ -190,7 +190,7 @@ def write_pictures(out: Path, outcomes: list[Outcome[Any]]) -> None:
     for outcome in outcomes:
         known: dict[str, Any] = {"words": "no plan fits"}
         if (winner := outcome.winner) is not None:
-            known = {"words": describe(winner.plan), "setting": asdict(winner.candidate)}
+            known = {"words": describe(winner.plan), "setting": setting_of(winner.candidate)}
             known["predicted"] = prediction(winner.result)
             title = f"{outcome.contender.label}: {known['words']}"
             timelines.append(replace(winner.result.timeline(), title=title))

@@ -45,8 +45,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     if options.out is not None:
         from benchmarks.validation.texts import write  # matplotlib only now
 
-        write(outcomes, errors, options.out)
-        print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
+        print(f"wrote {options.out}/{write(outcomes, errors, options.out)}")
     return 0
 
 

@@ -15,7 +15,6 @@ from baselines.fsdp.contender import accumulated
 from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.reading import preset
-from benchmarks.validation.plausible import check_plausible
 from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from benchmarks.validation.stated import cluster_of, preset_of
 from zeropp.choose.task import Candidate, Task
@@ -69,8 +68,6 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
             f"pp={row.pp}, as schedule={row.schedule} needs"
         )
-    precision = _precision(row)  # peaks of other types are not known, so no share of them is either
-    check_plausible(row)
     return Case(
         shape=replace(row.shape, document=row.document or 0),
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
@@ -81,7 +78,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         microbatch=row.micro_batch,
         num_microbatches=count,
         recompute=row.recompute,
-        precision=precision,
+        precision=_precision(row),
         recompute_blocks=row.recompute_blocks,
         cuts=row.cuts,
         knobs=row.knobs,

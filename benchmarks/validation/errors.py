@@ -1,15 +1,12 @@
-"""How far the predictions of published rows are off, per run and per pair of runs.
-
-The error of a pair is that of the ratio of its two values: predicted ratio over measured ratio - 1.
-"""
+"""How far the predictions of published rows are off in sample, per source and over all. How far
+they are off without a row's source is in ``strangers``, and so is the error of a ratio."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,67 +15,6 @@ from benchmarks.validation.predict import Prediction, RowOutcome
 from benchmarks.validation.rows import SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of
 from zeropp.price.programs import program_named
-
-# The columns of schedule and parallelism.
-DIFFER = (
-    "tp", "pp", "chunks", "dp", "zero", "zero1_group", "zero3_group", "schedule",
-    "sequence_parallel", "cuts",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two published runs that differ only in schedule or parallelism (``kind`` is ratio), or only
-    in the microbatch, and the ratio of the first one's value to the second one's."""
-
-    first: PublishedRow
-    second: PublishedRow
-    kind: Literal["ratio", "microbatch"]
-    measured: float
-    predicted: float
-
-    @property
-    def relative_error(self) -> float:
-        """The predicted ratio over the measured ratio, minus 1."""
-        return self.predicted / self.measured - 1.0
-
-    @property
-    def ordered(self) -> bool | None:
-        """Whether the predicted order is the measured one; None where the two runs differ by 2 % or
-        less, and no order is known."""
-        if abs(np.log(self.measured)) <= np.log(1.02):
-            return None
-        return (self.measured > 1) is (self.predicted > 1)
-
-
-def pairs_of(predictions: Iterable[Prediction]) -> list[Pair]:
-    """All pairs of throughput rows with the same metric and unit."""
-    groups: dict[tuple[Any, ...], list[Prediction]] = defaultdict(list)
-    free = (*DIFFER, "micro_batch", "table")
-    for prediction in predictions:
-        if prediction.kind == "throughput":
-            row = prediction.row
-            equal = tuple((name, cell) for name, cell in row.run if name not in free)
-            groups[row.metric, row.unit, equal].append(prediction)
-    return [
-        Pair(
-            first=first.row,
-            second=second.row,
-            kind=kind,
-            measured=first.row.measured / second.row.measured,
-            predicted=first.value / second.value,
-        )
-        for members in groups.values()
-        for first, second in combinations(members, 2)
-        if (kind := _kind(first.row, second.row))
-    ]
-
-
-def _kind(first: PublishedRow, second: PublishedRow) -> Literal["ratio", "microbatch"] | None:
-    other = any(getattr(first, field) != getattr(second, field) for field in DIFFER)
-    if first.micro_batch == second.micro_batch:
-        return "ratio" if other else None
-    return None if other else "microbatch"
 
 
 def predictions_of(outcomes: Iterable[RowOutcome]) -> list[Prediction]:
@@ -105,9 +41,9 @@ def first_of_runs(predictions: Iterable[Prediction]) -> list[Prediction]:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The absolute relative errors of one source and kind (throughput, memory, or the ratio of two
-    runs), those of a run in speed, also where a time was published. ``rows`` counts printed
-    numbers; all else is over ``runs``."""
+    """The absolute relative errors of one source and kind (throughput or memory), those of a run in
+    speed, also where a time was published. ``rows`` counts printed numbers; all else is over
+    ``runs``."""
 
     kind: str
     source: str
@@ -116,67 +52,47 @@ class Errors:
     runs: int
     median: float
     p90: float
-    bias: float | None = None  # the median with its sign: + is too fast, or too much memory
-    signs: float | None = None  # of pairs: the share whose order is right
-    ordered: int = 0  # the pairs that differ enough for that
+    bias: float  # the median with its sign: + is too fast, or too much memory
 
     def cells(self) -> dict[str, Any]:
         """The line of ``errors.csv``."""
-        shares = {name: getattr(self, name) for name in ("median", "p90", "bias", "signs")}
-        written = {name: "" if of is None else f"{of:.4f}" for name, of in shares.items()}
-        return asdict(self) | written
+        return asdict(self) | {n: f"{getattr(self, n):.4f}" for n in ("median", "p90", "bias")}
 
     def line(self) -> str:
         """The line that is printed under ``HEADER``, in 100 columns."""
         source = self.source if len(self.source) <= 30 else f"{self.source[:29]}…"
-        bias = "" if self.bias is None else f"{self.bias:+.1%}"
-        signs = "" if self.signs is None else f"{self.signs:.0%} of {self.ordered}"
         return (
             f"{self.kind:10}  {source:30}  {self.role:8}  {self.rows:4}  {self.runs:4}  "
-            f"{self.median:6.1%}  {self.p90:6.1%}  {bias:>6}  {signs}"
-        ).rstrip()
+            f"{self.median:6.1%}  {self.p90:6.1%}  {self.bias:>+6.1%}"
+        )
 
 
-HEADER = f"{'kind':10}  {'source':30}  {'role':8}  rows  runs  median     p90    bias  signs"
+HEADER = f"{'kind':10}  {'source':30}  {'role':8}  rows  runs  median     p90    bias"
 
 
-KINDS = ("throughput", "memory", "ratio", "microbatch")
+KINDS = ("throughput", "memory")
 
 
 def errors_of(predictions: Sequence[Prediction]) -> list[Errors]:
-    """Errors per kind and source, per software generation and device, and over all sources; ratios
-    come last."""
+    """Errors per kind and source, per software generation and device, and over all sources."""
     rows: Counter[tuple[str, str, str]] = Counter()
     signed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for prediction in predictions:
         rows.update(_groups(prediction.kind, prediction.row))
-    runs = first_of_runs(predictions)
-    for prediction in runs:
+    for prediction in first_of_runs(predictions):
         for group in _groups(prediction.kind, prediction.row):
             signed[group].append(prediction.error_of_speed)
-    errors = [
-        _errors(group, rows[group], np.abs(of).tolist(), bias=float(np.median(of)))
-        for group, of in signed.items()
-        if group[0] in KINDS
-    ]
-    pairs: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
-    for pair in pairs_of(runs):
-        for group in _groups(pair.kind, pair.first):
-            pairs[group].append(pair)
-    for group, members in pairs.items():
-        right = [pair.ordered for pair in members if pair.ordered is not None]
-        signs = sum(right) / len(right) if right else None
-        distances = [abs(pair.relative_error) for pair in members]
-        errors.append(_errors(group, len(members), distances, signs=signs, ordered=len(right)))
+    errors = []
+    for group, of in signed.items():
+        if group[0] not in KINDS:
+            continue
+        named = dict(zip(("kind", "source", "role"), group, strict=True))
+        median, p90 = map(float, np.percentile(np.abs(of), (50, 90)))
+        bias = float(np.median(of))
+        errors.append(
+            Errors(**named, rows=rows[group], runs=len(of), median=median, p90=p90, bias=bias)
+        )
     return sorted(errors, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
-
-
-def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float], **more: Any) -> Errors:
-    kind, source, role = group
-    median, p90 = (float(percentile) for percentile in np.percentile(of, (50, 90)))
-    return Errors(
-        kind=kind, source=source, role=role, rows=rows, runs=len(of), median=median, p90=p90, **more
-    )
 
 
 def _generation(row: PublishedRow) -> str:

@@ -11,7 +11,7 @@ import csv
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -159,13 +158,6 @@ CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
 
 
-def are_cuts(cuts: tuple[int, ...], stages: int, layers: int) -> bool:
-    """Whether the numbers are where ``stages`` stages begin and the last one ends. The pieces are
-    the embedding, ``layers`` blocks, and the head."""
-    rising = all(begin < end for begin, end in pairwise(cuts))
-    return rising and (len(cuts) - 1, cuts[0], cuts[-1]) == (stages, 0, layers + 2)
-
-
 # "fitted": constants of the cost model were fitted on the row's table. "adjusted": no constant was,
 # but a trait of its program, or a value that its source states, was chosen after the table's error
 # had been seen. "held_out": neither.
@@ -187,8 +179,8 @@ PLAUSIBLE = {
 }  # fmt: skip
 SLACK = 0.03  # parameters may differ by this share from those of the shape
 NAME_SLACK = 1.5  # the factor by which they may differ from the size in the model's name
-HEAD_SIZES = (16, 1024)
-LEAST_VOCAB = 256
+# Programs that shard parameters and divide nothing else.
+SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([BMTbmt])\b")
 
 
@@ -310,177 +302,172 @@ class PublishedRow(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> PublishedRow:
         for check in _CHECKS:
-            wrong = check(self)
-            if wrong:
-                raise ValueError(wrong)
+            for is_wrong, message in check(self):
+                if is_wrong:
+                    raise ValueError(message)
         return self
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
 # A table need not have these columns.
 OPTIONAL = ("cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document")
-_NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
+# Pairs of whether something is wrong with a row, and the words for it.
+_Checks = Iterator[tuple[object, str]]
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
     "remark",
 )  # fmt: skip
 
 
-def _metric(row: PublishedRow) -> str:
-    if row.metric not in METRICS:
-        return f"metric={row.metric!r}: must be one of {', '.join(METRICS)}"
-    if row.unit not in row.measure.units:
-        return f"unit={row.unit!r}: {row.metric} must be in {' or '.join(row.measure.units)}"
-    try:
-        if row.unit == "yes/no" and row.value not in ("yes", "no"):
-            return f"value={row.value!r}: {row.metric} must be yes or no"
-        if row.unit != "yes/no":
-            _NUMBER.validate_python(row.value)
-    except ValidationError:
-        return f"value={row.value!r}: must be a number above 0 in digits, without unit or commas"
-    kind, share = row.measure.kind, row.measured / row.measure.units[row.unit]
-    if kind == "utilization" and not 0.01 <= share <= 1:
-        return f"value={row.value}: {row.metric} is {share:.3%}, not 1 to 100 % (unit={row.unit!r})"
-    if (kind in ("flops", "utilization")) != (row.attention_flops is not None):
-        wanted = "full or causal" if row.attention_flops is None else "blank"
-        return f"attention_flops={row.attention_flops or ''!r}: must be {wanted} for {row.metric}"
-    if kind != "utilization" and row.utilization_peak_tflops:
-        return f"utilization_peak_tflops={row.utilization_peak_tflops}: {row.metric} has no peak"
-    return ""
-
-
-def _shape(row: PublishedRow) -> str:
-    if row.hidden % row.heads:
-        return f"heads={row.heads}: must divide hidden={row.hidden}"
-    if row.heads % row.kv_heads:
-        return f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
-    if not HEAD_SIZES[0] <= row.hidden // row.heads <= HEAD_SIZES[1]:
-        return f"heads={row.heads}: heads of {row.hidden // row.heads} are not from 16 to 1024 wide"
-    if row.document and row.document > row.seq:
-        return f"document={row.document}: must be at most seq={row.seq}"
-    if row.vocab < LEAST_VOCAB:
-        return f"vocab={row.vocab}: must be at least {LEAST_VOCAB}, the bytes of a text"
-    whole = parameter_count(row.shape) / 1e9
-    if row.params_b is None:
-        return _named_size(row, whole)
-    if abs(row.params_b / whole - 1) > SLACK:
-        return f"params_b={row.params_b:g}: the shape has {whole:.4g} billion parameters"
-    return ""
-
-
-def _named_size(row: PublishedRow, whole: float) -> str:
-    """What is wrong with a shape of ``whole`` billion parameters whose model's name says a size,
-    unless the name also says how many layers of that model were run."""
-    named = _SIZE.search(row.model)
-    if named is None or row.measure.kind == "layer" or f"{row.layers} layer" in row.model:
-        return ""
-    size = float(named[1]) * {"B": 1.0, "M": 1e-3, "T": 1e3}[named[2].upper()]
-    if max(size / whole, whole / size) < NAME_SLACK:
-        return ""
-    return (
-        f"model={row.model!r}: the shape has {whole:.4g} billion parameters (state params_b, or "
-        f'end the name with ", {row.layers} layers")'
+def _metric(row: PublishedRow) -> _Checks:
+    yield row.metric not in METRICS, f"metric={row.metric!r}: must be one of {', '.join(METRICS)}"
+    units, kind, is_number = row.measure.units, row.measure.kind, row.unit != "yes/no"
+    yield row.unit not in units, f"unit={row.unit!r}: {row.metric} must be in {' or '.join(units)}"
+    yield (
+        not is_number and row.value not in ("yes", "no"),
+        f"value={row.value!r}: {row.metric} must be yes or no",
+    )
+    yield (
+        is_number and not (_DECIMAL.fullmatch(row.value) and 0 < float(row.value) < math.inf),
+        f"value={row.value!r}: must be a number above 0 in digits, without unit or commas",
+    )
+    share, counts_flops = row.measured / units[row.unit], kind in ("flops", "utilization")
+    yield (
+        kind == "utilization" and not 0.01 <= share <= 1,
+        f"value={row.value}: {row.metric} is {share:.3%}, not 1 to 100 % (unit={row.unit!r})",
+    )
+    wanted = "full or causal" if row.attention_flops is None else "blank"
+    yield (
+        counts_flops != (row.attention_flops is not None),
+        f"attention_flops={row.attention_flops or ''!r}: must be {wanted} for {row.metric}",
+    )
+    yield (
+        kind != "utilization" and row.utilization_peak_tflops,
+        f"utilization_peak_tflops={row.utilization_peak_tflops}: {row.metric} has no peak",
     )
 
 
-def _degrees(row: PublishedRow) -> str:
+def _shape(row: PublishedRow) -> _Checks:
+    yield row.hidden % row.heads, f"heads={row.heads}: must divide hidden={row.hidden}"
+    yield row.heads % row.kv_heads, f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
+    yield (
+        row.document and row.document > row.seq,
+        f"document={row.document}: must be at most seq={row.seq}",
+    )
+    wide = row.hidden // row.heads
+    yield not 16 <= wide <= 1024, f"heads={row.heads}: heads of {wide} are not from 16 to 1024 wide"
+    yield row.vocab < 256, f"vocab={row.vocab}: must be at least 256, the bytes of a text"
+    whole = parameter_count(row.shape) / 1e9
+    told = f"the shape has {whole:.4g} billion parameters"
+    if row.params_b is not None:
+        yield abs(row.params_b / whole - 1) > SLACK, f"params_b={row.params_b:g}: {told}"
+    elif (named := _SIZE.search(row.model)) and row.measure.kind != "layer":
+        size = float(named[1]) * {"B": 1.0, "M": 1e-3, "T": 1e3}[named[2].upper()]
+        is_cut = f"{row.layers} layer" in row.model  # the name says how many of its layers were run
+        told += f' (state params_b, or end the name with ", {row.layers} layers")'
+        is_off = max(size / whole, whole / size) >= NAME_SLACK
+        yield is_off and not is_cut, f"model={row.model!r}: {told}"
+
+
+def _degrees(row: PublishedRow) -> _Checks:
     made = row.tp * row.pp * row.dp * row.cp
-    if made != row.num_gpus:
-        return (
-            f"num_gpus={row.num_gpus}: tp={row.tp} x pp={row.pp} x dp={row.dp} x cp={row.cp} is "
-            f"{made}"
+    told = f"tp={row.tp} x pp={row.pp} x dp={row.dp} x cp={row.cp} is {made}"
+    yield made != row.num_gpus, f"num_gpus={row.num_gpus}: {told}"
+    yield row.zero > 3, f"zero={row.zero}: must be 0, 1, 2 or 3"
+    for name, zeros in (("zero3_group", (3,)), ("zero1_group", (1, 2))):
+        group = getattr(row, name)
+        yield (
+            group and (row.zero not in zeros or row.dp % group),
+            f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}",
         )
-    if row.zero > 3:
-        return f"zero={row.zero}: must be 0, 1, 2 or 3"
-    for name, group, zeros in (
-        ("zero3_group", row.zero3_group, (3,)),
-        ("zero1_group", row.zero1_group, (1, 2)),
-    ):
-        if group and (row.zero not in zeros or row.dp % group):
-            return f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}"
-    if row.sequence_parallel and row.tp == 1:
-        return "sequence_parallel=yes: needs tp above 1"
-    return ""
-
-
-def _units(row: PublishedRow) -> str:
-    for name, (low, high) in PLAUSIBLE.items():
-        number = getattr(row, name)
-        if number is not None and not low <= number <= high:
-            return f"{name}={number:g}: must be from {low} to {high} in the unit that the name says"
-    if row.seq % row.cp:
-        return f"cp={row.cp}: must divide seq={row.seq}"
-    if row.sequence_parallel and row.seq % row.tp:
-        return f"seq={row.seq}: sequence_parallel=yes needs a multiple of tp={row.tp}"
-    return ""
-
-
-def _device(row: PublishedRow) -> str:
-    numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
-    if row.device == "stated" and None in (*numbers, row.products_tflops):
-        return (
-            "device=stated: needs memory_gib, memory_bandwidth_gb_s, peak_bf16_tflops, and in "
-            "products_tflops what large 16-bit products were measured to reach; without a rate of "
-            "its own its price would be within a factor of 2 at best"
-        )
-    if row.intra_link and row.intra_gb_s:
-        return f"intra_gb_s={row.intra_gb_s:g}: leave intra_link={row.intra_link} or it blank"
-    if row.device == "v100" and row.dtype == "bf16":
-        return "dtype='bf16': device=v100 has no products of this type (fp16 or fp32)"
+    yield row.sequence_parallel and row.tp == 1, "sequence_parallel=yes: needs tp above 1"
+    yield (
+        row.program in SHARD_ALONE and row.tp * row.pp > 1,
+        f"program={row.program}: shards parameters alone, not tp={row.tp} or pp={row.pp}",
+    )
     for name in ("heads", "ffn"):
-        if getattr(row, name) % row.tp:
-            return f"tp={row.tp}: must divide {name}={getattr(row, name)}"
-    return ""
+        yield (
+            getattr(row, name) % row.tp,
+            f"tp={row.tp}: must divide {name}={getattr(row, name)}",
+        )
+    yield row.seq % row.cp, f"cp={row.cp}: must divide seq={row.seq}"
+    yield (
+        row.sequence_parallel and row.seq % row.tp,
+        f"seq={row.seq}: sequence_parallel=yes needs a multiple of tp={row.tp}",
+    )
 
 
-def _schedule(row: PublishedRow) -> str:
-    if row.schedule == "none" if row.pp > 1 else row.schedule not in ("none", "zeropp"):
-        return f"schedule={row.schedule}: pp={row.pp} stages (none is for pp=1 and only for it)"
-    wanted = 2 if row.schedule in TWO_CHUNKS else 1
-    if row.schedule not in CHUNKED and row.chunks != wanted:
-        return f"chunks={row.chunks}: schedule={row.schedule} has {wanted}"
-    if row.schedule.startswith("interleaved") and row.chunks == 1:
-        return f"chunks=1: schedule={row.schedule} has 2 or more"
-    if row.knobs and row.schedule != "zeropp":
-        return f"knobs: schedule={row.schedule} has none"
-    stages = 0 if row.schedule == "zeropp" or row.pp == 1 else row.pp * row.chunks
-    if row.cuts and not are_cuts(row.cuts, stages, row.layers):
-        return (
+def _device(row: PublishedRow) -> _Checks:
+    for name, (low, high) in PLAUSIBLE.items():
+        number = getattr(row, name) or low
+        yield (
+            not low <= number <= high,
+            f"{name}={number:g}: must be from {low} to {high} in the unit that the name says",
+        )
+    numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
+    yield (
+        row.device == "stated" and None in (*numbers, row.products_tflops),
+        "device=stated: needs memory_gib, memory_bandwidth_gb_s, peak_bf16_tflops, and in "
+        "products_tflops what large 16-bit products were measured to reach; without a rate of "
+        "its own its price would be within a factor of 2 at best",
+    )
+    yield (
+        row.intra_link and row.intra_gb_s,
+        f"intra_gb_s={row.intra_gb_s or 0:g}: leave intra_link={row.intra_link} or it blank",
+    )
+
+
+def _schedule(row: PublishedRow) -> _Checks:
+    name, stages = row.schedule, row.pp * row.chunks
+    yield (
+        name == "none" if row.pp > 1 else name not in ("none", "zeropp"),
+        f"schedule={name}: pp={row.pp} stages (none is for pp=1 and only for it)",
+    )
+    wanted = 2 if name in TWO_CHUNKS else 1
+    yield (
+        name not in CHUNKED and row.chunks != wanted,
+        f"chunks={row.chunks}: schedule={name} has {wanted}",
+    )
+    yield (
+        name.startswith("interleaved") and row.chunks == 1,
+        f"chunks=1: schedule={name} has 2 or more",
+    )
+    yield row.knobs and name != "zeropp", f"knobs: schedule={name} has none"
+    if row.cuts:  # of the embedding, the blocks and the head
+        rising = all(begin < end for begin, end in pairwise(row.cuts))
+        ends = (len(row.cuts) - 1, row.cuts[0], row.cuts[-1]) == (stages, 0, row.layers + 2)
+        yield (
+            name == "zeropp" or row.pp == 1 or not (rising and ends),
             f"cuts={' '.join(map(str, row.cuts))!r}: needs pp > 1, schedule other than "
             f"zeropp, and where pp={row.pp} x chunks={row.chunks} stages begin and end, from 0 to "
-            f"layers + 2 = {row.layers + 2}"
+            f"layers + 2 = {row.layers + 2}",
         )
-    if row.schedule == "interleaved_1f1b" and not row.cuts and not _divides(row):
-        return f"chunks={row.chunks}: pp={row.pp} x chunks do not divide layers={row.layers}"
-    if row.pp * row.chunks > row.layers + 2:
-        return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
-    return ""
+    elif name == "interleaved_1f1b":  # embedding and head may count as a block each
+        told = f"chunks={row.chunks}: pp={row.pp} x chunks do not divide layers={row.layers}"
+        evenly = entry_named(row.program).program.spread in ("pieces", "blocks")
+        yield evenly and row.layers % stages and (row.layers + 2) % stages, told
+    yield (
+        stages > row.layers + 2,
+        f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}",
+    )
 
 
-def _divides(row: PublishedRow) -> bool:
-    """Whether the blocks divide over interleaved stages, with embedding and head as a block each
-    or without, where the program wants that."""
-    stages = row.pp * row.chunks
-    evenly = entry_named(row.program).program.spread in ("pieces", "blocks")
-    return not evenly or row.layers % stages == 0 or (row.layers + 2) % stages == 0
+def _batch(row: PublishedRow) -> _Checks:
+    yield (
+        row.global_batch % (row.micro_batch * row.dp),
+        f"global_batch={row.global_batch}: must be a multiple of micro_batch="
+        f"{row.micro_batch} x dp={row.dp} (in sequences)",
+    )
+    blocks = row.recompute_blocks or 0
+    yield (
+        blocks and (row.recompute == "none" or blocks > row.layers),
+        f"recompute_blocks={blocks}: recompute={row.recompute}, layers={row.layers}",
+    )
+    for name in row.assumed.split():
+        yield name not in COLUMNS, f"assumed={name!r}: must name columns"
 
 
-def _batch(row: PublishedRow) -> str:
-    if row.global_batch % (row.micro_batch * row.dp):
-        return (
-            f"global_batch={row.global_batch}: must be a multiple of micro_batch="
-            f"{row.micro_batch} x dp={row.dp} (in sequences)"
-        )
-    blocks = row.recompute_blocks
-    if blocks and (row.recompute == "none" or blocks > row.layers):
-        return f"recompute_blocks={blocks}: recompute={row.recompute}, layers={row.layers}"
-    unknown = [name for name in row.assumed.split() if name not in COLUMNS]
-    return f"assumed={unknown[0]!r}: must name columns" if unknown else ""
-
-
-_CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
-    _metric, _shape, _degrees, _units, _device, _schedule, _batch,
-)  # fmt: skip
+_CHECKS = (_metric, _shape, _degrees, _device, _schedule, _batch)
 
 
 PUBLISHED = CHECKOUT / "results" / "published"

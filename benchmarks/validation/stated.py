@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from benchmarks.measured.fit import scaled_device
 from benchmarks.specification.reading import preset
 from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from zeropp.price import model_flops_per_token
@@ -61,8 +60,17 @@ def cluster_of(row: PublishedRow) -> Cluster:
 
 
 def at_rate(device: Device, factor: float) -> Device:
-    """The device with products that run ``factor`` times as fast."""
-    return scaled_device(device, factor, "matmul_bf16_tflops", "matmul_fp32_tflops")
+    """The device with products that run ``factor`` times as fast, those of its newer kernels
+    included."""
+    newer = device.newer
+    if newer is not None:
+        newer = replace(newer, matmul_bf16_tflops=factor * newer.matmul_bf16_tflops)
+    return replace(
+        device,
+        newer=newer,
+        matmul_bf16_tflops=factor * device.matmul_bf16_tflops,
+        matmul_fp32_tflops=factor * device.matmul_fp32_tflops,
+    )
 
 
 def with_peak(device: Device, tflops: float) -> Device:

@@ -22,7 +22,7 @@ import csv
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from benchmarks.report.ratio_errors import interval_of
 from benchmarks.specification.command import CommandParser, check_writable, command, workers
@@ -44,9 +45,9 @@ from benchmarks.validation.fit_constants import (
     slopes,
     with_factors,
 )
-from benchmarks.validation.plausible import SHARD_ALONE
 from benchmarks.validation.predict import Prediction, outcome_of, predict_case
 from benchmarks.validation.rows import (
+    SHARD_ALONE,
     PublishedRow,
     UnpredictableError,
     read_rows,
@@ -120,73 +121,37 @@ def priced(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceErrors:
-    """The errors of one source, or of all: absolute ones as median and 90th percentile, and the
-    median with its sign (+: too fast, or too much memory)."""
-
-    quantity: str
-    source: str
-    runs: int
-    median_in_sample: float
-    p90_in_sample: float
-    bias_in_sample: float
-    median: float
-    p90: float
-    bias: float
-    inside: float  # the share of runs inside the interval that the other sources give
-    interval: float  # its half width, as a share
-
-
-def errors_by_source(runs: Sequence[StrangerRun]) -> list[SourceErrors]:
+def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
     """One line per quantity and source, and one over all sources, whose interval is that of every
-    further stranger."""
-    lines = []
+    further stranger: absolute errors as median and 90th percentile, and the median with its sign
+    (``bias``, +: too fast, or too much memory), in sample and as strangers; the half width of the
+    interval that the other sources give, and the share of runs inside it."""
+    table, lines = pd.DataFrame(map(asdict, runs)), []
     for quantity in ("speed", "memory"):
-        of_kind = [run for run in runs if run.quantity == quantity]
-        sources = sorted({run.source for run in of_kind})
+        of_kind = table[table["quantity"] == quantity]
         inside: list[bool] = []
-        for source in sources:
-            own = [run for run in of_kind if run.source == source]
-            width = _width(run for run in of_kind if run.source != source)
-            held = [abs(run.stranger) <= width for run in own]
-            inside += held
-            lines.append(_errors(quantity, source, own, held, width))
-        if of_kind:
-            lines.append(_errors(quantity, "all sources", of_kind, inside, _width(of_kind)))
+        groups = [(str(source), own) for source, own in of_kind.groupby("source")]
+        for source, own in [*groups, *[("all sources", of_kind)] * bool(groups)]:
+            others = of_kind[of_kind["source"] != source]
+            width = interval_of(zip(others["source"], others["stranger"], strict=True))
+            held = (own["stranger"].abs() <= width).tolist() if source != "all sources" else inside
+            inside += held if source != "all sources" else []
+            line = {"quantity": quantity, "source": source, "runs": len(own)}
+            for name, suffix in (("in_sample", "_in_sample"), ("stranger", "")):
+                sizes = own[name].abs().quantile([0.5, 0.9])
+                line |= dict(zip((f"median{suffix}", f"p90{suffix}"), sizes, strict=True))
+                line[f"bias{suffix}"] = own[name].median()
+            lines.append(line | {"inside": float(np.mean(held)), "interval": width})
     return lines
 
 
-def _width(runs: Iterable[StrangerRun]) -> float:
-    return interval_of((run.source, run.stranger) for run in runs)
-
-
-def _errors(
-    quantity: str, source: str, runs: Sequence[StrangerRun], inside: Sequence[bool], width: float
-) -> SourceErrors:
-    def sizes(errors: list[float]) -> tuple[float, float, float]:
-        median, p90 = np.percentile(np.abs(errors), (50, 90))
-        return float(median), float(p90), float(np.median(errors))
-
-    known = sizes([run.in_sample for run in runs])
-    strange = sizes([run.stranger for run in runs])
-    return SourceErrors(
-        quantity=quantity, source=source, runs=len(runs),
-        median_in_sample=known[0], p90_in_sample=known[1], bias_in_sample=known[2],
-        median=strange[0], p90=strange[1], bias=strange[2],
-        inside=float(np.mean(inside)), interval=width,
-    )  # fmt: skip
-
-
-def _text(errors: SourceErrors) -> str:
-    source = errors.source if len(errors.source) <= 34 else f"{errors.source[:33]}…"
-    numbers = (
-        f"{share:6.1%}"
-        for share in (errors.median_in_sample, errors.p90_in_sample, errors.median, errors.p90)
-    )
+def _text(line: Mapping[str, Any]) -> str:
+    source = line["source"] if len(line["source"]) <= 34 else f"{line['source'][:33]}…"
+    names = ("median_in_sample", "p90_in_sample", "median", "p90")
     return (
-        f"{errors.quantity:7} {source:34} {errors.runs:5}  {'  '.join(numbers)}  "
-        f"{errors.bias:+6.1%}  {errors.inside:5.0%} in ±{errors.interval:.0%}"
+        f"{line['quantity']:7} {source:34} {line['runs']:5}  "
+        f"{'  '.join(f'{line[name]:6.1%}' for name in names)}  "
+        f"{line['bias']:+6.1%}  {line['inside']:5.0%} in ±{line['interval']:.0%}"
     )
 
 
@@ -262,7 +227,7 @@ def main() -> int:
     print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
     if options.out is not None:
         write(options.out / "stranger_runs.csv", [asdict(run) for run in runs])
-        write(options.out / "strangers.csv", [asdict(each) for each in errors])
+        write(options.out / "strangers.csv", errors)
         print(f"wrote {options.out}/strangers.csv and stranger_runs.csv")
     return 0
 

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
+import pandas as pd
 
 from baselines.zeropp.contender import ZEROPP
-from benchmarks.report import style
+from benchmarks.report.evidence import errors_figure
 from benchmarks.validation.errors import (
     HEADER,
     Errors,
@@ -44,10 +42,8 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
     predictions = predictions_of(outcomes)
     text = [
-        "absolute relative error in sample, of speed, simulated against published; ratio and",
-        "microbatch: of pairs of runs that differ in schedule or parallelism alone, or in the",
-        "microbatch alone; bias: + is too fast, or too much memory; signs: of pairs more than 2 %",
-        "apart, those in their order",
+        "absolute relative error in sample, of speed, simulated against published; bias: + is too",
+        "fast, or too much memory",
         "",
         HEADER,
         *(error.line() for error in errors),
@@ -70,17 +66,17 @@ SHOWN = tuple(name for name in COLUMNS if name not in ("url", "table", "assumed"
 ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
-def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -> None:
-    """Write the three files of a validation into ``out``.
+def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -> str:
+    """Write the files of a validation into ``out``; returns their names.
 
     ``validation.csv`` has the columns that a price may depend on, then the row's place, the
     prediction, the relative error, whether the run is predicted to fit into memory, whether its run
     is counted by this row, and the reason of a refusal. ``errors.csv`` has one line per kind and
-    source.
-    ``validation.png`` shows predicted over published.
+    source. ``validation.png`` shows the errors of all runs by source, if there are any.
     """
     out.mkdir(parents=True, exist_ok=True)
-    first = set(map(id, first_of_runs(predictions_of(outcomes))))
+    runs = first_of_runs(predictions_of(outcomes))
+    first = set(map(id, runs))
     with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*SHOWN, *ANSWERS], extrasaction="ignore")
         writer.writeheader()
@@ -90,7 +86,20 @@ def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -
         table = csv.DictWriter(file, [f.name for f in fields(Errors)])
         table.writeheader()
         table.writerows(error.cells() for error in errors)
-    _scatter(outcomes, out / "validation.png")
+    distances = [
+        {
+            "source": run.row.source,
+            "role": run.row.role.replace("_", " "),
+            "quantity": "memory" if run.kind == "memory" else "speed",
+            "error": run.error_of_speed,
+        }
+        for run in runs
+        if run.kind != "oom"
+    ]
+    if not distances:
+        return "validation.csv and errors.csv"
+    errors_figure(pd.DataFrame(distances)).savefig(out / "validation.png", dpi=150)
+    return "validation.csv, errors.csv and validation.png"
 
 
 def _answer(outcome: RowOutcome, first: set[int]) -> dict[str, str]:
@@ -103,43 +112,3 @@ def _answer(outcome: RowOutcome, first: set[int]) -> dict[str, str]:
         "fits": "yes" if prediction.fits else "no",
         "first_of_run": "yes" if id(prediction) in first else "no",
     }
-
-
-def _scatter(outcomes: Sequence[RowOutcome], path: Path) -> None:
-    """Draw predicted / published over published: one panel per kind and unit, one colour and
-    marker per source, one dot per run."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for prediction in first_of_runs(predictions_of(outcomes)):
-        row = prediction.row
-        if prediction.kind != "oom":
-            quantity = {"time": "step time", "layer": "time of a block"}.get(
-                row.measure.kind, prediction.kind
-            )
-            name = f"{quantity}, published [{row.unit}]"
-            panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
-    names = sorted(panels) or ["nothing predicted"]
-    sources = sorted({source for of_panel in panels.values() for source in of_panel})
-    looks = {  # colour and marker: matplotlib's cycle has ten colours
-        source: (f"C{number}", "o^sD"[number // 10 % 4]) for number, source in enumerate(sources)
-    }
-    figure, axes = style.panels(len(names))
-    highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
-    for axis, name in zip(axes, names, strict=True):
-        for source, points in panels[name].items():
-            x, y = zip(*points, strict=True)
-            colour, marker = looks[source]
-            axis.scatter(x, y, s=9, alpha=0.6, color=colour, marker=marker, label=source)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", xlabel=name)
-        axis.set_ylim(0.4, 1.05 * highest)
-        low, high = axis.get_xlim()
-        wide = high > 100 * low  # more ticks than powers of ten would overlap
-        axis.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
-        axis.xaxis.set_major_formatter("{x:,g}")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    for axis in axes[:: style.COLUMNS]:
-        axis.set_ylabel("predicted / published")
-    entries = {s: Line2D([], [], linestyle="", color=c, marker=m) for s, (c, m) in looks.items()}
-    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

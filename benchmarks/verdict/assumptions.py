@@ -8,18 +8,15 @@ everybody, which this leaves out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.record import write_atomically
-from benchmarks.specification.command import workers
-from benchmarks.specification.progress import track
+from benchmarks.records.own_cache import Line, fill, write
 from benchmarks.verdict.cells import CELL, Cell, candidate_of
 from zeropp.price.cluster import Cluster
 
@@ -136,6 +133,10 @@ class RepricedPlan:
     cell: Cell
     setting: str
 
+    def line(self, of: Line, before: list[Line]) -> list[Line]:
+        """A line of the table, whose first columns are ``of``."""
+        return [of | self.step_s()]
+
     def step_s(self) -> dict[str, float]:
         """Seconds per step by column of ``Assumption.columns``."""
         _, contender, candidate = candidate_of(self.setting)
@@ -155,30 +156,22 @@ def price_assumptions(
     plans: pd.DataFrame, cells: Iterable[Cell], path: Path, *, anew: bool
 ) -> None:
     """Price the best ``plans`` at the clusters' own bandwidth under every assumption, and write the
-    table ``path``, one line per plan. Lines of the same plans are kept unless ``anew``."""
+    table ``path``, one line per plan. Lines of the same plans are kept unless ``anew``, or if the
+    assumptions were others."""
     by_key = {cell.key: cell for cell in cells if cell.bandwidth == 1.0}
     best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
     keys = best[_KEYS].itertuples(index=False, name=None)
-    repriced = {
-        key: RepricedPlan(by_key[key[: len(CELL)]], setting)
+    chains = {
+        key: [(key, partial(RepricedPlan(cell, setting).line, dict(zip(_KEYS, key, strict=True))))]
         for key, setting in zip(keys, best["setting"], strict=True)
-        if key[: len(CELL)] in by_key
+        if (cell := by_key.get(key[: len(CELL)])) is not None
     }
-    lines = {} if anew else _lines(path)
-    with workers(os.cpu_count() or 1) as pool:
-        running = {
-            pool.submit(plan.step_s): key for key, plan in repriced.items() if key not in lines
-        }
-        for done in track(as_completed(running), len(running), "plans under other constants"):
-            key = running[done]
-            lines[key] = dict(zip(_KEYS, key, strict=True)) | done.result()
-    table = pd.DataFrame([lines[key] for key in repriced])
-    write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+    is_other = path.exists() and list(pd.read_csv(path, nrows=0)) != [*_KEYS, *_COLUMNS]
+    words = "plans under other constants"
+    lines = fill(path, chains.values(), _key_of, words, anew=anew or is_other)
+    found = {_key_of(line): line for line in lines}
+    write(path, [found[key] for key in chains])
 
 
-def _lines(path: Path) -> dict[tuple[Any, ...], dict[Any, Any]]:
-    """The lines of a table by cell, row and step; none of a table with other columns."""
-    if not path.exists() or list(pd.read_csv(path, nrows=0)) != [*_KEYS, *_COLUMNS]:
-        return {}
-    lines = pd.read_csv(path).to_dict("records")
-    return {tuple(line[key] for key in _KEYS): line for line in lines}
+def _key_of(line: Line) -> tuple[Any, ...]:
+    return tuple(line[key] for key in _KEYS)

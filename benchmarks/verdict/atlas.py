@@ -8,16 +8,13 @@ number of GPUs begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.records.simulated import TABLE, shape_named
+from benchmarks.records.simulated import TABLE
 from benchmarks.report.atlas_page import write_page
 from benchmarks.report.display import cluster_label, model_label, program_label
 from benchmarks.report.frame import latest_ok, load_frame
@@ -25,78 +22,25 @@ from benchmarks.report.ratio_errors import factor
 from benchmarks.report.table import markdown_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS
-from benchmarks.specification.reading import preset, validated
-from benchmarks.verdict.cells import CELL, Cell
+from benchmarks.verdict.cells import CELL, study_spec
 from benchmarks.verdict.judge import TIE
-from benchmarks.verdict.study import REFERENCE, known_settings, report_folder, simulate_cells
-from zeropp.choose.task import Task
-from zeropp.price.cluster import Cluster
-from zeropp.types.literals import FROM_0_TO_1, MORE_THAN_0, Precision
+from benchmarks.verdict.study import REFERENCE, simulate_cells
 
 COMMITTED = REFERENCE / "atlas" / TABLE
-_STRICT = {"extra": "forbid"}
 _TOLERANCE = 0.02  # of the committed atlas: smaller differences are the search's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridSpec:
-    """A model (``llama_8b_32k`` is llama_8b at 32,768 tokens) in all combinations of the rest."""
-
-    model: str
-    clusters: list[str]
-    num_gpus: list[int]
-    sequences_per_gpu: list[int]
-    bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
-
-    __pydantic_config__ = _STRICT
-
-    def cells(self, precision: Precision) -> Iterator[Cell]:
-        """All combinations; a search that is stopped has finished the first clusters' maps."""
-        numbers = product(self.clusters, self.num_gpus, self.sequences_per_gpu)
-        for name, gpus, sequences in numbers:
-            task = Task(
-                shape=shape_named(self.model),
-                cluster=preset("cluster", name, Cluster),
-                num_gpus=gpus,
-                global_batch=gpus * sequences,
-                precision=precision,
-            )
-            yield Cell(task, self.bandwidth)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasSpec:
-    """The ``atlas`` mapping of ``conf/experiment/atlas.yaml``, checked."""
-
-    tolerance: Annotated[float, FROM_0_TO_1]
-    budget_s: Annotated[float, MORE_THAN_0]
-    grids: list[GridSpec]
-
-    __pydantic_config__ = _STRICT
-
-    def cells(self, precision: Precision) -> list[Cell]:
-        """The cells of all grids, each once."""
-        cells = (cell for grid in self.grids for cell in grid.cells(precision))
-        return list({cell.key: cell for cell in cells}.values())
 
 
 def run(config: dict[str, Any]) -> int:
     """Write plans.csv and atlas.html into ``report_dir`` and print what they say. Rows that are in
     plans.csv are not searched again unless ``rerun=all``."""
-    spec: AtlasSpec = validated(AtlasSpec, config["atlas"], "atlas")
+    spec = study_spec("atlas", config["atlas"])
     if config["launcher"]["kind"] != "simulate":
         raise SpecError("launcher: study=atlas simulates (use launcher=simulate)")
-    if config["precision"] != "bf16":  # a line of the table does not say it
-        raise SpecError(f"precision={config['precision']}: the atlas is of bf16 (use bf16)")
-    out = report_folder(config)
-    simulate_cells(
-        spec.cells(config["precision"]),
-        out / TABLE,
-        tolerance=spec.tolerance,
-        known=known_settings(config, COMMITTED),
-        anew=config["rerun"] == "all",
+    out = simulate_cells(
+        config,
+        spec,
+        COMMITTED,
         parts=lambda _: [(name, "best") for name in ATLAS],
-        budget_s=spec.budget_s,
         near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
     )
     console = Console()
@@ -110,9 +54,9 @@ def run(config: dict[str, Any]) -> int:
 
 
 def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
-    """The tables and sentences of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of
-    README), ``short``, ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and
-    ``moves`` (how that changes with batch, GPUs and network)."""
+    """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of README),
+    ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
+    changes with batch, GPUs and network); and the numbers of their sentences."""
     speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
     words = plans.pivot(index=CELL, columns="contender", values="plan")
     has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
@@ -133,35 +77,42 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     for name in ("without", "without_fsdp"):  # 0: nothing without tensor parallelism fits
         cells[name] = cells[name].fillna(0.0) / cells[name.replace("without", "fastest")]
     cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
-    return {
+    core, reach = cells["core_tp1"].dropna(), factor(one_program=False)
+    numbers = {
+        "cells": f"{len(cells)}",
+        "without_fits": f"{(cells['without'] > 0).sum()}",
+        "factor": f"{reach:.2f}",
+        "slower": f"{(cells['without'] < 1 / reach).sum()}",
+        "core": f"{core.median():.2f}",
+        "core_slower": f"{(core < 1 / factor(one_program=True)).sum()}",
+    }
+    for name in ("without", "without_fsdp"):  # less than the search's tolerance is no loss
+        needed = cells[name][cells[name] < 1 / (1 + _TOLERANCE)]
+        numbers[f"{name}_slower"] = f"{len(needed)}"
+        numbers[f"{name}_median"] = f"{needed.median():.2f}"
+        numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
+    return numbers | {
         "brief": _brief(cells),
-        "short": _short(cells, of_program),
         "first": _first(of_program),
         "need": _need(cells),
         "moves": _moves(cells),
     }
 
 
-def _margins(of_program: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """By cell, the fastest program, and its speed over that of the next one."""
-    of_program = of_program[of_program.notna().any(axis=1)]
-    ranked = np.sort(of_program.fillna(0.0).to_numpy(), axis=1)
-    with np.errstate(divide="ignore"):
-        margin = pd.Series(ranked[:, -1] / ranked[:, -2], of_program.index)
-    return of_program.idxmax(axis=1), margin
-
-
 def _first(of_program: pd.DataFrame) -> str:
     """In how many cells every program is the fastest, and by how much."""
-    winner, margin = _margins(of_program)
-    lines = []
+    of_program = of_program[of_program.notna().any(axis=1)]
+    winner, ranked = of_program.idxmax(axis=1), np.sort(of_program.fillna(0.0).to_numpy(), axis=1)
+    with np.errstate(divide="ignore"):
+        margin = pd.Series(ranked[:, -1] / ranked[:, -2], of_program.index)
+    limits, lines = (1 + TIE, factor(one_program=False)), []
     for label in of_program:
         own = margin[winner == label]
-        counts = [len(own), (own > 1 + TIE).sum(), (own > factor(one_program=False)).sum()]
+        counts = [len(own), *((own > limit).sum() for limit in limits)]
         fits = f"{of_program[label].notna().sum()}"
         lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
     heads = ["fastest of all programs", f"in how many of {len(margin)} cells"]
-    heads += [f"by more than {TIE:.0%}", f"by more than {factor(one_program=False) - 1:.0%}"]
+    heads += [f"by more than {limit - 1:.0%}" for limit in limits]
     return markdown_table([*heads, "cells in which it fits"], lines)
 
 
@@ -218,39 +169,3 @@ def _moves(cells: pd.DataFrame) -> str:
         "Megatron-Core without over with",
     ]
     return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)
-
-
-def _short(cells: pd.DataFrame, of_program: pd.DataFrame) -> str:
-    """The paragraph of README."""
-    reach = factor(one_program=False)
-    winner, margin = _margins(of_program)
-    alone = margin > reach
-    by_program = winner[alone].value_counts()
-    named = ", ".join(f"{label} in {count}" for label, count in by_program.items())
-    without = cells["without"]
-    alone_tp1, own = cells["core_tp1"].dropna(), factor(one_program=True)
-    words = [
-        f"In {(without > 0).sum()} of {len(cells)} cells of the atlas a plan without tensor "
-        f"parallelism fits. The fastest plan has it in {_with_tp(without)}",
-        f"It is slower beyond the simulator's errors, a factor of {reach:.2f} between two "
-        f"programs, in {(without < 1 / reach).sum()} cells.",
-        "Megatron-FSDP's price has been held against no run in 16 bits. Without that program the "
-        f"fastest plan has tensor parallelism in {_with_tp(cells['without_fsdp'])}",
-        f"Megatron-Core without it has {alone_tp1.median():.2f} times its own speed in the median, "
-        f"and is slower beyond its error in {(alone_tp1 < 1 / own).sum()} cells.",
-        f"One program is first beyond the errors in {alone.sum()} cells"
-        + (f": {named}." if named else "."),
-    ]
-    return " ".join(words)
-
-
-def _with_tp(without: pd.Series) -> str:
-    """In how many cells the fastest plan has tensor parallelism, and what the others lose there.
-    Less than the search's tolerance is no loss."""
-    needed = without[without < 1 / (1 + _TOLERANCE)]
-    if needed.empty:
-        return "none of them."
-    return (
-        f"{len(needed)}; there the fastest without it has {needed.median():.2f} times its speed in "
-        f"the median and {needed.min():.2f} at least."
-    )

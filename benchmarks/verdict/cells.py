@@ -8,23 +8,29 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Annotated, Any
 
-from benchmarks.records.record import RunRecord
-from benchmarks.records.simulated import BASES, plan_record, prediction
+from benchmarks.records.own_cache import Line
+from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import COMPARED, ROWS, Compared, candidate_in
+from benchmarks.specification.contenders import (
+    COMPARED,
+    ROWS,
+    Compared,
+    candidate_in,
+    setting_of,
+)
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
 from zeropp.choose.search import Evaluated, search
-from zeropp.choose.task import Candidate, Task
+from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
 from zeropp.price.cluster import Cluster
-from zeropp.types.literals import AT_LEAST_0, Precision
-from zeropp.types.shape import ModelShape
+from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, MORE_THAN_0, Precision
 
 # The columns of the tables that name a cell: ``Cell.key``.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
@@ -64,25 +70,23 @@ class CellPart:
     known: tuple[str, ...] = ()  # settings of best plans that earlier searches found
     budget_s: float = float("inf")  # CPU time after which the best plan so far is taken
 
-    @property
-    def effort(self) -> float:
-        """How long this part takes in comparison with the others, roughly: a step of
-        ``Contender.search_effort`` is a factor of two."""
-        task, row = self.cell.task, ROWS.get(self.part)
-        size = task.global_batch * task.shape.layers
-        return size * 2.0 ** (row.contender.search_effort if row else 0)
-
-    def records(self, commit: str) -> list[RunRecord]:
-        """The records of this part, which the code of a ``commit`` computes."""
+    def lines(self, commit: str, before: list[Line]) -> list[Line]:
+        """The lines of this part in the table, by the code of a ``commit``; ``before`` are those of
+        nearby parts, at whose plans the search begins, too."""
         cell, name = self.cell, self.part
-        if name not in GIVEN:
-            own = self.mode == "own"
-            winner = winner_of(
-                cell, self.tolerance, ROWS[name], self.known, own=own, budget_s=self.budget_s
-            )
-            return [_record(cell, self.mode, commit, name, winner)]
-        plans = GIVEN[name](cell.priced)
-        return [_record(cell, name, commit, plan.plan.contender, plan) for plan in plans]
+        if name in GIVEN:
+            given = GIVEN[name](cell.priced)
+            return [_line(cell, name, commit, plan.plan.contender, plan) for plan in given]
+        known = [*self.known, *(str(line["setting"]) for line in before if line["setting"])]
+        winner = winner_of(
+            cell,
+            self.tolerance,
+            ROWS[name],
+            known,
+            own=self.mode == "own",
+            budget_s=self.budget_s,
+        )
+        return [_line(cell, self.mode, commit, name, winner)]
 
 
 def parts_of(cell: Cell) -> list[tuple[str, str]]:
@@ -97,27 +101,12 @@ def parts_of(cell: Cell) -> list[tuple[str, str]]:
     return parts
 
 
-def jobs_of(
-    cell: Cell,
-    tolerance: float,
-    known: Mapping[object, tuple[str, ...]],
-    parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
-    budget_s: float = float("inf"),
-) -> list[CellPart]:
-    """The ``parts`` of a cell; ``known`` has settings by the cell's key, the row's name and the
-    mode."""
-    return [
-        CellPart(cell, name, mode, tolerance, known.get((*cell.key, name, mode), ()), budget_s)
-        for name, mode in parts(cell)
-    ]
-
-
-def priced_again(cell: Cell, mode: str, setting: str) -> RunRecord:
-    """The record of a ``setting`` as today's code computes it, without a commit. Raises SpecError
+def priced_again(cell: Cell, mode: str, setting: str) -> Line:
+    """The line of a ``setting`` as today's code computes it, without a commit. Raises SpecError
     if its contender no longer has these knobs."""
     row, contender, candidate = candidate_of(setting)
     plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
-    return _record(cell, mode, "", row.name, plan)
+    return _line(cell, mode, "", row.name, plan)
 
 
 def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
@@ -167,11 +156,13 @@ def winner_of(
     return min(winners, key=lambda winner: winner.step_s, default=None)
 
 
-def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None) -> RunRecord:
+def _line(
+    cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None
+) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if plan is not None:
-        known = {"setting": asdict(plan.candidate), "predicted": prediction(plan.result)}
-    return plan_record(
+        known = {"setting": setting_of(plan.candidate), "predicted": prediction(plan.result)}
+    record = plan_record(
         cell.task,
         row,
         BASES[mode],
@@ -180,91 +171,53 @@ def _record(cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] |
         words=describe(plan.plan) if plan else "no plan fits",
         **known,
     )
-
-
-_STRICT = {"extra": "forbid"}
-
-
-@dataclass(frozen=True)
-class _BatchMap:
-    """A map over the batch and another quantity, for one model on one cluster."""
-
-    model: str
-    cluster: str
-    sequences_per_gpu: list[int]
-
-    __pydantic_config__ = _STRICT
-
-
-@dataclass(frozen=True)
-class MapSpec(_BatchMap):
-    """The map over GPU count and batch."""
-
-    num_gpus: list[int]
-
-
-@dataclass(frozen=True)
-class BandwidthSpec(_BatchMap):
-    """The map over inter-node bandwidth and batch."""
-
-    num_gpus: int
-    factors: list[float]
+    return line_of(record)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictSpec:
-    """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
+class GridSpec:
+    """A model (``llama_8b_32k`` is llama_8b at 32,768 tokens) in all combinations of the rest."""
 
-    tolerance: float
-    memory_margin: Annotated[float, AT_LEAST_0]
+    model: str
     clusters: list[str]
+    num_gpus: list[int]
     sequences_per_gpu: list[int]
-    num_gpus: dict[str, list[int]]  # by model
-    sequences_of: dict[str, list[int]]  # instead of sequences_per_gpu, by model
-    map: MapSpec
-    bandwidth: BandwidthSpec
+    bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-def verdict_spec(values: Any) -> VerdictSpec:
-    """The mapping, checked; raises SpecError with one line for a mistake."""
-    return validated(VerdictSpec, values, "verdict")
+@dataclass(frozen=True, kw_only=True)
+class StudySpec:
+    """The ``verdict`` or ``atlas`` mapping of an experiment, checked."""
+
+    tolerance: Annotated[float, FROM_0_TO_1]
+    grids: list[GridSpec]  # a search that is stopped has finished the first ones
+    memory_margin: Annotated[float, AT_LEAST_0] = MEMORY_MARGIN
+    budget_s: Annotated[float, MORE_THAN_0] = float("inf")
+    clusters: list[str] = field(default_factory=list)  # those on which best plans are run for real
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def cells(self, precision: Precision) -> list[Cell]:
+        """The cells of all grids, each once."""
+        cells = []
+        for grid in self.grids:
+            numbers = product(grid.clusters, grid.num_gpus, grid.sequences_per_gpu)
+            for name, gpus, sequences in numbers:
+                task = Task(
+                    shape=shape_named(grid.model),
+                    cluster=preset("cluster", name, Cluster),
+                    num_gpus=gpus,
+                    global_batch=gpus * sequences,
+                    precision=precision,
+                    memory_margin=self.memory_margin,
+                )
+                cells.append(Cell(task, grid.bandwidth))
+        return list({cell.key: cell for cell in cells}.values())
 
 
-def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
-    """All cells, each once. Those whose search takes longest come first, so that no core is still
-    busy with one of them when the others have nothing left."""
-    unique = {cell.key: cell for cell in _cells(spec, precision)}
-    return sorted(unique.values(), key=lambda c: c.task.global_batch * c.task.shape.layers)[::-1]
-
-
-def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
-    def cell(model: str, cluster: str, *, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
-        shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-        return Cell(
-            Task(
-                shape=shape,
-                cluster=machine,
-                num_gpus=gpus,
-                global_batch=gpus * sequences,
-                precision=precision,
-                memory_margin=spec.memory_margin,
-            ),
-            factor,
-        )
-
-    for cluster in spec.clusters:
-        for model, counts in spec.num_gpus.items():
-            for gpus in counts:
-                for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
-                    yield cell(model, cluster, gpus=gpus, sequences=sequences)
-    grid, band = spec.map, spec.bandwidth
-    for gpus in grid.num_gpus:
-        for sequences in grid.sequences_per_gpu:
-            yield cell(grid.model, grid.cluster, gpus=gpus, sequences=sequences)
-    for factor in band.factors:
-        for sequences in band.sequences_per_gpu:
-            yield cell(
-                band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor
-            )
+def study_spec(name: str, values: Any) -> StudySpec:
+    """The mapping ``name`` of an experiment, checked; raises SpecError with one line for a
+    mistake."""
+    return validated(StudySpec, values, name)

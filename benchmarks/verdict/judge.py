@@ -8,12 +8,10 @@ claim holds, but not its size; within 6 % it is a tie.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import pandas as pd
@@ -38,7 +36,7 @@ BOUND = "best_3d"
 # A search ends within its tolerance of the best plan, so one row may end with a plan slower than
 # that of another row whose plans are among its own; then it takes that plan. The bound takes those
 # of all programs of TP x PP x DP.
-PUBLIC_3D = ("deepspeed_best", "megatron_deepspeed", "megatron_core", "zero_bubble")
+PUBLIC_3D = ("deepspeed_best", "megatron_core")
 _TAKES = {
     "deepspeed_best": ("deepspeed_3d", "deepspeed_zero3"),
     BOUND: ("deepspeed_3d", *PUBLIC_3D),
@@ -124,18 +122,6 @@ def by_batch(cells: pd.DataFrame) -> dict[str, pd.Series]:
     }
 
 
-def unfit(cells: pd.DataFrame, name: str) -> str:
-    """A sentence on the cells that have no ratio because only one of the two, ZeroPP or the other
-    contender, has a plan that fits; empty if there are none."""
-    zeropp, other = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
-    sentences = []
-    only_other, only_zeropp = int((other & ~zeropp).sum()), int((zeropp & ~other).sum())
-    for label, count in (("ZeroPP", only_other), (BASELINES[name], only_zeropp)):
-        if count:
-            sentences.append(f" In {count} more no plan of {label} fits.")
-    return "".join(sentences)
-
-
 def _word(row: Mapping[str, Any], name: str) -> str:
     speedup = row[f"speedup_over_{name}"]
     if math.isnan(speedup):
@@ -167,91 +153,31 @@ _KINDS = [kind.name for kind in fields(TimeBreakdown) if kind.name != "limit"]
 _HEADS = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]
 
 
-@dataclass(frozen=True)
-class _Slower:
-    """A cell in which ZeroPP is behind the bound, with the rows of both. ``more`` is what ZeroPP
-    loses beyond the bound by cause, in per cent of the step at the compute limit."""
-
-    zeropp: pd.Series
-    bound: pd.Series
-    speedup: float
-
-    @property
-    def more(self) -> dict[str, float]:
-        zeropp, bound = self.zeropp, self.bound
+def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
+    """The cells in which ZeroPP is behind the bound by more than a tie: which losses differ, in per
+    cent of the step at the compute limit, and with which plans."""
+    rows = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
+    rows = rows.set_index([*CELL, "contender"])
+    slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
+    lines = []
+    for model, cluster, *numbers, ratio in slower[[*CELL, "speedup_over_best_3d"]].values.tolist():
+        zeropp, bound = (rows.loc[(model, cluster, *numbers, name)] for name in ("zeropp", BOUND))
         limit = float(zeropp["limit_s"])
-        return {k: 100 * float(zeropp[f"{k}_s"] - bound[f"{k}_s"]) / limit for k in _KINDS}
-
-    @property
-    def ranked(self) -> list[str]:
-        """The causes, the one to which ZeroPP loses most beyond the bound first."""
-        more = self.more
-        return sorted(more, key=more.__getitem__, reverse=True)
-
-    def cells(self) -> list[str]:
-        """The cells of this row of the table."""
-        row, more, ranked = self.zeropp, self.more, self.ranked
-        place = [display.model_label(row["model"]), display.cluster_label(row["cluster"])]
-        place += [str(row["num_gpus"]), str(row["global_batch"]), display.ratio(self.speedup)]
+        more = {k: 100 * float(zeropp[f"{k}_s"] - bound[f"{k}_s"]) / limit for k in _KINDS}
+        ranked = sorted(more, key=more.__getitem__, reverse=True)
         sides = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
         losses = [
             ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in side)
             for side in sides
         ]
-        return [*place, *losses, _plan(row), _plan(self.bound)]
-
-
-def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
-    """The cells in which ZeroPP is behind the bound by more than a tie: which losses differ, with
-    which plans, and what most of them have in common."""
-    rows = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
-    rows = rows.set_index([*CELL, "contender"], drop=False)
-    slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
-    keys = slower[CELL].itertuples(index=False, name=None)
-    cells = [
-        _Slower(rows.loc[(*key, "zeropp")], rows.loc[(*key, BOUND)], speedup)
-        for key, speedup in zip(keys, slower["speedup_over_best_3d"], strict=True)
-    ]
-    if not cells:
-        return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
+        place = [display.model_label(model), display.cluster_label(cluster)]
+        place += [*map(str, numbers[:2]), display.ratio(ratio)]
+        lines.append([*place, *losses, _plan(zeropp), _plan(bound)])
     heads = [*_HEADS, "ZeroPP's plan", "the bound's plan"]
-    return markdown_table(heads, [cell.cells() for cell in cells]) + "\n\n" + _in_common(cells)
-
-
-def bound_note(plans: pd.DataFrame) -> str:
-    """In how many cells the bound is another program's plan."""
-    shared = with_shared_plans(plans[plans["mode"] == "best"])
-    settings = shared[(shared["contender"] == BOUND) & shared["setting"].notna()]["setting"]
-    own = COMPARED[BOUND].contender.name
-    count = sum(json.loads(setting)["knobs"]["name"] != own for setting in settings)
-    return (
-        f"In {count} of {len(settings)} cells the search for {BASELINES[BOUND]} ended, within its "
-        "tolerance, with a plan slower than that of another 3D program; there the bound is that "
-        "program's plan."
-    )
-
-
-def _in_common(cells: list[_Slower]) -> str:
-    """In how many cells each loss is the largest, and in how many ZeroPP has the smaller microbatch
-    or the longer pipeline."""
-    first = Counter(cell.ranked[0] for cell in cells)
-    losses = ", ".join(f"{kind.replace('_', ' ')} in {n}" for kind, n in first.most_common())
-    smaller = sum(_number(c.zeropp, "b") < _number(c.bound, "b") for c in cells)
-    longer = sum(_number(c.zeropp, "pp") > _number(c.bound, "pp") for c in cells)
-    return (
-        f"Of these {len(cells)} cells, ZeroPP's largest loss beyond the bound's is {losses}. Its "
-        f"microbatch is smaller than the bound's in {smaller}, and its pipeline is longer in "
-        f"{longer}."
-    )
+    return markdown_table(heads, lines)
 
 
 def _plan(row: pd.Series) -> str:
     """A plan's degrees and microbatches, without its schedule's details, and its peak."""
     degrees = re.split(r"(?<= m=)(\d+)", str(row["plan"]), maxsplit=1)
     return "".join(degrees[:2]) + f", {row['peak_gib']:.0f} GiB"
-
-
-def _number(row: pd.Series, name: str) -> int:
-    """The number after ``name=`` in a plan; degrees of 1 are not written."""
-    match = re.search(rf"(?<!\S){name}=(\d+)", str(row["plan"]))
-    return int(match[1]) if match else 1

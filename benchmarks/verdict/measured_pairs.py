@@ -20,6 +20,7 @@ from benchmarks.report import style
 from benchmarks.report.evidence import VALIDATION
 from benchmarks.report.table import markdown_table
 from benchmarks.validation.rows import PublishedRow, read_rows, training_tables
+from benchmarks.validation.stated import measured_s, preset_of
 
 # Models are named by their size, in which alone publishers' names agree.
 _TICKS = (0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
@@ -42,16 +43,10 @@ class Pair:
 
 def tokens_per_s_per_gpu(row: PublishedRow) -> float:
     """A run's tokens per second and GPU; NaN if its metric needs a count of FLOPs."""
-    metric = row.measure
-    value = row.measured / metric.units[row.unit]
-    if metric.kind == "time":
-        return row.global_batch * row.seq / value / row.num_gpus
-    if metric.kind != "rate":
+    if row.measure.kind not in ("time", "rate"):
         return float("nan")
-    tokens = {"steps": row.global_batch * row.seq, "samples": row.seq}.get(
-        row.metric.partition("_")[0], 1
-    )
-    return tokens * value / (1 if metric.per_gpu else row.num_gpus)
+    step_s = measured_s(row, preset_of(row.device).device)
+    return row.global_batch * row.seq / row.num_gpus / step_s
 
 
 def measured_pairs(*, one_program: bool = False) -> list[Pair]:

@@ -1,8 +1,9 @@
-"""The tables and sentences of README and docs/verdict.md, from the judged cells."""
+"""The tables and numbers of README and docs/verdict.md, from the judged cells."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -10,9 +11,10 @@ import pandas as pd
 from benchmarks import CHECKOUT
 from benchmarks.report import display
 from benchmarks.report.evidence import published_errors
+from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.table import markdown_table
+from benchmarks.specification.contenders import COMPARED
 from benchmarks.verdict.assumptions import ASSUMPTIONS
-from benchmarks.verdict.cells import CELL
 from benchmarks.verdict.judge import (
     BASELINES,
     BOUND,
@@ -25,27 +27,19 @@ from benchmarks.verdict.judge import (
     OPPONENTS,
     OWN,
     behind,
-    bound_note,
     by_batch,
     reached,
-    unfit,
+    with_shared_plans,
 )
-from benchmarks.verdict.on_a_gpu import on_a_gpu
 from benchmarks.verdict.uncertainty import (
-    ERRORS,
     SEED,
-    ErrorKind,
     Interval,
     Uncertainty,
+    blind_errors,
     judged,
     kempnerforge_replays,
     program_errors,
-    published,
-    published_pairs,
-    under_other_errors,
 )
-
-Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
 
 # The rows of the headline: the claim's opponent and the same program as it runs fastest, and those
 # with which a reader would compare.
@@ -54,139 +48,107 @@ _HEADLINE = (
     *("megatron_core", "torchtitan", "fsdp", "megatron_fsdp", BOUND),
 )
 NOTHING = "No cell has been priced in this setting."
+# What ran on one GPU, a rank alone each. Megatron-Core ran with its own layers, without Transformer
+# Engine, and so says nothing of its row.
+_RAN = {
+    "zeropp": "ZeroPP",
+    "deepspeed_3d": "DeepSpeed",
+    "fsdp": "FSDP2",
+    "megatron_core_local": "Megatron-Core with its own layers",
+}
 
 
-def page_tables(
-    plans: pd.DataFrame,
-    repriced: pd.DataFrame,
-    configured: Collection[Key],
-) -> dict[str, str]:
-    """Markdown by name: a number (``num_own``), sentences (``short``, ``unseen``, ``on_a_gpu``,
-    ``own``, ``errors``, ``bound``, ``missing``, ``pipelines``) and tables
-    (``rows``, ``answer``, ``headline``, ``headline_own``, ``ranges``, ``assumptions``, ``cells``,
-    ``best``, ``limit``, ``behind``, ``memory``, ``network``, ``equal``, ``paper``).
-    ``plans`` are the rows, ``repriced`` those of ``assumptions.csv``, and ``configured`` the keys
-    of all cells that the study's configuration has.
-    """
+def page_tables(plans: pd.DataFrame, repriced: pd.DataFrame) -> dict[str, str]:
+    """By name, the tables of the pages in Markdown, and the numbers of their sentences. ``plans``
+    are the rows, and ``repriced`` those of ``assumptions.csv``."""
     verdicts, uncertainty = judged(plans, repriced)
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
     of_own = own[own["mode"] == OWN]
-    own_types = Uncertainty(of_own, repriced, program_errors())
-    ours = plans[(plans["contender"] == "zeropp") & (plans["mode"] == "best")]
-    ours = ours[(ours["bandwidth"] == 1.0) & ours["step_s"].notna()]
-    return {
-        "short": short(best, uncertainty),
-        "rows": _rows(best, uncertainty),
-        "unseen": _unseen(),
-        "on_a_gpu": on_a_gpu(uncertainty.medians, CHECKOUT / "results/reference/one_gpu"),
-        "own": _own(own_types),
-        "headline_own": _headline(of_own, own_types),
-        "ranges": _ranges(under_other_errors(best, repriced)),
-        "num_own": str(len(best)),
-        "errors": _errors(),
+    return _numbers(best, plans, uncertainty) | {
+        "rows": rows_table(best, uncertainty),
+        "one_gpu": _one_gpu(uncertainty),
         "headline": _headline(best, uncertainty),
+        "headline_own": _headline(of_own, Uncertainty(of_own, repriced, program_errors())),
         "answer": _answer(best, uncertainty),
-        "pipelines": _pipelines(ours),
         "assumptions": _assumptions(uncertainty),
-        "bound": bound_note(plans),
-        "missing": _missing(plans, configured),
         "cells": _cells(best),
         "behind": behind(best, plans),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "row"),
         "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
-        "equal": _describe_setting(equal),
-        "paper": _describe_setting(paper),
+        "equal": _given(equal),
+        "paper": _given(paper),
     }
 
 
-def short(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
-    """ZeroPP against Megatron-Core in one sentence, whose words follow the intervals."""
-    core = list(uncertainty.medians["megatron_core"].values())
-    core_1, core_4 = (f"**{i.value:.2f}** {_ends(i)}" for i in core)
-    return (
-        f"In simulation, {_compared('Megatron-Core', core)}: over {len(best)} cells the median of "
-        f"ZeroPP's speed over its is {core_1} with one sequence per GPU and step, and {core_4} "
-        "with four or more."
-    )
+def _numbers(best: pd.DataFrame, plans: pd.DataFrame, uncertainty: Uncertainty) -> dict[str, str]:
+    """The numbers of the pages' sentences: of cells and plans, of what is published near to
+    ZeroPP's layout, and of the errors that are drawn."""
+    core_1, core_4 = map(_median, uncertainty.medians["megatron_core"].values())
+    ours = plans[(plans["contender"] == "zeropp") & (plans["mode"] == "best")]
+    ours = ours[(ours["bandwidth"] == 1.0) & ours["step_s"].notna()]
+    shared = with_shared_plans(plans[plans["mode"] == "best"])
+    bounds = shared[(shared["contender"] == BOUND) & shared["setting"].notna()]["setting"]
+    others = [json.loads(s)["knobs"]["name"] != COMPARED[BOUND].contender.name for s in bounds]
+    nearest = published_errors()
+    nearest = nearest[(nearest["program"] == "kempnerforge") & (nearest["quantity"] == "speed")]
+    replayed, blind = kempnerforge_replays(), np.abs(np.expm1(blind_errors()))
+    errors, rng = program_errors(), np.random.default_rng(SEED)
+    drawn = np.abs(np.expm1(errors.draw(rng, 1) - errors.draw(rng, 1)))
+    return {
+        "cells_own": str(len(best)),
+        "core_1": core_1,
+        "core_4": core_4,
+        "without_pipeline": str(int((~ours["plan"].str.contains(r"(?<!\S)pp=")).sum())),
+        "bound_taken": str(sum(others)),
+        "bounds": str(len(others)),
+        "nearest_runs": str(len(nearest)),
+        "nearest_described": f"{nearest['error'].min():.0%} to {nearest['error'].max():.0%}",
+        "nearest_replayed": f"{replayed.min():.0%} to {replayed.max():.0%}",
+        "blind_runs": str(len(blind)),
+        "blind_median": f"{np.median(blind):.0%}",
+        "blind_p90": f"{np.quantile(blind, 0.9):.0%}",
+        "error_runs": f"{sum(map(len, errors.rest)):,}",
+        "error_programs": str(len(errors.rest)),
+        "drawn_median": f"{np.median(drawn):.1%}",
+        "drawn_p90": f"{np.quantile(drawn, 0.9):.1%}",
+    }
 
 
-def _rows(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
+def rows_table(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     """ZeroPP's speed over that of whom people ask for first."""
-    lines = []
-    for name in ("megatron_core", "fsdp", "deepspeed_best", "deepspeed_3d"):
-        medians = [f"**{i.value:.2f}** {_ends(i)}" for i in uncertainty.medians[name].values()]
-        lines.append([BASELINES[name], *medians, str(reached(best, name)[0])])
+    lines = [
+        [
+            BASELINES[name],
+            *map(_median, uncertainty.medians[name].values()),
+            str(reached(best, name)[0]),
+        ]
+        for name in ("megatron_core", "fsdp", "deepspeed_best", "deepspeed_3d")
+    ]
     heads = ["ZeroPP's speed over", "1 sequence per GPU and step", "4 or more"]
     return markdown_table([*heads, f"cells at {CLAIM} or above, of {len(best)}"], lines)
 
 
-def _compared(label: str, intervals: Sequence[Interval]) -> str:
-    """Who is faster, where all of the intervals say so."""
-    if all(interval.low > 1 for interval in intervals):
-        return f"ZeroPP is faster than {label}"
-    if all(interval.high < 1 for interval in intervals):
-        return f"{label} is faster than ZeroPP"
-    if all(interval.low <= 1 <= interval.high for interval in intervals):
-        return f"ZeroPP and {label} cannot be told apart"
-    return f"ZeroPP and {label} are compared"
+def _median(interval: Interval) -> str:
+    return f"**{interval.value:.2f}** ({interval.low:.2f} to {interval.high:.2f})"
 
 
-def _ends(interval: Interval) -> str:
-    return f"({interval.low:.2f} to {interval.high:.2f})"
-
-
-def _own(uncertainty: Uncertainty) -> str:
-    """The medians where every program has the types of gradients that its users may choose."""
-    if uncertainty.is_empty:
-        return NOTHING
-    texts = []
-    for name in OPPONENTS:
-        one, more = (f"{i.value:.2f} {_ends(i)}" for i in uncertainty.medians[name].values())
-        texts.append(f"over {BASELINES[name]} {one} and {more}")
-    return (
-        "Where every program may sum and send gradients in 16 bits, if its own configuration has "
-        f"that, the medians with one and with four or more sequences are {'; '.join(texts)}."
-    )
-
-
-def _unseen() -> str:
-    """What published runs that are near to ZeroPP's layout, or were priced blind, say of its
-    price."""
-    errors = published_errors()
-    errors = errors[(errors["program"] == "kempnerforge") & (errors["quantity"] == "speed")]
-    devices = ", ".join(display.cluster_label(name) for name in errors["device"].unique())
-    replayed = kempnerforge_replays()
-    blind = np.abs(np.expm1(published("blind")["error"]))
-    return (
-        f"No run of ZeroPP's layout has been published. The nearest, {len(errors)} of "
-        f"KempnerForge's PP × ZeRO-3 on {devices}, gather per microbatch and have tensor "
-        f"parallelism, too: as described they are priced {_from_to(errors['error'])} too fast, "
-        f"and as replays of their code {_from_to(pd.Series(replayed))}, which the ranges here "
-        f"have. When the simulator first priced programs that it had not seen, {len(blind)} runs, "
-        f"it was {np.median(blind):.0%} off in the median and {np.quantile(blind, 0.9):.0%} at the "
-        "90th percentile; all errors are of speed."
-    )
-
-
-def _from_to(errors: pd.Series) -> str:
-    return f"{errors.min():.0%} to {errors.max():.0%}"
-
-
-def _ranges(kinds: Mapping[ErrorKind, Uncertainty]) -> str:
-    """Where 90 % of draws leave the medians over three rows, by the errors that are drawn."""
-    groups = list(next(iter(kinds.values())).medians[OPPONENTS[0]])
-    rows = [
-        [
-            ERRORS[kind],
-            *(_ends(of.medians[name][group])[1:-1] for name in OPPONENTS for group in groups),
-        ]
-        for kind, of in kinds.items()
-    ]
-    heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
-    return markdown_table(["errors of programs", *heads], rows)
+def _one_gpu(uncertainty: Uncertainty) -> str:
+    """Described over measured time of all actions of a rank alone, in the one cell that every
+    program ran without tensor parallelism, and the medians if all prices were as far off."""
+    tables = one_gpu_tables(CHECKOUT / "results/reference/one_gpu")
+    (rows,) = (table.data for table in tables if table.name == "actions")
+    rows = rows[rows["point"].str.startswith("a_") & (rows["action"] == "all")]
+    ratios = rows.set_index("contender")["described_over_measured"]
+    lines = []
+    for name, label in _RAN.items():
+        medians = uncertainty.medians.get(name, {}).values()
+        moved = [f"{i.value * ratios['zeropp'] / ratios[name]:.2f}" for i in medians] or ["", ""]
+        lines.append([label, f"{ratios[name]:.2f}", *moved])
+    heads = ["program", "described over measured time", "ZeroPP over it, so moved: 1 per GPU"]
+    return markdown_table([*heads, "4 or more"], lines)
 
 
 def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
@@ -217,35 +179,6 @@ def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     return markdown_table(["ZeroPP over", *heads], rows)
 
 
-def _errors() -> str:
-    """From how many programs and runs errors are drawn, and how large they are beside those of
-    published pairs."""
-    errors, rng = program_errors(), np.random.default_rng(SEED)
-    drawn = np.abs(np.expm1(errors.draw(rng, 1) - errors.draw(rng, 1)))
-    pairs = np.abs(np.expm1(published_pairs()))
-    sizes = (
-        f"{np.median(each):.1%} in the median and {np.quantile(each, 0.9):.1%} in the 90th "
-        "percentile"
-        for each in (drawn, pairs)
-    )
-    return (
-        f"Errors of programs are drawn from {sum(map(len, errors.rest))} published runs, "
-        f"{len(errors.rest)} times a program by a source, each priced without its source. The "
-        f"ratio of two programs drawn so is off by {next(sizes)}; {len(pairs)} pairs of "
-        "published runs of two programs with one model, batch and number of devices are off by "
-        f"{next(sizes)}."
-    )
-
-
-def _pipelines(ours: pd.DataFrame) -> str:
-    """In how many cells ZeroPP's best plan has no pipeline."""
-    without = int((~ours["plan"].str.contains(r"(?<!\S)pp=")).sum())
-    return (
-        f"In {without} of {len(ours)} cells ZeroPP's best plan has one pipeline rank: there it is "
-        "FSDP with units."
-    )
-
-
 def _assumptions(uncertainty: Uncertainty) -> str:
     """The median over three rows at both ends of the range of every assumption."""
     moved = {name: uncertainty.moved_medians(name) for name in OPPONENTS}
@@ -273,45 +206,20 @@ def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     return markdown_table([*heads, f"of these with at most {COMPARABLE} times the memory"], lines)
 
 
-def _reached(cells: pd.DataFrame, name: str) -> str:
-    """The rest of a sentence on how often ZeroPP reaches the claim over a contender, and with how
-    much memory."""
-    speedups = cells[f"speedup_over_{name}"].dropna()
-    fast, comparable = reached(cells, name)
-    memory = f", in {comparable} of them with at most {COMPARABLE} times the memory" if fast else ""
-    return (
-        f"reaches {CLAIM} times the speed in {fast} of {len(speedups)} cells{memory} (median "
-        f"{display.ratio(speedups.median())}, cells from {display.ratio(speedups.min())} to "
-        f"{display.ratio(speedups.max())})." + unfit(cells, name)
-    )
-
-
-def _describe_setting(cells: pd.DataFrame) -> str:
+def _given(cells: pd.DataFrame) -> str:
     """Speed-ups in a given setting, and how often they come at comparable memory."""
     spread = _spread(cells, list(EQUAL), "speedup_over_{}", "ZeroPP over")
     if cells.empty:
         return spread
-    sentences = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
-    peaks = (
-        f"Its peak is at most {COMPARABLE} times that of {BASELINES[name]} in "
-        f"{int((cells.zeropp_peak_gib <= COMPARABLE * cells[f'{name}_peak_gib']).sum())} of "
-        f"{len(cells)} cells."
-        for name in EQUAL
-    )
-    return "\n\n".join([spread, " ".join([*sentences, *peaks])])
-
-
-def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
-    """Which configured cells have no rows."""
-    missing = sorted(set(configured) - set(plans[CELL].itertuples(index=False, name=None)))
-    if not missing:
-        return "Every cell that the study's configuration asks for is among the rows."
-    texts = [
-        f"{display.model_label(model)} on {gpus} {display.cluster_label(cluster)}, "
-        f"{batch / gpus:g} per GPU" + ("" if factor == 1.0 else f", {factor:g}× the bandwidth")
-        for model, cluster, gpus, batch, factor in missing
-    ]
-    return "Configured, but not among the rows: " + "; ".join(texts) + "."
+    lines = []
+    for name in EQUAL:
+        fast, comparable = reached(cells, name)
+        fits = int((cells.zeropp_peak_gib <= COMPARABLE * cells[f"{name}_peak_gib"]).sum())
+        compared = len(cells[f"speedup_over_{name}"].dropna())
+        lines.append([BASELINES[name], f"{fast} of {compared}", str(comparable), str(fits)])
+    heads = ["ZeroPP over", f"cells at {CLAIM} or more"]
+    heads += [f"of these with at most {COMPARABLE} times the memory", "of all cells with that"]
+    return f"{spread}\n\n{markdown_table(heads, lines)}"
 
 
 def _cells(best: pd.DataFrame) -> str:

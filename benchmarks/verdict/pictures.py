@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from benchmarks.report import display, style
 from benchmarks.report.charts import Picture, time_breakdown
 from benchmarks.verdict.assumptions import ASSUMPTIONS
-from benchmarks.verdict.cells import BandwidthSpec, VerdictSpec
+from benchmarks.verdict.cells import CELL
 from benchmarks.verdict.judge import (
     BASELINES,
     CLAIM,
@@ -25,38 +25,30 @@ from zeropp.price.lost_time import TimeBreakdown
 
 
 def pictures_of(
-    plans: pd.DataFrame, verdicts: pd.DataFrame, uncertainty: Uncertainty, spec: VerdictSpec
+    plans: pd.DataFrame, verdicts: pd.DataFrame, uncertainty: Uncertainty
 ) -> list[Picture]:
     """All pictures of the verdict."""
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1)]
-    return [_speedups(best), assumptions_picture(uncertainty), _losses(plans, spec)]
+    return [_speedups(best), assumptions_picture(uncertainty), _losses(plans)]
 
 
-def _losses(plans: pd.DataFrame, spec: VerdictSpec) -> Picture:
-    """What every row's best plan loses against the compute limit.
-
-    It is drawn for the model, cluster and GPU count of the bandwidth's cells, with one panel per
-    batch and one bar per row.
-    """
-    band = spec.bandwidth
-    plans = with_shared_plans(plans)
-    own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
-    own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
-    own = own[own.limit_s.notna()]
+def _losses(plans: pd.DataFrame) -> Picture:
+    """What every row's best plan loses against the compute limit, one bar per row, in the cell
+    whose inter-node bandwidth is varied, or else in the first one."""
+    best = with_shared_plans(plans[(plans["mode"] == "best") & plans.limit_s.notna()])
+    drawn = best.sort_values("bandwidth", key=lambda share: share == 1, kind="stable").iloc[0]
+    same = [name for name in CELL if name != "bandwidth"]
+    own = best[(best[same] == drawn[same]).all(axis=1) & (best.bandwidth == 1.0)]
     kinds = [kind.name for kind in fields(TimeBreakdown)]
-    panels = {
-        f"{sequences} sequences per GPU": {
-            LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
-            for _, row in own[own.global_batch == sequences * band.num_gpus].iterrows()
-        }
-        for sequences in band.sequences_per_gpu
+    bars = {
+        LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
+        for row in own.to_dict("records")
     }
-    return time_breakdown(panels, "losses", _place(band))
-
-
-def _place(band: BandwidthSpec) -> str:
-    model, cluster = display.model_label(band.model), display.cluster_label(band.cluster)
-    return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
+    sequences, gpus = drawn["global_batch"] // drawn["num_gpus"], drawn["num_gpus"]
+    model, cluster = display.model_label(drawn["model"]), display.cluster_label(drawn["cluster"])
+    place = f"{model} on {gpus} {cluster}, best plans, simulated"
+    words = f"{sequences} sequence{'s' * (sequences > 1)} per GPU"
+    return time_breakdown({words: bars}, "losses", place)
 
 
 def _speedups(cells: pd.DataFrame) -> Picture:

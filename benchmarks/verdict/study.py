@@ -8,12 +8,8 @@ and sentence of the verdict is derived from these two and from the errors of pub
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,37 +21,33 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import RunRecord, write_atomically
-from benchmarks.records.simulated import TABLE, commit_of, line_of
+from benchmarks.records.own_cache import Job, Line, fill, write
+from benchmarks.records.simulated import TABLE, commit_of
 from benchmarks.report.charts import save
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import check_writable, workers
+from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import COMPARED, CONTENDERS, ROWS, whole
-from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.verdict.assumptions import REPRICED, price_assumptions
 from benchmarks.verdict.cells import (
     CELL,
     Cell,
     CellPart,
-    VerdictSpec,
-    cells_of,
-    jobs_of,
+    StudySpec,
     parts_of,
-    verdict_spec,
+    study_spec,
     winner_of,
 )
 from benchmarks.verdict.given_settings import GIVEN
 from benchmarks.verdict.judge import with_own, with_shared_plans
-from benchmarks.verdict.pages import short
+from benchmarks.verdict.pages import rows_table
 from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
 
 REFERENCE = CHECKOUT / "results" / "reference"
 COMMITTED = REFERENCE / "claim_33" / TABLE
-_NEAREST = 3  # of the last best plans with which a search begins
 _SEARCHES = ("known", "fresh")  # where a search begins: with the committed best plans, or with none
 
 
@@ -94,23 +86,16 @@ def run(config: dict[str, Any]) -> int:
     a change of the cost model or of the schedules. Searches begin with the committed best plans, or
     with nothing if ``search=fresh``.
     """
-    spec = verdict_spec(config["verdict"])
-    cells = cells_of(spec, config["precision"])
+    spec = study_spec("verdict", config["verdict"])
+    cells = spec.cells(config["precision"])
     if config["launcher"]["kind"] != "simulate":
         real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
         points = points_of(real, spec_of(config), spec.tolerance)
         return run_points(points, [config] * len(points))
-    if config["precision"] != "bf16":  # a line of the table does not say it
-        raise SpecError(
-            f"precision={config['precision']}: the verdict's table is of bf16 (use bf16)"
-        )
-    out = report_folder(config)
-    anew = config["rerun"] == "all"
-    known = known_settings(config, COMMITTED)
-    simulate_cells(cells, out / TABLE, tolerance=spec.tolerance, known=known, anew=anew)
+    out = simulate_cells(config, spec, COMMITTED)
     plans = pd.read_csv(out / TABLE)
-    price_assumptions(plans, cells, out / REPRICED, anew=anew)
-    write_verdict(plans, pd.read_csv(out / REPRICED), spec, out)
+    price_assumptions(plans, cells, out / REPRICED, anew=config["rerun"] == "all")
+    write_verdict(plans, pd.read_csv(out / REPRICED), out)
     return 0
 
 
@@ -129,13 +114,11 @@ def report_folder(config: Mapping[str, Any]) -> Path:
     return out
 
 
-def write_verdict(
-    plans: pd.DataFrame, repriced: pd.DataFrame, spec: VerdictSpec, out: Path
-) -> None:
+def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> None:
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    pictures = pictures_of(plans, verdicts, uncertainty, spec)
+    pictures = pictures_of(plans, verdicts, uncertainty)
     paths = [path for picture in pictures for path in save(picture, out).paths]
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_table_forms(make_table("paper", rows), out / "paper")
@@ -143,82 +126,38 @@ def write_verdict(
     names += [f"paper/{path}" for path in paper]
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
     console = Console()
-    console.print(short(best, uncertainty).replace("**", ""), markup=False)
+    console.print(rows_table(best, uncertainty), markup=False)
     console.print(f"Written to {out}: {', '.join(names)}", markup=False)
 
 
 def simulate_cells(
-    cells: list[Cell],
-    path: Path,
-    *,
-    tolerance: float,
-    known: Mapping[object, tuple[str, ...]],
-    anew: bool,
+    config: Mapping[str, Any],
+    spec: StudySpec,
+    committed: Path,
     parts: Callable[[Cell], list[tuple[str, str]]] = parts_of,
-    budget_s: float = float("inf"),
     near: Callable[[Cell], object] = lambda cell: cell,
-) -> None:
-    """Simulate the ``parts`` of cells that are missing in the file ``path``, with one process per
-    core, and add their rows, sorted. A cell is written when all of its missing parts are done.
-    Searches begin with the ``known`` settings, and those of cells with equal ``near`` also with the
-    last best plans of the same row and mode."""
-    rows: list[dict[str, Any]] = []
-    if path.exists() and not anew:
-        rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    of_cell = partial(jobs_of, tolerance=tolerance, known=known, parts=parts, budget_s=budget_s)
-    todo = missing_jobs(rows, cells, of_cell)
+) -> Path:
+    """Simulate the ``parts`` of a study's cells that are missing in the table of its folder, write
+    it, sorted, and return the folder. Searches begin with the settings of the ``committed`` table,
+    and those of cells with equal ``near`` also with the last best plans of the same row and mode. A
+    given setting in which nothing fits leaves no rows, and is tried again."""
+    if config["precision"] != "bf16":  # a line of the table does not say it
+        raise SpecError(f"precision={config['precision']}: the study's table is of bf16 (use bf16)")
+    known, out = known_settings(config, committed), report_folder(config)
     commit = commit_of(*git_state())
-    chains: defaultdict[object, deque[CellPart]] = defaultdict(deque)
-    for job in (job for missing in todo.values() for job in missing):
-        chains[near(job.cell), job.part, job.mode].append(job)
-    finished: dict[Cell, list[RunRecord]] = defaultdict(list)
-    left = Counter({cell: len(missing) for cell, missing in todo.items()})
-    with workers(os.cpu_count() or 1) as pool:
-        for job, records in _as_they_end(pool, [*chains.values()], commit):
-            finished[job.cell] += records
-            left[job.cell] -= 1
-            if left[job.cell]:
-                continue
-            rows += [line_of(record) for record in finished[job.cell]]
-            rows.sort(key=_order)
-            shared = with_shared_plans(with_own(pd.DataFrame(rows))).to_dict("records")
-            lines: list[dict[str, Any]] = shared  # type: ignore[assignment]
-            lines.sort(key=_order)
-            table = pd.DataFrame(lines)
-            write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
-
-
-def _as_they_end(
-    pool: ProcessPoolExecutor, chains: list[deque[CellPart]], commit: str
-) -> Iterator[tuple[CellPart, list[RunRecord]]]:
-    """The parts of cells as they end, with a line of how many are left and for about how long. A
-    part begins when the one before it in its chain has ended, with the best plans of the last ones
-    as known settings."""
-    started, effort = time.monotonic(), sum(job.effort for chain in chains for job in chain)
-    settled, running = 0.0, {}
-
-    def begin(chain: deque[CellPart], found: tuple[str, ...]) -> None:
-        if chain:
-            job = chain.popleft()
-            begun = replace(job, known=(*job.known, *found))
-            running[pool.submit(begun.records, commit)] = job, chain, found
-
-    with progress_line() as bar:
-        line = bar.add_task("searches", total=sum(map(len, chains)))
-        for chain in chains:
-            begin(chain, ())
-        while running:
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                job, chain, found = running.pop(done)
-                records = done.result()
-                yield job, records
-                settings = [str(line_of(each)["setting"]) for each in records if each.predicted]
-                begin(chain, (*found, *settings)[-_NEAREST:])
-                settled += job.effort
-                if settled > effort / 20:  # before, an estimate would be far off
-                    left_s = (time.monotonic() - started) * (effort / settled - 1)
-                    bar.update(line, description=f"searches; about {left_s / 60:.0f} min left")
-                bar.advance(line)
+    chains: defaultdict[object, list[tuple[Hashable, Job]]] = defaultdict(list)
+    for cell in spec.cells("bf16"):
+        for name, mode in parts(cell):
+            key = (*cell.key, name, mode)
+            part = CellPart(cell, name, mode, spec.tolerance, known.get(key, ()), spec.budget_s)
+            chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
+    anew = config["rerun"] == "all"
+    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=anew)
+    places = {name: place for place, name in enumerate(ROWS)}
+    table = with_shared_plans(with_own(pd.DataFrame(lines)))
+    table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
+    write(out / TABLE, table.drop(columns="place").to_dict("records"))
+    return out
 
 
 def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, tuple[str, ...]]:
@@ -235,29 +174,7 @@ def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, t
     return {key: (setting,) for key, setting in zip(keys, best["setting"], strict=True)}
 
 
-def missing_jobs(
-    rows: list[dict[str, Any]],
-    cells: list[Cell],
-    jobs_of_cell: Callable[[Cell], list[CellPart]],
-) -> dict[Cell, list[CellPart]]:
-    """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
-    tried again."""
-    have = {
-        (
-            *(row[name] for name in CELL),
-            row["mode"] if row["mode"] in GIVEN else row["contender"],
-            row["mode"],
-        )
-        for row in rows
-    }
-    jobs = {
-        cell: [job for job in jobs_of_cell(cell) if (*cell.key, job.part, job.mode) not in have]
-        for cell in cells
-    }
-    return {cell: missing for cell, missing in jobs.items() if missing}
-
-
-def _order(row: dict[str, Any]) -> tuple[object, ...]:
-    """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
-    places = {name: place for place, name in enumerate(ROWS)}
-    return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])
+def key_of(line: Line) -> tuple[object, ...]:
+    """The cell, the part and the mode of a line of the table."""
+    part = line["mode"] if line["mode"] in GIVEN else line["contender"]
+    return (*(line[name] for name in CELL), part, line["mode"])

@@ -10,9 +10,7 @@ constants that it assumes. Both are drawn many times:
   of some source and program, and each of its cells the rest of some run; every source and program
   has the same weight, however many runs it published. What is wrong with a device is wrong for both
   programs of a cell, so common errors are taken around their median. The errors are those of
-  strangers (``benchmarks.validation.strangers``): nothing of a source had a part in its price. Two
-  other ``ERRORS`` stand beside them: those in sample, and for ZeroPP those of the tables that were
-  priced before their numbers had been seen.
+  strangers (``benchmarks.validation.strangers``): nothing of a source had a part in its price.
 * *Assumptions* (``assumptions``), each at a place in its range that is drawn once for all cells.
 
 Of KempnerForge's pipelines, the published runs nearest to ZeroPP's layout, the errors are those of
@@ -26,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +47,6 @@ from benchmarks.verdict.judge import (
 Array = npt.NDArray[np.float64]
 DEVICES = ("a100", "a800", "h100", "h800", "h200")  # the generations of the verdict's clusters
 FEWEST_RUNS = 3  # of a source and program whose median error counts
-ErrorKind = Literal["stranger", "in_sample", "blind"]
-ERRORS: dict[ErrorKind, str] = {
-    "stranger": "every source left out in turn",
-    "in_sample": "in sample",
-    "blind": "ZeroPP's as of tables priced blind, the others' in sample",
-}
 DRAWS = 4000
 _REFERENCE = CHECKOUT / "results" / "reference"
 _BLIND = _REFERENCE / "validation" / "blind.csv"
@@ -79,51 +71,41 @@ class ProgramErrors:
         return np.asarray(common + own)
 
 
-def program_errors(kind: ErrorKind = "stranger") -> ProgramErrors:
+def program_errors() -> ProgramErrors:
     """The errors of all sources and programs with enough published runs on ``DEVICES``."""
-    table = published(kind)
+    table = published()
     groups = table[table["device"].isin(DEVICES)].groupby(["source", "program"])["error"]
     runs = [group.to_numpy(dtype=float) for _, group in groups if len(group) >= FEWEST_RUNS]
     medians = np.array([np.median(run) for run in runs])
     rest = tuple(run - median for run, median in zip(runs, medians, strict=True))
-    # Blind errors are ZeroPP's alone, so that nothing is common to both programs of a ratio.
-    return ProgramErrors(medians - (0 if kind == "blind" else np.median(medians)), rest)
+    return ProgramErrors(medians - np.median(medians), rest)
 
 
-def published(kind: ErrorKind) -> pd.DataFrame:
+def published() -> pd.DataFrame:
     """The published runs from which errors are drawn, with their cells, ``error`` as a
     logarithm."""
     table = pd.DataFrame(stranger_runs())
     table = table[(table["quantity"] == "speed") & table["layers"].notna()]
-    if kind == "blind":
-        blind = pd.read_csv(_BLIND).dropna(subset="predicted").set_index("place")["predicted"]
-        table = table[table["place"].isin(blind.index)]
-        ratio = table["place"].map(blind) / table["value"].astype(float)
-        is_time = table["metric"].str.contains("time")
-        return table.assign(error=np.log(np.where(is_time, 1 / ratio, ratio)))
-    table = table.assign(error=np.log1p(table[kind].astype(float)))
+    table = table.assign(error=np.log1p(table["stranger"].astype(float)))
     pipelines = table.index[table["program"] == "kempnerforge"]
     replays = kempnerforge_replays()
     table.loc[pipelines, "error"] = np.log1p(replays[: len(pipelines)])
     return table
 
 
+def blind_errors() -> Array:
+    """The errors, as logarithms, of runs that were priced before their numbers had been seen."""
+    blind = pd.read_csv(_BLIND).dropna(subset="predicted").set_index("place")["predicted"]
+    table = published()
+    table = table[table["place"].isin(blind.index)]
+    error = np.log(table["place"].map(blind) / table["value"].astype(float))
+    return np.asarray(np.where(table["metric"].str.contains("time"), -error, error), dtype=float)
+
+
 def kempnerforge_replays() -> Array:
     """The errors of the replays of KempnerForge's pipelines: replayed over measured speed - 1."""
     table = pd.read_csv(_REPLAYS)
     return np.asarray(table["measured_step_s"] / table["replayed_step_s"] - 1, dtype=float)
-
-
-def published_pairs() -> Array:
-    """The errors of ratios, ln(predicted / published), of all pairs of published runs of two
-    programs with one model, batch, device and number of devices."""
-    same = ["layers", "hidden", "heads", "ffn", "vocab", "seq", "num_gpus", "global_batch"]
-    table = published("stranger")[["program", "device", "error", *same]].reset_index()
-    table = table[table["device"].isin(DEVICES)]
-    pairs = table.merge(table, on=[*same, "device"], suffixes=("", "_other"))
-    pairs = pairs[(pairs["index"] < pairs["index_other"])]
-    pairs = pairs[pairs["program"] != pairs["program_other"]]
-    return np.asarray(pairs["error"] - pairs["error_other"], dtype=float)
 
 
 @dataclass(frozen=True)
@@ -134,11 +116,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def text(self) -> str:
-        """``0.96 [0.84, 1.09]``."""
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
 
 class Uncertainty:
     """Drawn ratios of ZeroPP's speed to every other row's, in the cells of ``best``, which are
@@ -146,7 +123,6 @@ class Uncertainty:
 
     ``repriced`` has seconds per step as they are and under every assumption, by cell and row, of
     these plans or of others of the same rows; without lines the assumptions are left out.
-    ``of_zeropp`` are ZeroPP's errors, if they are others than everybody's.
     """
 
     def __init__(
@@ -154,25 +130,17 @@ class Uncertainty:
         best: pd.DataFrame,
         repriced: pd.DataFrame,
         errors: ProgramErrors,
-        of_zeropp: ProgramErrors | None = None,
     ) -> None:
         self._best = best.set_index(CELL)
         self._repriced = repriced
         rng = np.random.default_rng(SEED)
         programs = dict.fromkeys(COMPARED[name].contender.name for name in COMPARED)
         self._errors = {name: errors.draw(rng, len(best)) for name in programs}
-        if of_zeropp is not None:
-            self._errors["zeropp"] = of_zeropp.draw(rng, len(best))
         self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
 
     def median(self, name: str, cells: pd.Series | None = None) -> Interval:
         """The median ratio over the cells for which ``cells`` is true (by default, all)."""
         return self._interval(name, cells, lambda ratios: np.median(ratios, axis=-1))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no cells."""
-        return self._best.empty
 
     @cached_property
     def medians(self) -> Mapping[str, Mapping[str, Interval]]:
@@ -258,16 +226,6 @@ def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataF
     """Seconds per step, by cell and column of a table, of the fastest plan that a row has."""
     own = table[table["contender"].isin(plans_of(name))]
     return own.drop(columns="contender").groupby(CELL).min().reindex(cells)
-
-
-def under_other_errors(best: pd.DataFrame, repriced: pd.DataFrame) -> dict[ErrorKind, Uncertainty]:
-    """The uncertainty of best plans under each kind of errors of programs."""
-    known = program_errors("in_sample")
-    return {
-        "stranger": Uncertainty(best, repriced, program_errors()),
-        "in_sample": Uncertainty(best, repriced, known),
-        "blind": Uncertainty(best, repriced, known, program_errors("blind")),
-    }
 
 
 def judged(plans: pd.DataFrame, repriced: pd.DataFrame) -> tuple[pd.DataFrame, Uncertainty]:

@@ -1,9 +1,8 @@
 """One rank of one attempt: gate, warm-up, timed steps, one recorded step, losses compared.
 
 A rank reads a frozen spec and the usual environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT). It writes ``rank_NNN.jsonl`` into the attempt's directory, and a
-profiler's trace if it runs without its peers. It prints a line per step, which the launcher puts
-into the rank's log. Nothing here depends on Hydra or Slurm.
+MASTER_ADDR, MASTER_PORT). It writes ``rank_NNN.jsonl`` into the attempt's directory, and prints a
+line per step, which the launcher puts into the rank's log. Nothing here depends on Hydra or Slurm.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, local_batch, open_batches
 from benchmarks.worker.gate import losses_of_one_process, run_gate
-from benchmarks.worker.meters import LOADED, MemoryMeter, measure_lone_rank, synchronise
+from benchmarks.worker.meters import LOADED, MemoryMeter, synchronise
 from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import Trainer
@@ -52,7 +51,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
-    parser.add_argument("--lone", action="store_true", help="one rank without its peers")
     arguments = parser.parse_args(words)
     rank = int(os.environ["RANK"])
     events = EventWriter(arguments.out, rank)
@@ -60,9 +58,6 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         spec = load_spec(arguments.spec)
         os.environ.update(CONTENDERS[spec.contender.name].environment)
-        if arguments.lone:
-            measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
-            return 0
         return _run(spec, events, arguments.out.resolve().parents[1] / ONE_PROCESS)
     except Exception as error:
         refused = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -152,9 +152,7 @@ def _resolve(path: str) -> Path:
     """The path itself or, if a relative path is not found in the current folder, that path from the
     checkout."""
     given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given
-    return CHECKOUT / given
+    return given if given.is_absolute() or given.exists() else CHECKOUT / given
 
 
 def local_batch(

@@ -85,7 +85,7 @@ step four3 45 ${LONG:-70} python3 "$tools/many.py" "$specs/many/four_deepspeed_3
 step suite 30 ${LONG:-60} python3 -m benchmarks.run -m model=gpt_tiny num_gpus=1 cluster=h100 precision=bf16 \
     data=synthetic microbatch_size=2 sequences_per_gpu=4 contender=zeropp measure.steps=2 \
     runs_dir=$tmp/many/suite report_dir=$tmp/many/report
-step overhead 25 60 python3 -m benchmarks.evidence.engine_overhead --out "$OUT/engine_overhead.json"
+step overhead 25 60 python3 "$tools/overhead.py" --out "$OUT/engine_overhead.json"
 
 say pack
 find $tmp/many -name 'rank_*.log' -size +200k -delete 2>/dev/null

@@ -412,7 +412,7 @@ def main() -> int:
                 plan.schedule.stages_of(plan.layout.coordinates(document["rank"])["pp"])
             )
             document["num_microbatches"] = plan.num_microbatches
-            document["blocks"] = [plan.blocks_of(s) for s in document["stages"]]
+            document["blocks"] = [plan.blocks[s] for s in document["stages"]]
             if not spec.cluster.device.is_cpu:
                 price = price_plan(plan, spec.cluster)
                 result = simulate(plan, spec.cluster, price=price)

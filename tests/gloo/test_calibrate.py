@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ import yaml
 from benchmarks.calibrate.__main__ import main
 from benchmarks.calibrate.constants import calibrated, constants_of, preset_text, wrong
 from benchmarks.calibrate.measure import Timed, Times, collectives, kernels, overlap
-from benchmarks.calibrate.nccl_tests import read_tests
-from benchmarks.calibrate.ranks import take_tests
-from benchmarks.specification import SpecError
 from benchmarks.specification.reading import preset, validated
 from tests.gloo.world import World
 from zeropp.price.cluster import Cluster
@@ -115,63 +110,3 @@ def test_what_looks_wrong_is_named() -> None:
     lines = wrong(ranks, constants_of(ranks, like, half=True), like)
     assert any(line.startswith("Rank 3 on node: products take 20% longer") for line in lines)
     assert any(line.startswith("Rank 5 on node: messages within a node") for line in lines)
-
-
-def as_nccl_tests(operator: str, passes: float, us: float, hosts: int = 1, ranks: int = 8) -> str:
-    """What a test prints of one collective of 64 MiB."""
-    size, text = 2**26, "# nThread 1 nGpus 1 minBytes 67108864 warmup iters: 5\n# Using devices\n"
-    for rank in range(ranks):
-        host = f"node{rank * hosts // ranks}"
-        text += f"#  Rank  {rank} Group  0 Pid  132{rank} on {host} device  {rank} [0x0] NVIDIA\n"
-    text += "#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
-    by_size = size / us / 1e3
-    row = f"{us:8.2f} {by_size:7.2f} {passes * (1 - 1 / ranks) * by_size:7.2f}      0"
-    return text + f"    {size}      16777216     float    {operator}      -1 {row} {row}\n"
-
-
-def test_outputs_of_nccl_tests_are_taken_instead(tmp_path: Path) -> None:
-    """Gathers, reduce-scatters and all-reduces are told apart by what their rows say."""
-    rows = {"gather": ("none", 1, 400.0), "scatter": ("sum", 1, 500.0), "reduce": ("sum", 2, 600.0)}
-    paths = [tmp_path / name for name in rows]
-    for path, row in zip(paths, rows.values(), strict=True):
-        path.write_text(as_nccl_tests(*row))
-    tests = read_tests(paths)
-    assert tests.ranks == 8
-    microseconds = {kind: round(1e6 * of) for (kind, _), of in tests.seconds.items()}
-    assert microseconds == {"all_gather": 400, "reduce_scatter": 500, "all_reduce": 600}
-    together = tmp_path / "together"  # newer versions name a test before and behind its table
-    named = (("all_gather", rows["gather"]), ("reduce_scatter", rows["scatter"]))
-    told = [
-        f"# Collective test starting: {kind}_perf\n{as_nccl_tests(*row)}"
-        f"# Collective test concluded: {kind}_perf\n"
-        for kind, row in named
-    ]
-    tagged = "".join(f"[1,0]<stdout>:{line}\n" for line in "".join(told).splitlines())
-    numbered = re.sub("(?m)^", "0: ", "".join(told))
-    others = f"alltoall_perf\n{as_nccl_tests('none', 1, 9.0, hosts=2)}{''.join(told)}"
-    old = "".join(told).replace("    none      -1", "").replace("sum      -1", "sum")
-    plain = "".join(as_nccl_tests(*row) for _, row in named)
-    for text in ("".join(told), plain, tagged, numbered, others, old):
-        together.write_text(text)
-        assert read_tests([together, paths[2]]) == tests
-    times = synthetic()
-    take_tests(times, tests)
-    assert times.collectives["all_reduce", GROUP, 2**26].seconds == pytest.approx(6e-4)
-    assert [key for key in times.collectives if key[0] == "send"]  # which they do not time
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("loss 3.2\n", "no table of nccl-tests"),
-        (as_nccl_tests("none", 1, 1.0, hosts=2), "ran on 2 nodes"),
-        (as_nccl_tests("none", 1, 1.0) + as_nccl_tests("sum", 1, 1.0, ranks=4), "of 4 and of 8"),
-        ("broadcast_perf -b 8\n" + as_nccl_tests("none", 1, 1.0), "broadcast_perf: must be among"),
-    ],
-)
-def test_what_is_of_no_use_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "out"
-    path.write_text(text)
-    with pytest.raises(SpecError, match=said) as refused:
-        read_tests([path])
-    assert "\n" not in str(refused.value)

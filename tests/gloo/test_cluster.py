@@ -21,16 +21,16 @@ from tests.unit.shapes import gpt
 from zeropp.choose.layer_prices import LayerPrices, layer_passes
 from zeropp.choose.task import Candidate, Task
 from zeropp.emulate.recorder import Recorder
-from zeropp.engine.settings import Settings, asked_for, read_keywords
+from zeropp.engine.settings import Settings, read
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.price import model_flops_per_token, price_plan
 from zeropp.price.cluster import cluster_of
 from zeropp.schedule import event_loop
 from zeropp.schedule.plan import Plan
 from zeropp.train import auto
-from zeropp.train.api import make_plan
 from zeropp.train.auto import choose
 from zeropp.train.parallel_model import describe
+from zeropp.train.stages import make_plan
 from zeropp.types.shape import ModelShape
 
 GPT = gpt(30, 2048, 16)
@@ -125,7 +125,9 @@ def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Setting
     given = {"precision": "bf16", "cluster": "a800", **more}
     settings = Settings(sample=tokens, global_batch=4 * world, **given)
     sizes = walk(makers(shape), tokens, {}, recorder=Recorder)
-    return choose(settings, asked_for(given), sizes, world)[:2]
+    return choose(settings, read(given | {"sample": tokens, "global_batch": 1})[1], sizes, world)[
+        :2
+    ]
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -164,10 +166,7 @@ def test_degrees_are_chosen_without_a_job() -> None:
     assert "auto" not in values.values()
     assert zeropp.degrees(makers(SMALL), 8, **keywords | values) == {}
     sizes = walk(makers(SMALL), tokens, {}, recorder=Recorder)
-    plans = [
-        make_plan(read_keywords([], given), asked_for(given), sizes, 8)[0]
-        for given in (keywords, keywords | values)
-    ]
+    plans = [make_plan(*read(given), sizes, 8).plan for given in (keywords, keywords | values)]
     assert plans[0] == plans[1]
 
 
@@ -250,8 +249,8 @@ def test_auto_plans_for_what_must_be_whole() -> None:
         sample=tokens, global_batch=8, cluster="a800", pp="auto", optimizer=two_kinds,
         group_of=lambda name, _: "matrices" if name[0] == 1 else "others", shard=2, unit=2,
     )  # fmt: skip
-    sizes = walk(layers, tokens, {}, recorder=Recorder)
-    plan, chosen_line = make_plan(settings, frozenset({"pp"}), sizes, 4)
+    sizes = walk(layers, tokens, {}, recorder=Recorder, group_of=settings.group_of)
+    plan, chosen_line, _ = make_plan(settings, frozenset({"pp"}), sizes, 4)
     assert plan.whole_groups == ("matrices",)
     assert chosen_line.startswith("pp chosen")
     ends = [str(action) for action in plan.schedule.programs[0][-3:]]

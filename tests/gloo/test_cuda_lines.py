@@ -96,7 +96,7 @@ def test_what_cuda_was_told_is_checked_before_anything_is_made() -> None:
         mock.patch.object(engines, "check_cuda", side_effect=EOFError) as checked,
         pytest.raises(EOFError),
     ):
-        next(Engine._make_own(engine, [], stand_in(), stand_in(), ExitStack()))
+        Engine._make_own(engine, [], stand_in(), stand_in(), ExitStack())
     checked.assert_called_once_with(2)
 
 

@@ -21,7 +21,7 @@ import zeropp
 from benchmarks.launch import local
 from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
-from zeropp.engine.ranks import preflight_cuda
+from zeropp.engine.ranks import cuda_settings
 from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.types.layout import InfeasibleError
 
@@ -49,28 +49,28 @@ def test_a_setting_that_hangs_is_refused(
 ) -> None:
     told(monkeypatch, **{name: value})
     with pytest.raises(InfeasibleError, match=f"{name}={value}: .*{way_out}") as error:
-        preflight_cuda.check_cuda(pp=2)
+        cuda_settings.check_cuda(pp=2)
     assert "\n" not in str(error.value)
-    preflight_cuda.check_cuda(pp=1)  # without a pipeline all ranks issue the same in the same order
+    cuda_settings.check_cuda(pp=1)  # without a pipeline all ranks issue the same in the same order
 
 
 @pytest.mark.filterwarnings("error")
 def test_good_settings_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch)
-    preflight_cuda.check_cuda(pp=8)
+    cuda_settings.check_cuda(pp=8)
 
 
 def test_what_hangs_by_design_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, CUDA_LAUNCH_BLOCKING="1")
     with pytest.warns(UserWarning, match="CUDA_LAUNCH_BLOCKING is set: pipelines hang"):
-        preflight_cuda.check_cuda(pp=2)
+        cuda_settings.check_cuda(pp=2)
 
 
 def test_a_driver_that_was_initialised_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch)
-    monkeypatch.setattr(preflight_cuda, "CUDA_MISSED", ["CUDA_MODULE_LOADING"])
+    monkeypatch.setattr(cuda_settings, "CUDA_MISSED", ["CUDA_MODULE_LOADING"])
     with pytest.warns(UserWarning, match="initialised without CUDA_MODULE_LOADING: steps may"):
-        preflight_cuda.check_cuda(pp=2)
+        cuda_settings.check_cuda(pp=2)
 
 
 def test_whether_the_driver_is_initialised_is_asked_of_itself(
@@ -159,8 +159,8 @@ def test_each_contender_of_a_mixed_sweep_has_its_own_settings(
     told(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS="4", CUDA_MODULE_LOADING="LAZY", RANK="0")
     spec = SimpleNamespace(contender=SimpleNamespace(name=contender))
     monkeypatch.setattr(worker, "load_spec", lambda _: spec)
-    monkeypatch.setattr(worker, "measure_lone_rank", lambda *_: None)
-    assert worker.main(["spec.json", "--out", str(tmp_path), "--lone"]) == 0
+    monkeypatch.setattr(worker, "_run", lambda *_: 0)
+    assert worker.main(["spec.json", "--out", str(tmp_path)]) == 0
     expected = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "CUDA_MODULE_LOADING": "EAGER"}
     assert {name: os.environ[name] for name in expected} == expected
 

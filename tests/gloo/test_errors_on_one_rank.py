@@ -235,10 +235,7 @@ def test_a_checkpoint_that_one_rank_does_not_see(tmp_path: Path) -> None:
 def test_saves_and_loads_that_one_rank_calls_wrongly(tmp_path: Path) -> None:
     mine, place = dist.get_rank() == RANK, tmp_path / "checkpoint"
     nowhere: Any = None if mine else place
-    with (
-        built(pp=3) as model,
-        mock.patch.object(checkpoint, "_SEEN_S", 1.0),  # of an elsewhere that nobody makes
-    ):
+    with built(pp=3) as model:
         model.save(place)
         assert starts(error_of(lambda: model.save(nowhere)), "TypeError: ")
         other = place.with_name("other") if mine else place

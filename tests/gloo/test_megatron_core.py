@@ -178,10 +178,12 @@ def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     ops = Counter(action.op for action in program)
     stages = {action.stage for action in program}
     first, last = 0 in stages, plan.schedule.num_stages - 1 in stages
-    blocks = sum(map(plan.blocks_of, stages))
+    blocks = sum(plan.blocks[stage] for stage in stages)
     # Two sums of hidden states per block and pass, one of them in the MLP; embedding and head
     # have one each.
-    again = sum(map(plan.recomputed_blocks, stages)) * (1 if plan.recompute == "selective" else 2)
+    again = sum(plan.recomputed_per_stage[s] for s in stages) * (
+        1 if plan.recompute == "selective" else 2
+    )
     forward, backward = 2 * blocks + again + first, 2 * blocks + last
     calls = Counter(isend=ops[Op.SEND_F] + ops[Op.SEND_B], irecv=ops[Op.RECV_F] + ops[Op.RECV_B])
     if layout.tp > 1 and layout.sequence_parallel:

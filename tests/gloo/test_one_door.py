@@ -20,18 +20,18 @@ from baselines.zeropp.trainer import ZeroppTrainer
 from benchmarks.specification.run_spec import RunSpec
 from tests.gloo.cases import LLAMA, SEED, local_batch, request
 from tests.gloo.world import World
-from zeropp.engine.settings import Settings, read_keywords
+from zeropp.engine.settings import Settings, read
 from zeropp.engine.walk import walk
 from zeropp.price.pieces import piece_times
 from zeropp.price.price import work_of
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.step_plan import drafts
-from zeropp.train.api import make_plan
+from zeropp.train.stages import make_plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig, Trainer
 
-MOST_LINES = 9_750
+MOST_LINES = 9_050
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pipeline of shards": ({"pp": 2, "shard": 2, "chunks": 2, "unit": 2}, {}, "fp32"),
     "dropout": ({"pp": 2, "shard": 2, "recompute": "full"}, {"dropout": 0.1}, "fp32"),
@@ -103,7 +103,7 @@ def test_the_same_knobs_make_the_same_plan(case: str) -> None:
     spec = spec_of(case)
     keywords = settings_of(spec)
     sizes = walk(layers_of(spec.model), keywords["sample"], {})
-    plan, _ = make_plan(Settings(**keywords), frozenset(), sizes, spec.num_gpus)
+    plan = make_plan(Settings(**keywords), frozenset(), sizes, spec.num_gpus).plan
     suites = plan_of(spec)
     assert replace(plan, shape=suites.shape, tied_pieces=()) == suites
     chosen = spec.plan()  # among several orders of the same step
@@ -158,10 +158,10 @@ def test_a_plan_stands_alone(case: str) -> None:
     sample = torch.zeros(1, 16, dtype=torch.long)
     keywords: dict[str, Any] = {"sample": sample, "global_batch": 12, **more}
     if not message:
-        assert read_keywords([], {"plan": plan, **keywords}).layout == plan.layout
+        assert read({"plan": plan, **keywords})[0].layout == plan.layout
         return
     with pytest.raises(zeropp.InfeasibleError) as error:
-        read_keywords([], {"plan": plan, **keywords})
+        read({"plan": plan, **keywords})
     assert str(error.value).startswith(message)
 
 
@@ -169,7 +169,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     plan = plan_of(spec_of("pipeline of shards"))
     sample = torch.zeros(1, 16)
     settings = Settings(plan=plan, sample=sample, global_batch=12)
-    sizes = walk([nn.Linear(16, 16)] * 5, sample, {})
+    sizes = walk([nn.Linear(16, 16) for _ in range(5)], sample, {})
     with pytest.raises(zeropp.InfeasibleError, match="plan: is for 6 layers, but there are 5"):
         make_plan(settings, frozenset(), sizes, 4)
     with pytest.raises(zeropp.InfeasibleError, match="= 4: must be the number of ranks, 2"):
@@ -183,7 +183,8 @@ def plan_for(tied: Any) -> Plan:
     """The plan of a step of four linear layers on two ranks."""
     sample = torch.zeros(1, 4)
     settings = Settings(sample=sample, global_batch=4, pp=2, tied=tied)
-    return make_plan(settings, frozenset(), walk([nn.Linear(4, 4)] * 4, sample, {}), 2)[0]
+    sizes = walk([nn.Linear(4, 4) for _ in range(4)], sample, {})
+    return make_plan(settings, frozenset(), sizes, 2).plan
 
 
 def refused_beside(planned: Any, tied: Any) -> str:

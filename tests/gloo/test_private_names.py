@@ -118,10 +118,6 @@ CONTRACTS = {
     f"{_FSDP}: counting gathers": [f"{_COLLECTIVES}:DefaultAllGather.__call__"],
     f"{_FSDP}: counting reductions": [f"{_COLLECTIVES}:DefaultReduceScatter.__call__"],
     f"{_FSDP}: clipping in one kernel": ["torch:_foreach_mul_"],
-    "benchmarks.evidence.engine_overhead: torch's own split backward": [
-        "torch.distributed.pipelining._backward:stage_backward_input",
-        "torch.distributed.pipelining._backward:stage_backward_weight",
-    ],
     f"{_PP}: schedule=1f1b": [
         f"{_SCHEDULES}:_Action.from_str",
         f"{_SCHEDULES}:_PipelineScheduleRuntime",
@@ -129,11 +125,11 @@ CONTRACTS = {
         f"{_SCHEDULES}:_PipelineScheduleRuntime#_num_stages",
         f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order",
     ],
-    "benchmarks.evidence.schedules: torch's orders": [
+    "results/reference/schedules.csv: torch's orders": [
         f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order_with_comms",
     ],
     "torch's runtime as the engine's oracle": [f"{_SCHEDULES}:_PipelineScheduleRuntime._load_csv"],
-    "benchmarks.evidence.schedules: orders without ranks": [f"{_STAGE}:_PipelineStageBase"],
+    "results/reference/schedules.csv: orders without ranks": [f"{_STAGE}:_PipelineStageBase"],
     f"{_PP}: spans and counts": [
         f"{_STAGE}:PipelineStage.forward_one_chunk(fwd_chunk_id)",
         f"{_STAGE}:PipelineStage.backward_one_chunk"

@@ -33,7 +33,7 @@ _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty 
 _PRELOADED = (
     "benchmarks.run",
     "benchmarks.status",
-    "benchmarks.launch.launchers",
+    "benchmarks.launch.sweep",
     "benchmarks.launch.sweep",
     "benchmarks.launch.sweep_status",
     "benchmarks.report.write",

@@ -122,7 +122,7 @@ def test_programs_that_end_silently_are_told_by_their_exit_codes(suite: Suite) -
     suite.wait_for_states(["failed", "failed"])
     records = sorted(suite.records(), key=lambda record: int(record.spec["seed"]))
     assert re.fullmatch("rank [01]: exit code 7", records[0].reason), records[0].reason
-    assert records[1].reason == "the script ended with exit code 0, before its ranks"
+    assert records[1].reason == "before the ranks started: ended with exit code 0"
     assert not any(record.interrupted for record in records)
     assert "0 of 1 points to run" in suite.stand_in(*ranks, expect=1)
     assert "0 of 1 points to run" in suite.stand_in(*script, expect=1)

@@ -90,7 +90,7 @@ def test_tasks_per_node_may_be_forbidden_and_odd_sizes_are_infeasible(suite: Sui
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["launcher.setup=['true', 'false']"], "in setup (false): exit 1"),
+        (["launcher.setup=['true', 'false']"], "in setup (false): ended with exit code 1"),
         (
             ["launcher.setup=['no_such_command_52']"],
             "no_such_command_52: command not found",

@@ -1,101 +1,102 @@
-"""Whatever is in a runs folder, status, report and submission go on, name it, and lose nothing.
+"""Whatever is in a runs folder, status, report and submission go on, and lose nothing.
 
-In a folder with every kind of file that the suite leaves, a file of each kind is cut off, emptied,
-replaced by garbage, taken away and made unreadable, in half of the cases with others. Slurm is a
-function here; the real one is in ``tests/slurm``.
+In a folder with every kind of file that the suite leaves, a file of each kind is cut off, replaced
+by other content, taken away and made unreadable. Slurm is a function here; the real one is in
+``tests/slurm``.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-import random
 import re
 import resource
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.launch import attempt as attempts
+from benchmarks.launch.attempt import (
+    ALIVE,
+    Ending,
+    finish_attempt,
+    freeze,
+    new_header,
+    write_unstarted,
+)
+from benchmarks.launch.options import SlurmOptions
+from benchmarks.launch.points import Point
 from benchmarks.launch.running import SweepProgress
 from benchmarks.launch.slurm import client, submit
-from benchmarks.launch.slurm.submit import launch, settle
+from benchmarks.launch.slurm.submissions import Submission, SubmittedArray, write_submission
+from benchmarks.launch.slurm.submit import launch
 from benchmarks.launch.sweep import launch_points
 from benchmarks.launch.sweep_status import sweep_status
 from benchmarks.records.environment import Code
-from benchmarks.records.events import read_events
+from benchmarks.records.events import EventWriter
 from benchmarks.records.record import find_records, read_record
-from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.write import make_table
-from tests.unit.damaged_folders import DAMAGES, OPTIONS, POINTS, make_folder
+from tests.unit.toy_spec import spec_of
+
+OPTIONS = SlurmOptions(report_dir="report")
+POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 
 
-def fake_slurm(
-    *command: str, timeout_s: float = 0, more: object = None, running: bool = False
-) -> str:
+def fake_slurm(*command: str, timeout_s: float = 0, more: object = None) -> str:
     """No job in the queue; accounting knows that they failed; whatever is submitted is job 99."""
     if command[:3] == ("scontrol", "show", "config"):
         return "ClusterName = here\nSlurmctldHost[0] = head\nMaxArraySize = 1001\n"
     if command[0] == "sacct" and "--jobs" in command:
         return "".join(f"7_{index}|NODE_FAIL|0:0|node7\n" for index in range(3))
-    if command[0] == "sbatch":
-        return "99\n"
-    return ""
+    return "99\n" if command[0] == "sbatch" else ""
+
+
+def attempt_of(runs: Path, point: Point, name: str, *, done: bool) -> Path:
+    """An attempt of two ranks with three steps each, by a process that is dead."""
+    directory = runs / point.spec.spec_id / name
+    directory.mkdir(parents=True)
+    freeze(point.spec, new_header(name.partition("-")[0]), directory)
+    (directory / ALIVE).touch()
+    os.utime(directory / ALIVE, (1e9, 1e9))
+    for rank in range(2):
+        events = EventWriter(directory, rank)
+        for index in range(3):
+            events.write("step", index=index, seconds=1.0 + index, loss=5.0)
+        if done:
+            events.write("done")
+    return directory
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory if there is one, because these tests write ten thousand files."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="damaged-") as made:
-        yield Path(made)
-
-
-@pytest.fixture
-def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of everything: recorded, abandoned, submitted, never started, refused."""
     monkeypatch.setattr(client, "call", fake_slurm)
     monkeypatch.setattr(submit, "absence", lambda: "")  # also on a machine that has no Slurm
     monkeypatch.setattr(attempts, "_launched_code", lambda: Code("abc", False, "digest"))
-    runs = folder / "whole"
-    make_folder(runs)
+    runs = tmp_path / "whole"
+    finish_attempt(attempt_of(runs, POINTS[0], "local-1", done=True))
+    attempt_of(runs, POINTS[0], "local-2", done=False)
+    ending = Ending("infeasible", "too large")
+    write_unstarted(POINTS[1].spec, runs, new_header("local"), ending)
+    for index, point in enumerate(POINTS[1:3]):
+        attempt = attempt_of(runs, point, "slurm-sweep-0", done=False)
+        facts = {"job": f"7_{index}", "job_id": 8 + index, "restart": 0, "nodes": "node7"}
+        (attempt / "slurm.json").write_text(json.dumps(facts))
+        (attempt / "srun.log").write_text("srun: error: node7: task 0: Killed\n")
+    directory = runs / "slurm" / "sweep"
+    for point in POINTS[1:]:
+        frozen = directory / "specs" / point.spec.spec_id
+        frozen.mkdir(parents=True)
+        freeze(point.spec, new_header("slurm"), frozen)
+    ids = [point.spec.spec_id for point in POINTS[1:]]
+    (directory / "sweep-report.sbatch").write_text("#!/bin/bash\n#SBATCH --account=science\n")
+    arrays = [SubmittedArray(name="sweep-0", spec_ids=ids, job="7")]
+    made = {"report_job": "8", "cluster": "here@head", "user": os.getuid(), "host": "here"}
+    write_submission(directory, Submission(arrays=arrays, **made))  # type: ignore[arg-type]
     return runs
-
-
-class Original:
-    """A folder as it was made, and what brings it back after it was damaged and looked at: that is
-    faster than a copy for each damage."""
-
-    def __init__(self, runs: Path) -> None:
-        self.runs = runs
-        self.files = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
-        self._times = {path: path.stat().st_mtime for path in (runs, *runs.rglob("*"))}
-
-    def restore(self) -> None:
-        """Every file with its content, no other file, and the times of all as they were."""
-        for path in sorted(self.runs.rglob("*"), reverse=True):  # what is deeper comes first
-            if path.is_dir() and (path in self.files or path not in self._times):
-                shutil.rmtree(path)
-            elif path.is_file() and path not in self.files:
-                path.unlink()
-        for path, content in self.files.items():
-            if not path.exists() or path.read_bytes() != content:
-                path.write_bytes(content)
-        for path, then in self._times.items():
-            os.utime(path, (then, then))
-
-
-def steps_on_disk(runs: Path) -> int:
-    files = runs.glob("*/*/rank_*.jsonl")
-    return sum(event["event"] == "step" for file in files for event in read_events(file))
 
 
 def contents(runs: Path) -> dict[str, bytes]:
@@ -105,61 +106,47 @@ def contents(runs: Path) -> dict[str, bytes]:
     return {str(path.relative_to(runs)): path.read_bytes() for path in kept}
 
 
-def look_at_everything(runs: Path, *, tables: bool, submit: bool) -> list[str]:
-    """Status, the records of a report, and all that a submission reads; what takes long only where
-    asked for: the report's tables and the submission itself. Returns the lines that status notes.
-    """
-    found = sweep_status(runs)
-    assert {point.spec_id for point in found.points} >= {p.name for p in runs.iterdir()} - {"slurm"}
-    frame, _ = load_frame([runs])
-    settle(runs)
-    if tables:
-        for name in TABLES:
-            make_table(name, latest_ok(frame))
-    if submit:
+def unreadable(path: Path) -> None:
+    """Root has all permissions, but a folder in the place of a file cannot be read by anybody."""
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(bytes(range(7, 256, 3))),
+    "a list": lambda path: path.write_text("[]"),
+    "too deep": lambda path: path.write_text("[" * 5000),
+    "gone": Path.unlink,
+    "unreadable": unreadable,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_kind_of_file_damaged(
+    whole: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = {point.spec.spec_id for point in POINTS}
+    kinds = {}  # a file of each, whichever point, attempt and rank it is of
+    for path in sorted(path for path in whole.rglob("*") if path.is_file()):
+        parts = path.relative_to(whole).parts
+        kind = re.sub(r"\d+", "", "/".join("point" if p in points else p for p in parts))
+        kinds[kind] = path.relative_to(whole)
+    assert len(kinds) > 10
+    for number, name in enumerate(kinds.values()):
+        runs = shutil.copytree(whole, whole.parent / str(number))
+        DAMAGES[damage](runs / name)
+        before = contents(runs)
+        found = sweep_status(runs)
+        assert {p.spec_id for p in found.points} >= {p.name for p in runs.iterdir()} - {"slurm"}
+        assert all("\n" not in note and str(runs) in note for note in found.notes)
+        latest_ok(load_frame([runs])[0])
         with SweepProgress(1) as progress:
             launch(POINTS, OPTIONS, runs, progress)
-    return found.notes
-
-
-def kind_of(path: Path, runs: Path) -> str:
-    """What a file is, whichever point, attempt and rank it is of."""
-    parts = path.relative_to(runs).parts
-    points = {point.spec.spec_id for point in POINTS}
-    return re.sub(r"\d+", "", "/".join("point" if part in points else part for part in parts))
-
-
-def test_every_kind_of_file_damaged_in_every_way(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = Original(whole)
-    files = sorted(original.files)
-    kinds: dict[str, list[Path]] = {}
-    for path in files:
-        kinds.setdefault(kind_of(path, whole), []).append(path)
-    assert len(kinds) > 10
-    for number, (damage, alike) in enumerate(product(DAMAGES, kinds.values())):
-        chance = random.Random(number)
-        original.restore()
-        victims = [chance.choice(alike), *chance.sample(files, chance.choice([0, 0, 1, 5]))]
-        for victim in dict.fromkeys(victims):
-            damage(victim, chance)
-        before, steps = contents(whole), steps_on_disk(whole)
-        notes = look_at_everything(whole, tables=number % 17 == 0, submit=number % 7 == 0)
-        after = contents(whole)
-        lost = [name for name in before if after.get(name) != before[name]]
-        assert lost == [], (number, damage.__name__, victims)
-        assert steps_on_disk(whole) == steps
-        assert all("\n" not in note and str(whole) in note for note in notes)
+        after = contents(runs)
+        assert [n for n in before if after.get(n) != before[n]] == [], name
         capsys.readouterr()
-
-
-def test_a_damaged_record_is_named_in_one_line(whole: Path) -> None:
-    path = next(whole.glob(f"{POINTS[0].spec.spec_id}/local-1/record.json"))
-    path.write_text('{"schema_version": 1, "record_id')
-    notes = sweep_status(whole).notes
-    assert [note for note in notes if str(path) in note] == notes
-    assert len(notes) == 1
 
 
 def test_points_of_a_damaged_submission_are_not_submitted_again(
@@ -175,29 +162,18 @@ def test_points_of_a_damaged_submission_are_not_submitted_again(
     assert f"remove {whole / 'slurm' / 'sweep'} if its jobs are gone" in printed.out
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can grow, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_said_and_everything_goes_on_afterwards(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(whole)
-    with full_disk():
-        with pytest.raises(OSError) as probe:  # noqa: PT011
-            (whole / "probe").write_text("x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can grow, as on a full disk
+    try:
         found = sweep_status(whole)
         with SweepProgress(1) as progress, pytest.raises(OSError) as refused:  # noqa: PT011
             launch(POINTS, OPTIONS, whole, progress)
-    (whole / "probe").unlink()
-    assert probe.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert found.notes  # the attempts that could not be recorded
     assert refused.value.errno == errno.EFBIG  # the sweep says it of each of these points
     assert contents(whole) == before

@@ -212,14 +212,11 @@ def with_seeds(point: Point, seeds: range) -> list[Point]:
 
 def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
     """What the two commands do, without the seconds that their start takes."""
-    options: dict[str, dict[str, str]] = {"simulate": {"compute": "model"}, "local": {}}
-    options["simulate"]["traced_runs"] = str(runs)
     for kind in order:
         points = many[kind]
         config: dict[str, Any] = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
         config |= {"rerun": "missing", "repeats": 1}
-        launcher = {"kind": kind, **options[kind]}
-        launch_points(points, [config | {"launcher": launcher}] * len(points))
+        launch_points(points, [config | {"launcher": {"kind": kind}}] * len(points))
 
 
 def start_all(

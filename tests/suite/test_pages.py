@@ -109,14 +109,14 @@ def test_links_lead_somewhere() -> None:
 _SHORT = {
     "../README.md": 700,
     "../CHANGELOG.md": 1_000,
-    "atlas.md": 600,
+    "atlas.md": 690,
     "decisions.md": 50,
     "explain.md": 1_160,
     "extending.md": 850,
     "from_megatron.md": 260,
     "from_torchtitan.md": 380,
     "gpu.md": 610,
-    "index.md": 460,
+    "index.md": 470,
     "measured.md": 580,
     "metrics.md": 990,
     "opponents.md": 330,
@@ -129,7 +129,7 @@ _SHORT = {
     "simulator.md": 1_590,
     "slurm.md": 940,
     "training.md": 1_540,
-    "verdict.md": 860,
+    "verdict.md": 1_090,
     "verify.md": 690,
     "zeropp.md": 1_060,
 }
@@ -153,7 +153,7 @@ def words(sentence: str) -> int:
 
 def test_the_site_is_short() -> None:
     pages = [path.read_text() for path in Path("docs").glob("*.md")]
-    assert sum(words(one) for page in pages for one in sentences(page)) <= 15_600
+    assert sum(words(one) for page in pages for one in sentences(page)) <= 15_950
 
 
 @pytest.mark.parametrize(("name", "most"), _SHORT.items())

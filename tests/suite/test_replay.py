@@ -14,18 +14,16 @@ import pytest
 import torch
 
 from benchmarks.records.record import read_record
-from benchmarks.specification.reading import preset
 from tests.slurm.commands import call
+from tests.suite.traced import A800, kernels_of, step_of, trace
 from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.kernels import describe
 from zeropp.emulate.log import STEP, Log, Message
 from zeropp.emulate.script import ScriptError
 from zeropp.emulate.trace import Trace, trace_script
-from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import MemoryBytes
 from zeropp.types.operators import Attention, Product
 
-A800 = preset("cluster", "a800", Cluster)
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
 import os
@@ -356,9 +354,7 @@ def test_ranks_that_messages_of_other_ranks_name_are_traced_too(
 
 
 def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_path: Path) -> None:
-    script = tmp_path / "one_f_one_b.py"
-    script.write_text(ONE_F_ONE_B, encoding="utf-8")
-    traces = trace_script(str(script), [], 8, A800)
+    traces = trace(ONE_F_ONE_B, 8, tmp_path)
     assert [trace.rank for trace in traces] == [0, 4]
     first = traces[0].log
     steps = [place for place, issued in enumerate(first) if issued.what == STEP]
@@ -378,22 +374,18 @@ def test_a_script_that_mixes_sends_and_receives_issues_each_message_once(tmp_pat
 
 
 def test_the_memory_of_a_script_is_that_of_its_second_step(tmp_path: Path) -> None:
-    script = tmp_path / "two_batches.py"
-    script.write_text(TWO_BATCHES, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 1, A800)
+    (traced,) = trace(TWO_BATCHES, 1, tmp_path)
     weights, rows = 4 * 64 * 64, 4 * 16 * 64
-    assert trace.memory.optimizer == 2 * weights + 4  # and the number of steps
-    assert trace.memory.gradients == weights
-    assert 4 * weights < trace.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
+    assert traced.memory.optimizer == 2 * weights + 4  # and the number of steps
+    assert traced.memory.gradients == weights
+    assert 4 * weights < traced.memory.total < 4 * weights + 4 * rows  # not that of 4,096 rows
 
 
 def test_memory_is_sorted_by_what_fsdp2_does_with_it(tmp_path: Path) -> None:
     """At the peak there are gradients in 16 bits, the copy in fp32 that their reduction reads, the
     half of them that it writes, and that of the microbatch before."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
-    elements, kinds = 1024 * 1024, trace.memory
+    (traced,) = trace(SHARDED, 4, tmp_path)
+    elements, kinds = 1024 * 1024, traced.memory
     assert (kinds.gradients, kinds.unsharded) == (2 * elements + 2 * 4 * elements // 2, 0)
     assert kinds.workspace == pytest.approx(4 * elements, rel=0.01)
     assert kinds.activations == pytest.approx(4 * elements // 2, rel=0.01)  # the script's own shard
@@ -402,11 +394,8 @@ def test_memory_is_sorted_by_what_fsdp2_does_with_it(tmp_path: Path) -> None:
 def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "ddp.py"
-    script.write_text(DATA_PARALLEL, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
-    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
-    step = trace.log[begin:end]
+    (traced,) = trace(DATA_PARALLEL, 4, tmp_path)
+    step = step_of(traced)
     places = [place for place, issued in enumerate(step) if "allreduce" in issued.what]
     layer = 4 * (1024 * 1024 + 1024)  # bytes; a bucket is full at 1 MiB, later ones at 25 MiB
     assert [round(step[place].parts[0].moved / layer) for place in places] == [1, 7, 7, 1]
@@ -432,29 +421,21 @@ def test_ddp_reduces_buckets_beside_the_backward_which_waits_for_them_at_its_end
 def test_ddp_frees_its_buckets_before_it_makes_those_of_the_order_in_which_gradients_came(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(BUCKET_VIEWS, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
+    (traced,) = trace(BUCKET_VIEWS, 4, tmp_path)
     layer = 4 * 256 * 256
-    assert trace.memory.total < (16 + 16 + 2) * layer  # parameters, gradients, and little else
+    assert traced.memory.total < (16 + 16 + 2) * layer  # parameters, gradients, and little else
 
 
 def test_ddp_sends_buffers_once_where_gradients_were_reduced_before(tmp_path: Path) -> None:
     """Of four forwards the first that evaluates follows one whose gradients are reduced."""
-    script = tmp_path / "script.py"
-    script.write_text(BUFFERS, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
-    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
-    sent = [issued.what for issued in trace.log[begin:end] if "broadcast" in issued.what]
+    (traced,) = trace(BUFFERS, 4, tmp_path)
+    sent = [issued.what for issued in step_of(traced) if "broadcast" in issued.what]
     assert sent == ["c10d::broadcast_"] * 2  # one of each type of number
 
 
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
-    script = tmp_path / "convolutions.py"
-    script.write_text(CONVOLUTIONS, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
-    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
-    kernels = [issued.kernel for issued in trace.log[begin:end] if issued.kernel]
+    (traced,) = trace(CONVOLUTIONS, 4, tmp_path)
+    kernels = kernels_of(traced)
     found = [(kernel.name, kernel.product) for kernel in kernels if kernel.product]
     flops = {"aten::convolution": 0, "aten::convolution_backward": 0}
     for name, product in found:
@@ -468,20 +449,15 @@ def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path:
     assert flops["aten::convolution"] == forwards * 2 * (first + second + transposed)
     backward = first + 2 * (second + transposed)  # images need no gradient
     assert flops["aten::convolution_backward"] == forwards * 2 * backward
-    reduced = [
-        part.moved for i in trace.log[begin:end] if "allreduce" in i.what for part in i.parts
-    ]
+    reduced = [part.moved for i in step_of(traced) if "allreduce" in i.what for part in i.parts]
     assert reduced == [4 * (8 * 27 + 8 + 16 * 36 + 16 + 16 * 16 + 4)]
 
 
 def test_kernels_are_those_of_a_gpu(tmp_path: Path) -> None:
     """Attention drops inside, other dropout is one kernel, and models that only infer have the
     products that others have."""
-    script = tmp_path / "script.py"
-    script.write_text(KERNELS_OF_A_GPU, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 4, A800)
-    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
-    kernels = [issued.kernel for issued in trace.log[begin:end] if issued.kernel]
+    (traced,) = trace(KERNELS_OF_A_GPU, 4, tmp_path)
+    kernels = kernels_of(traced)
     names = Counter(kernel.name for kernel in kernels)
     attentions = [kernel for kernel in kernels if isinstance(kernel.product, Attention)]
     assert [kernel.is_backward for kernel in attentions] == [False, True]
@@ -496,17 +472,14 @@ def test_kernels_are_those_of_a_gpu(tmp_path: Path) -> None:
 def test_a_script_finds_the_nodes_of_the_cluster_and_calls_torch_by_its_names(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_NODES, encoding="utf-8")
-    traces = trace_script(str(script), [], 16, A800)
+    traces = trace(TWO_NODES, 16, tmp_path)
     assert [trace.rank for trace in traces] == [0, 8]
     sends = [issued for issued in traces[0].log if issued.what.startswith("isend")]
     assert {send.stream for send in sends} == {"nccl default_pg 0"}  # as a device was named
     assert len(sends) == 2 * 2
-    script.write_text(TWO_NODES.replace('"ROWS", 8', '"ROWS", 4'), encoding="utf-8")
     line = r"message 2 from rank 0 to rank 8: rank 0 has .8, 64. .*, rank 8 has .4, 64."
     with pytest.raises(ScriptError, match=line):
-        trace_script(str(script), [], 16, A800)
+        trace(TWO_NODES.replace('"ROWS", 8', '"ROWS", 4'), 16, tmp_path)
 
 
 HOUSEKEEPING = """
@@ -532,15 +505,21 @@ while True:
 
 
 def test_a_script_may_look_after_the_memory_and_the_seeds_of_its_gpu(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HOUSEKEEPING, encoding="utf-8")
-    (trace,) = trace_script(str(script), [], 2, A800)
-    assert trace.memory.gradients == 4 * 8
+    (traced,) = trace(HOUSEKEEPING, 2, tmp_path)
+    assert traced.memory.gradients == 4 * 8
+
+
+IMPORTS = "import torch, torch.distributed.fsdp\n"
+DDP = """
+import torch
+torch.distributed.init_process_group()
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)"""
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("", r"ended on rank 0 after 0 steps of an optimizer .needed: 2."),
         ("import os\nos._exit(1)", "script.py: the process of rank 0 was killed"),
         (
             "def f():\n    raise SystemExit(3)\nf()",
@@ -551,57 +530,35 @@ def test_a_script_may_look_after_the_memory_and_the_seeds_of_its_gpu(tmp_path: P
         ("from torch.distributed.fsdp import *\nCPUOffloadPolicy()", "is not emulated: leave it"),
         ("import torch\ntorch.ones(3).nonzero()", "a shape depends on values"),
         ("import torch\ntorch.nn.SyncBatchNorm(3)(torch.ones(2, 3))", "leave out convert_sync"),
+        (
+            "import torch\ntorch.cuda.MemPool()",
+            "script.py:2: cannot .*torch.cuda.MemPool is not emulated: leave it out, at `torch",
+        ),
+        (
+            f"{IMPORTS}torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))",
+            r"FSDP1. is not emulated: shard with fully_shard",
+        ),
+        (
+            f"{DDP}, mixed_precision=object())",
+            r"DistributedDataParallel.mixed_precision=....",
+        ),
+        (
+            f"{DDP}).register_comm_hook(None, print)",
+            "register_comm_hook: leave the hook out",
+        ),
     ],
 )
-def test_a_script_that_ends_itself_is_refused_with_its_line(
+def test_what_cannot_be_traced_is_refused_with_its_line(
     text: str, line: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text, encoding="utf-8")
     with pytest.raises(ScriptError, match=line):
-        trace_script(str(script), [], 4, A800)
+        trace(text, 4, tmp_path)
 
 
 def test_products_without_a_price_are_refused() -> None:
     left, right = torch.empty(4, 8), torch.empty(8, 4)
     with pytest.raises(NotImplementedError, match="aten::_scaled_mm: has no price"):
         describe("aten::_scaled_mm", [left, right], [torch.empty(4, 4)], {})
-
-
-def test_a_script_without_steps_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.touch()
-    ended = "ended on rank 0 after 0 steps of an optimizer .needed: 2."
-    with pytest.raises(ScriptError, match=ended):
-        trace_script(str(script), [], 4, A800)
-
-
-def test_fsdp1_is_refused_and_fully_shard_named(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    wrap = "torch.distributed.fsdp.FullyShardedDataParallel(torch.nn.Linear(1, 1))"
-    script.write_text(f"import torch\n{wrap}", encoding="utf-8")
-    with pytest.raises(ScriptError, match=r"FSDP1. is not emulated: shard with fully_shard"):
-        trace_script(str(script), [], 4, A800)
-
-
-@pytest.mark.parametrize(
-    ("options", "call", "line"),
-    [
-        (", mixed_precision=object()", "", r"DistributedDataParallel.mixed_precision=...."),
-        ("", ".register_comm_hook(None, print)", "register_comm_hook: leave the hook out"),
-    ],
-)
-def test_what_ddp_does_in_cpp_is_refused_by_name(
-    options: str, call: str, line: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    model = f"DistributedDataParallel(torch.nn.Linear(1, 1){options}){call}"
-    script.write_text(
-        f"import torch\ntorch.distributed.init_process_group()\ntorch.nn.parallel.{model}",
-        encoding="utf-8",
-    )
-    with pytest.raises(ScriptError, match=line):
-        trace_script(str(script), [], 4, A800)
 
 
 @pytest.mark.parametrize(

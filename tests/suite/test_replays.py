@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.evidence.replays import plans
+from benchmarks.evidence.traced import best_plans
 from benchmarks.specification.contenders import CONTENDERS
 
 
 def test_every_best_plan_whose_code_runs_is_a_plan_of_a_trainer() -> None:
-    found = plans()
+    found = best_plans()
     rows = Counter(name for name, *_ in found)
     assert set(rows) == {
         *("zeropp", "fsdp", "torch_pp", "deepspeed_3d", "deepspeed_best", "megatron_core_local")

@@ -16,19 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.specification.reading import preset
+from tests.suite.traced import A800, kernels_of, step_of, trace
 from zeropp.emulate.device import VirtualDevice
 from zeropp.emulate.emulation import emulated
-from zeropp.emulate.log import STEP, Issued, Log, Message
+from zeropp.emulate.log import Log, Message
 from zeropp.emulate.memory import Allocations
 from zeropp.emulate.script import Objects, ScriptError, as_launched
-from zeropp.emulate.trace import Trace, trace_script
+from zeropp.emulate.trace import Trace
 from zeropp.emulate.world import fake_world
-from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import MemoryBytes
 from zeropp.types.operators import Attention
 
-A800 = preset("cluster", "a800", Cluster)
 MODULES = (torch.cuda, torch.accelerator, torch.cpu, dist)
 # Public names of ``torch.cuda`` that need no stand-in.
 _AS_THEY_ARE = {"CudaError", "cudaStatus", "DeferredCudaCallError", "default_generators"}
@@ -94,18 +92,6 @@ def test_nothing_of_torch_cuda_is_left_to_fail_by_itself(
     assert left == _AS_THEY_ARE
 
 
-def trace(text: str, ranks: int, folder: Path) -> list[Trace]:
-    script = folder / "script.py"
-    script.write_text(text, encoding="utf-8")
-    return trace_script(str(script), [], ranks, A800)
-
-
-def step_of(trace: Trace) -> list[Issued]:
-    """What a rank issues in its second step."""
-    begin, end = (place for place, issued in enumerate(trace.log) if issued.what == STEP)
-    return list(trace.log[begin:end])
-
-
 CALLS = """
 import os
 import numpy, torch, torch.distributed as dist
@@ -166,15 +152,6 @@ def test_an_object_that_nobody_sends_is_named(tmp_path: Path) -> None:
         trace(CALLS.replace("dist.send_object_list([7], dst=1)", "pass"), 4, tmp_path)
 
 
-@pytest.mark.parametrize(("call", "name"), [("CUDAGraph()", "CUDAGraph"), ("MemPool()", "MemPool")])
-def test_what_is_not_emulated_is_refused_by_name_with_the_scripts_line(
-    call: str, name: str, tmp_path: Path
-) -> None:
-    line = rf"script.py:2: cannot .*torch.cuda.{name} is not emulated: leave it out, at `torch.cuda"
-    with pytest.raises(ScriptError, match=line):
-        trace(f"import torch\ntorch.cuda.{call}", 1, tmp_path)
-
-
 # Attention and a norm on DTensors, as torch's own two-dimensional example has them.
 ATTENTION = """
 import torch, torch.distributed as dist
@@ -218,7 +195,7 @@ while True:
 
 def test_dtensors_take_the_operators_of_a_gpu(tmp_path: Path) -> None:
     (trace_of_0,) = trace(ATTENTION, 2, tmp_path)
-    kernels = [issued.kernel for issued in step_of(trace_of_0) if issued.kernel]
+    kernels = kernels_of(trace_of_0)
     names = {kernel.name.removeprefix("aten::") for kernel in kernels}
     assert {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient")} <= names
     assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= names

@@ -1,4 +1,4 @@
-"""The command ``zeropp``: the suite's commands by one name, their help and their completion."""
+"""The command ``zeropp``: the suite's commands by one name, and their help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hydra
 import pytest
 import yaml
 
-from benchmarks import CHECKOUT, completion
+from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
 from zeropp import __main__ as command
@@ -50,7 +50,7 @@ def test_a_wheel_offers_what_needs_no_checkout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "IN_WHEEL", True)
-    assert list(command.offered()) == ["tune", "explain", "show", "completion"]
+    assert list(command.offered()) == ["tune", "explain", "show"]
     assert call("zeropp run", monkeypatch, capsys) == (
         2,
         "",
@@ -88,33 +88,6 @@ def test_help_is_one_screen_and_help_all_has_every_key(capsys: pytest.CaptureFix
         assert compose(config, ["--help", "all"]) == []
         assert "kv_heads:" in capsys.readouterr().out
         assert "kv_heads:" not in screen
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("zeropp e", "explain"),
-        ("zeropp run mod", "model="),
-        ("zeropp run -m model=gpt_t", "gpt_tiny"),
-        ("zeropp tune cluster=h", "h100 h100_pcie h20 h200 h800"),
-        ("zeropp tune contender=", ""),
-        ("zeropp show schedule name=zb", "zb_h1 zbv"),
-        ("zeropp explain glo", "global_batch="),
-    ],
-)
-def test_bash_completes(
-    line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["zeropp completion", "bash"])
-    assert completion.main() == 0
-    script = capsys.readouterr().out
-    typed = " ".join(f"'{word}'" for word in re.split(r" |(?==)|(?<==)", line))
-    ask = f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({typed})"
-    ask += "; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _zeropp 2>/dev/null; echo ${COMPREPLY[*]}"
-    done = subprocess.run(
-        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.strip() == words
 
 
 def test_the_wheel_has_what_its_commands_read() -> None:

@@ -10,15 +10,13 @@ from zeropp.types.shape import ModelShape
 
 def cluster(name: str) -> Cluster:
     """A preset of ``conf/cluster``."""
-    found = preset("cluster", name, Cluster)
-    assert isinstance(found, Cluster)
+    found: Cluster = preset("cluster", name, Cluster)
     return found
 
 
 def model(name: str) -> ModelShape:
     """A preset of ``conf/model``."""
-    found = preset("model", name, ModelShape)
-    assert isinstance(found, ModelShape)
+    found: ModelShape = preset("model", name, ModelShape)
     return found
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.alive import ALIVE
-from benchmarks.launch.attempt import freeze, new_header
+from benchmarks.launch.attempt import ALIVE, freeze, new_header
 from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import ClusterFacts, QueuedJob
 from benchmarks.launch.slurm.submissions import (
@@ -35,7 +34,7 @@ def make_attempt(tmp_path: Path) -> Path:
     directory.mkdir(parents=True)
     freeze(spec, new_header("slurm"), directory)
     slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "timeout_s": 600}
-    slurm |= {"time_limit": "9:00", "grace_s": 60, "log": str(tmp_path / "a.log")}
+    slurm |= {"grace_s": 60, "log": str(tmp_path / "a.log")}
     (directory / "slurm.json").write_text(json.dumps(slurm))
     (directory / ALIVE).touch()
     for rank in range(2):
@@ -50,9 +49,9 @@ def silent_for(attempt: Path, seconds: float) -> None:
 
 
 def silence_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Slurm say nothing of a job's ending and time limit."""
+    """Let Slurm say nothing of a job's ending; its time limit is nine minutes."""
     monkeypatch.setattr(slurm_endings, "last_state", lambda job, timeout_s: None)
-    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: None)
+    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: 540.0)
 
 
 def submitted(attempt: Path, job: str, sweep: str = "sweep", **who: Any) -> Path:

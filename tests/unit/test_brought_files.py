@@ -31,12 +31,6 @@ srun torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_PER_NODE pretr
     {FLAGS} \\
     --tensor-model-parallel-size $SLURM_GPUS_PER_NODE --pipeline-model-parallel-size 2
 """
-NEMO = """torchrun --nproc_per_node=8 megatron_llama_pretraining.py trainer.precision=bf16 \\
-    trainer.devices=8 trainer.num_nodes=2 model.num_layers=40 model.hidden_size=5120 \\
-    model.ffn_hidden_size=13824 model.num_attention_heads=40 ++model.micro_batch_size=1 \\
-    model.global_batch_size=32 model.tensor_model_parallel_size=4 model.sequence_parallel=True \\
-    model.optim.name=distributed_fused_adam model.encoder_seq_length=4096 model.data.data_prefix=
-"""
 LLAMA_13B = {
     "model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824,
     "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
@@ -58,30 +52,6 @@ local_batch_size = 2
 tensor_parallel_degree = 2
 """
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
-NANOTRON = """
-model: {dtype: bfloat16, model_config: {hidden_size: 2048, intermediate_size: 8192,
-  num_attention_heads: 32, num_hidden_layers: 16, num_key_value_heads: 8, vocab_size: 32000}}
-optimizer: {zero_stage: 1}
-parallelism: {dp: 4, tp: 1, pp: 4, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
-tokens: {micro_batch_size: 1, batch_accumulation_per_replica: 4, sequence_length: 4096}
-"""
-NEOX = """
-pipe-parallel-size: 4
-model-parallel-size: 2
-num-layers: 44
-hidden_size: 6144
-num-attention-heads: 64
-seq-length: 2048
-norm: layernorm
-pos_emb: rotary
-no-weight-tying: true
-gpt_j_residual: true
-zero_optimization: {stage: 1, overlap_comm: True}
-train_micro_batch_size_per_gpu: 4
-gradient_accumulation_steps: 32
-checkpoint-activations: true
-fp16: {enabled: true}
-"""
 SIZES = "layers=40 hidden=5120 heads=40 kv_heads=40 ffn=13824 vocab=32000"
 
 
@@ -186,43 +156,6 @@ def test_a_command_kept_in_a_variable_and_placeholders_in_words(tmp_path: Path) 
     text += f'run="deepspeed --num_gpus 8 a/pretrain_gpt.py {flags} &> ${{OUT}}/log/a.log"\n'
     text += "echo ${run}\neval ${run}\n"
     assert asked(tmp_path, {"run.sh": text}).task.num_gpus == 8
-
-
-def test_gpt_neox(tmp_path: Path) -> None:
-    """Keys are spelled in two ways; of a gated MLP the file has three times the width."""
-    words, files = ("num_gpus=96", "model.vocab=50257"), {"20B.yml": NEOX}
-    question = asked(tmp_path, files, *words)
-    knobs, shape = vars(question.knobs), question.task.shape
-    wanted = {"pp": 4, "tp": 2, "replicate": 12, "replicate_zero": 1, "recompute": "full"}
-    assert {key: knobs[key] for key in wanted} == wanted
-    assert (question.microbatch_size, question.task.global_batch) == (4, 4 * 32 * 12)
-    assert (shape.seq, shape.ffn, shape.vocab, shape.tied_embeddings) == (2048, 24576, 50432, False)
-    assert question.contender.label == "Megatron-DeepSpeed"
-    assert not question.reading.traits["flash"]
-    assert [line.partition("=")[0] for line in question.reading.named][-1] == "gpt_j_residual"
-    gated = "num-layers: 44\nactivation: swiglu\nintermediate_size: 40960\nmlp_multiple_of: 256"
-    files = {"20B.yml": NEOX.replace("num-layers: 44", gated)}
-    assert asked(tmp_path, files, *words).task.shape.ffn == 13824
-    for old, new, said in (
-        ("seq-length: 2048", "", "seq_length=None: must be a number"),
-        ("stage: 1", "stage: 2", "--zero-stage=2: no price"),
-        ("norm: layernorm", 'attention_config: [[["mamba"], 44]]', "GPT-NeoX with mamba: no price"),
-    ):
-        with pytest.raises(SpecError, match=said):
-            asked(tmp_path, {"20B.yml": NEOX.replace(old, new)}, *words)
-
-
-def test_words_of_nemo_in_a_script(tmp_path: Path) -> None:
-    question = asked(tmp_path, {"nemo.sh": NEMO}, "model.vocab=32000")
-    knobs, shape = vars(question.knobs), question.task.shape
-    assert (question.task.num_gpus, knobs["tp"], knobs["replicate"]) == (16, 4, 4)
-    assert (shape.family, shape.layers, shape.gates, shape.tied_embeddings) == (
-        "llama", 40, 2, False,
-    )  # fmt: skip
-    assert (shape.vocab, shape.dropout, question.microbatch_size) == (32256, 0, 1)
-    gpt = NEMO.replace("megatron_llama", "megatron_gpt")
-    shape = asked(tmp_path, {"nemo.sh": gpt}, "model.vocab=32000").task.shape
-    assert (shape.family, shape.gates, shape.dropout) == ("gpt", 1, 0.1)
 
 
 def test_deepspeeds_pipeline_section(tmp_path: Path) -> None:
@@ -365,13 +298,9 @@ def test_a_change_is_named_by_the_knob_that_changes(tmp_path: Path) -> None:
 
 def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:
     files = {"ds.json": json.dumps(PIPELINE), **CONFIG}
-    plans = {
-        "deepspeed_3d": priced(tmp_path, files, "num_gpus=64", "model.seq=4096"),
-        "nanotron": priced(tmp_path, {"n.yaml": NANOTRON}),
-    }
-    for name, found in plans.items():
-        with pytest.raises(SpecError, match=f"--as megatron: {name}'s plans are not megatron's"):
-            written_as("megatron", found.asked.plan, found.asked.candidate)
+    found = priced(tmp_path, files, "num_gpus=64", "model.seq=4096")
+    with pytest.raises(SpecError, match="--as megatron: deepspeed_3d's plans are not megatron's"):
+        written_as("megatron", found.asked.plan, found.asked.candidate)
     uneven = SLURM.replace("--num-layers 32", f"--num-layers 30 {VIRTUAL} 4")
     found = priced(tmp_path, {"job.sh": uneven}, "num_gpus=16")
     written = written_as("megatron", found.asked.plan, found.asked.candidate)
@@ -380,20 +309,6 @@ def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> N
     (tmp_path / "again.sh").write_text(f"torchrun --nproc-per-node 16 pretrain_gpt.py {written}")
     again = ask([str(tmp_path / "again.sh")], ["cluster=h100"], [])
     assert (again.task, again.knobs) == (found.question.task, found.asked.candidate.knobs)
-
-
-def test_nanotrons_plans_are_those_of_its_engines(tmp_path: Path) -> None:
-    found = priced(tmp_path, {"n.yaml": NANOTRON})
-    own = better(found, 0.5).best[0].winner
-    assert own is not None
-    assert (own.plan.schedule.name, own.plan.layout.chunks) == ("1f1b", 1)
-    assert own.plan.layout.placement == "dp_inner"
-
-
-def test_nanotrons_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
-    mixture = NANOTRON.replace("vocab_size: 32000", "vocab_size: 32000, moe_num_experts: 4")
-    with pytest.raises(SpecError, match=r"^model\.model_config\.moe_num_experts=4: no price"):
-        priced(tmp_path, {"n.yaml": mixture})
 
 
 def test_what_the_simulator_cannot_tell_apart_is_a_sentence() -> None:

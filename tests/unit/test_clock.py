@@ -143,9 +143,6 @@ def test_a_slow_host_leaves_the_device_waiting() -> None:
     assert result.step_s == pytest.approx(6.5)  # three launches, and the last kernel
     assert result.waits_s[0]["host"] == pytest.approx(5.0)
     assert result.busy_s[0] == pytest.approx(1.5)
-
-
-def test_a_collective_takes_a_launch_of_the_host() -> None:
     (log,) = logs(1)
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_")
     log.kernel(COMPUTE, SECOND)
@@ -262,7 +259,11 @@ def test_a_kernel_has_the_price_of_the_simulator() -> None:
     assert more == pytest.approx(stream_s(DEVICE, GIB, kernels=0))
     attention_s = fused_attention_s(DEVICE, "bf16", attention)
     assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2)) == attention_s
+    backward_s = fused_attention_backward_s(DEVICE, "bf16", attention)
+    assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2, is_backward=True)) == backward_s
     assert kernel_s(DEVICE, Kernel("add", GIB)) == stream_s(DEVICE, GIB)
+    wide_s = matmul_s(DEVICE, "fp32", m=512, k=1024, n=2048)
+    assert kernel_s(DEVICE, Kernel("mm", 0, product, 4)) == wide_s
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -356,15 +357,6 @@ def test_messages_and_groups_across_nodes_take_longer() -> None:
     log.place(STEP)
     found = replay({0: log.issued}, cluster, 16, kernel_prices=lambda _: 1.0, launch_s=0.0)
     assert found.step_s == pytest.approx(all_reduce_s(cluster, group(cluster, 2, 8, 16), GIB))
-
-
-def test_other_precisions_and_backwards_have_prices_of_their_own() -> None:
-    product = Product(m=512, k=1024, n=2048)
-    expected = matmul_s(DEVICE, "fp32", m=512, k=1024, n=2048)
-    assert kernel_s(DEVICE, Kernel("mm", 0, product, 4)) == expected
-    attention = Attention(heads=8, queries=512, keys=512, width=128, causal=True)
-    expected = fused_attention_backward_s(DEVICE, "bf16", attention)
-    assert kernel_s(DEVICE, Kernel("attention", 0, attention, 2, is_backward=True)) == expected
 
 
 def test_what_one_rank_never_issues_does_not_match_and_hosts_wait_for_events() -> None:

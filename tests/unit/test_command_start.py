@@ -28,7 +28,6 @@ ANSWERS = [  # a command line, and words of what it prints
     ("status --help", ["usage: ", "--json"]),
     ("validation --help", ["usage: ", "--cluster"]),
     ("report --help", ["usage: ", "--table"]),
-    ("completion --help", ["usage: ", "zsh"]),
 ]
 # One interpreter imports what all commands after ``explain`` share; each runs in a fork of it.
 RUN = f"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
         ("zeropp", 8): "only before",
     }
     made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
-    assert {"comparison.png", "comparison.csv"} <= {path.name for path in made.files}
+    assert "comparison.csv" in {path.name for path in made.files}
     reasons = [*filter(None, made.worse.values())]
     assert reasons == ["23 % slower", "ok -> oom", "is gone"]
     lenient = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET, 0.25)
@@ -54,10 +53,6 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
     none = write_comparison([tmp_path / "a"], [tmp_path / "c"], tmp_path / "out", QUIET)
     why = "the two sets have no configuration in common"
     assert none.worse == {"all": f"{why}; global_batch is 16, and 32"}
-    lenient.write_junit(tmp_path / "junit.xml")
-    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures")) == ("5", "2")
-    assert [f.get("message") for f in suite.iter("failure")] == ["ok -> oom", "is gone"]
 
 
 def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:

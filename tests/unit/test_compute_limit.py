@@ -99,8 +99,6 @@ def test_each_cause_is_found_where_it_is_and_nowhere_else() -> None:
 )
 def test_limits_of_known_cells(model: str, cluster: str, size: int, tokens: float) -> None:
     shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-    assert isinstance(shape, ModelShape)
-    assert isinstance(machine, Cluster)
     limit = compute_limit(shape, machine, 64, "bf16")
     assert limit.microbatch_size == size
     assert limit.tokens_per_s_per_gpu == pytest.approx(tokens, abs=1)
@@ -108,7 +106,6 @@ def test_limits_of_known_cells(model: str, cluster: str, size: int, tokens: floa
 
 def test_a_model_that_no_device_holds_has_the_limit_of_one_sequence() -> None:
     shape = preset("model", "llama_405b", ModelShape)
-    assert isinstance(shape, ModelShape)
     assert compute_limit(shape, task().cluster, 64, "bf16").microbatch_size == 1
 
 

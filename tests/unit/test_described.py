@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evidence.replays import described_compute_s
+from benchmarks.evidence.traced import described_compute_s
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import cluster, model, task
 from zeropp.choose.task import Candidate

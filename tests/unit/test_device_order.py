@@ -63,11 +63,6 @@ def test_a_step_of_zeropp_ends(ranks: int, chunks: int) -> None:
     assert stuck(first_uses(logs)) == {}  # all ranks load kernels where they first use them
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 3), (5, 1)])
-def test_a_step_of_two_shards_ends(ranks: int, chunks: int) -> None:
-    check(logs_of(zeropp_schedule(ranks, chunks), shard=2), waits_of=ranks)
-
-
 # Of two shards of one stage one may start its gather first, the other a reduction.
 SMALL_UNITS = [(3, 4, 1), (4, 5, 3), (6, 4, 4)]
 
@@ -80,18 +75,23 @@ def test_units_smaller_than_the_pipeline_end(ranks: int, chunks: int, unit: int)
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("sizes", "shard", "more"),
     [
-        {"prefetch": 0},
-        {"prefetch": 3},
-        {"reduce_every": "step"},
-        {"split_backward": False},
-        {"uneven": True},
+        ((2, 2), 2, {}),
+        ((4, 3), 2, {}),
+        ((5, 1), 2, {}),
+        ((4, 3), 1, {"prefetch": 0}),
+        ((4, 3), 1, {"prefetch": 3}),
+        ((4, 3), 1, {"reduce_every": "step"}),
+        ((4, 3), 1, {"split_backward": False}),
+        ((4, 3), 1, {"uneven": True}),
     ],
     ids=str,
 )
-def test_a_step_with_other_settings_ends(more: dict[str, Any]) -> None:
-    check(logs_of(zeropp_schedule(4, 3, **more)), waits_of=4)
+def test_a_step_of_two_shards_or_with_other_settings_ends(
+    sizes: tuple[int, int], shard: int, more: dict[str, Any]
+) -> None:
+    check(logs_of(zeropp_schedule(*sizes, **more), shard=shard), waits_of=sizes[0])
 
 
 LOWERED = [

@@ -1,31 +1,20 @@
-"""Measured runs: times out of logs, constants that explain them, and causes of a gap."""
+"""Measured runs: times out of logs, beside their prices and published runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.explain.measured import (
-    Comparison,
-    Training,
-    compare,
-    nearest,
-    on_fitted,
-    priced,
-    show_measured,
-)
+from benchmarks.explain.answer import answer
+from benchmarks.explain.logs import Step, measurement
+from benchmarks.explain.measured import measured_run, nearest, show_measured
 from benchmarks.explain.question import Question, ask
-from benchmarks.measured.causes import NO_CAUSE, OTHER, VARIANTS, explain
-from benchmarks.measured.fit import CONSTANTS, Priced, Run, fit
-from benchmarks.measured.logs import Step, measurement
+from benchmarks.explain.screen import show_training
 from benchmarks.specification import SpecError
-from zeropp.choose.task import Candidate
 
 STEP = Step(global_batch=64, seq=4096, num_gpus=16)
 # Lines as they stand in logs, shortened; a first one, which is slow, and two that count.
@@ -173,123 +162,23 @@ def question(tp: int = 8, num_gpus: int = 64, layers: int = 24) -> Question:
     return ask([], ["cluster=h100", f"num_gpus={num_gpus}"], arguments)
 
 
-def priced_run(**sizes: int) -> Priced:
-    asked = question(**sizes)
-    candidate = Candidate(asked.knobs, asked.microbatch_size)
-    return priced(asked.contender.simulated(asked.task, candidate).plan, asked.task)
-
-
-def test_three_runs_tell_how_long_a_fourth_takes() -> None:
-    """On a machine whose products and links are slower, all within what is plausible."""
-    slower = [0.9, 0.9, 0.85, 1.3, 0.8, 0.5, 1.5, 1.2]
-    runs = [priced_run(tp=tp, num_gpus=n) for tp, n in ((8, 8), (2, 16), (1, 64))]
-    fitted = fit([Run(run, run.with_factors(slower).step_s()) for run in runs])
-    other = priced_run(tp=4, num_gpus=32)
-    truth = other.with_factors(slower).step_s()
-    step_s, low, high = fitted.step_s(other)
-    assert step_s == pytest.approx(truth, rel=0.02)
-    assert abs(other.step_s() / truth - 1) > 0.1  # the preset alone is far off
-    assert low < truth < high
-
-
-def test_without_a_gap_the_constants_stay() -> None:
-    run = priced_run()
-    fitted = fit([Run(run, run.step_s())])
-    np.testing.assert_allclose(fitted.logarithms, 0, atol=1e-9)
-    spreads = [constant.spread for constant in CONSTANTS]
-    assert (np.sqrt(np.diag(fitted.covariance)) <= np.array(spreads) + 1e-12).all()
-    assert explain([Run(run, run.step_s())])[0].cause == NO_CAUSE
-
-
-def test_causes_are_named() -> None:
-    run = priced_run(tp=1)
-    full = replace(run, plan=replace(run.plan, recompute="full", recomputed=()))
-    gates = replace(run, program=replace(run.program, eight_bit=True))
-    sent = replace(run, program=replace(run.program, overlap_reduction=True))
-    for changed, cause in ((full, "recomputation"), (gates, "precision"), (sent, "overlap")):
-        first, *_ = explain([Run(run, changed.step_s())])
-        assert first.cause == cause
-        assert sum(e.probability for e in explain([Run(run, changed.step_s())])) == pytest.approx(1)
-
-
-def test_a_switch_against_the_file_is_less_probable() -> None:
-    """A file that has full recomputation did not run without it as likely as not."""
-    run = priced_run(tp=1)
-    full = replace(run, plan=replace(run.plan, recompute="full", recomputed=()))
-    runs = [Run(run, full.step_s())]
-    before, after = explain(runs)[0], explain(runs, {"recomputation"})
-    assert before.cause == "recomputation"
-    found = {e.cause: e.probability for e in after}
-    assert found["recomputation"] < 0.1 < 0.3 < before.probability
-    assert sum(found.values()) == pytest.approx(1)
-
-
-def test_packed_rows_and_another_machine_are_causes() -> None:
-    """Attention that ends at documents takes less time, and so does a faster board."""
-    run = priced_run(tp=1, num_gpus=8)
-    long = replace(run, plan=replace(run.plan, shape=replace(run.plan.shape, seq=32768)))
-    packed = replace(long.plan.shape, document=2048)
-    short = replace(long, plan=replace(long.plan, shape=packed))
-    assert explain([Run(long, short.step_s())])[0].cause == "packed rows"
-    assert not any(e.cause == "packed rows" for e in explain([Run(short, long.step_s())]))
-    words = {v.words.split()[-1]: v for v in VARIANTS if v.cause == "another machine"}
-    assert words["b200"].step_s(run) < run.step_s() < words["a100"].step_s(run)
+def shown(*texts: str) -> str:
+    """What the screen says of runs on eight GPUs."""
+    arguments = arguments_of(tp=8, num_gpus=8, layers=24)
+    words = ["cluster=h100", "num_gpus=8"]
+    console = Console(width=200, file=StringIO())
+    show_measured([measured_run(text, [], words, arguments) for text in texts], console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_step_that_grows_is_said_first(tmp_path: Path) -> None:
     log = tmp_path / "drift.log"
     log.write_text("\n".join(MEGATRON.format(i, 1000 + 10 * i) for i in range(48)))
-    measured = measurement(str(log), STEP)
-    assert measured.grown == pytest.approx((1.175, 1.415), abs=0.01)
-    console = Console(width=200, file=StringIO())
-    show_measured(compared(f"{log} global_batch=64 num_gpus=8"), console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert measurement(str(log), STEP).grown == pytest.approx((1.175, 1.415), abs=0.01)
+    said = shown(f"{log} global_batch=64 num_gpus=8")
     assert said.startswith("drift.log of Megatron-LM: its steps grow from 1.17 to 1.42 s.")
-    assert said.index("the machine is the preset's, 8 boards h100 of 700 W") < said.index(
-        "What exp"
-    )
     log.write_text("\n".join(MEGATRON.format(i, 9000 if i < 9 else 1000) for i in range(48)))
     assert measurement(str(log), STEP).grown is None  # warm-up
-
-
-def test_a_constant_weighs_as_much_as_a_switch() -> None:
-    """However many places it is tried at: they share its weight, those near the preset's most."""
-    for constant in CONSTANTS:
-        places = [v.weight for v in VARIANTS if v.words.startswith(constant.name)]
-        assert sum(places) == pytest.approx(1)
-        assert max(places) > 2 * min(places)
-    assert all(v.weight == 1 for v in VARIANTS if v.cause == "precision")
-    run = priced_run(tp=1)  # 0.80 would explain the gap better, and is less plausible
-    clock = next(e for e in explain([Run(run, 1.2 * run.step_s())]) if e.cause == "clock or power")
-    assert clock.words == "rate of matrix products at 0.89 of the preset's"
-
-
-def test_a_gap_that_nothing_explains_has_another_cause() -> None:
-    run = priced_run()
-    assert explain([Run(run, 0.4 * run.step_s())])[0].cause == OTHER
-
-
-def test_what_does_not_fit_the_memory_is_no_cause() -> None:
-    """A run with full recomputation may have had none only where that fits."""
-    run = priced_run(tp=2, num_gpus=8, layers=34)
-    full = replace(run, plan=replace(run.plan, recompute="full"))
-    other = next(v for v in VARIANTS if v.words == "recomputation is none")
-    assert run.fits()
-    assert other.step_s(full) < full.step_s()
-    small = replace(run.cluster, device=replace(run.cluster.device, memory_gib=70.0))
-    assert not replace(run, cluster=small).fits()
-    full = replace(full, cluster=small)
-    assert full.fits()
-    assert other.step_s(full) == full.step_s()
-
-
-def test_two_runs_tell_the_network_from_the_clock() -> None:
-    """A gap of the run across nodes alone is not one of the products."""
-    inside, across = priced_run(tp=1, num_gpus=8), priced_run(tp=1, num_gpus=64)
-    factors = [1.0] * 5 + [0.3] + [1.0] * 2
-    runs = [Run(run, run.with_factors(factors).step_s()) for run in (inside, across)]
-    assert runs[1].measured_s > 1.1 * across.step_s()
-    assert explain(runs)[0].cause == "network"
 
 
 def test_nearest_published_runs_are_of_the_device() -> None:
@@ -299,53 +188,29 @@ def test_nearest_published_runs_are_of_the_device() -> None:
     assert all(found.tokens_per_s_per_gpu > 0 and found.priced > 0 for found in near)
 
 
-def compared(*texts: str) -> Comparison:
-    """Measured runs beside the price of a question on eight GPUs."""
-    arguments = arguments_of(tp=8, num_gpus=8, layers=24)
-    words = ["cluster=h100", "num_gpus=8"]
-    return compare(question(tp=8, num_gpus=8), texts, [], words, arguments)
-
-
-def test_the_screen_warns_where_the_likeliest_cause_is_no_constant() -> None:
-    """The constants are fitted all the same, and blame the machine."""
-    step_s = priced_run(tp=8, num_gpus=8).step_s()
-    said = {}
-    for factor in (1.0, 1.75):
-        console = Console(width=200, file=StringIO())
-        show_measured(compared(f"{factor * step_s}s"), console)
-        said[factor] = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "The likeliest, data, is none of the constants" in said[1.75]
-    assert "The likeliest" not in said[1.0]
-
-
 def test_length_and_energy_of_a_training() -> None:
-    task = question().task  # 128 sequences of 2,048 tokens per step on 64 boards of 700 W
-    training = Training.of(128 * 2048 * 86400, task, step_s=2.0)
-    assert training.days == pytest.approx(2.0)
-    assert training.gpu_hours == pytest.approx(2 * 24 * 64)
-    assert training.megawatt_hours == pytest.approx(2 * 24 * 64 * 700 / 1e6)
+    asked = question()  # 128 sequences of 2,048 tokens per step on 64 boards of 700 W
+    answered = answer(asked)
+    tokens = 128 * 2048 * 86400 / answered.asked.step_s  # of a day
+    console = Console(width=200, file=StringIO())
+    show_training(tokens, answered, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ": 1.0 days, 1,536 GPU-hours, 1.1 MWh at the boards' nominal power" in said
 
 
 def test_the_screen_says_what_was_measured() -> None:
-    asked, texts = question(tp=8, num_gpus=8), ["8s", "3 s num_gpus=16"]
-    comparison = compared(*texts)
-    console = Console(width=200, file=StringIO())
-    show_measured(comparison, console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    for words_in_it in ("8s", "8.000", "3 s num_gpus=16", "3.000"):
-        assert words_in_it in said
-    assert "not used for prices" in said  # as no machine of the kind has these
-    assert "did another configuration run?" in said
-    assert on_fitted(asked, comparison.fitted) == asked
-    plausible = compared(f"{1.05 * priced_run(tp=8, num_gpus=8).step_s()}s").fitted
-    assert plausible.beyond == {}
-    fitted, rate = on_fitted(asked, plausible), asked.task.cluster.device.matmul_bf16_tflops
-    assert fitted.task.cluster.device.matmul_bf16_tflops < rate
-    with pytest.raises(SpecError, match="at most 3 runs"):
-        compared(*texts * 2)
+    """Beside the price, what the simulated step is lost to, and published runs."""
+    said = shown("8s", "3 s num_gpus=16")
+    parts = ["8s", "8.000", "3 s num_gpus=16", "3.000"]
+    parts += ["the machine is the preset's, 8 boards h100 of 700 W", "is lost to:\n  tensor par"]
+    places = [said.index(part) for part in [*parts, "Published runs that are nearest"]]
+    assert places == sorted(places)
+
+
+def test_what_is_not_of_the_run_is_refused_in_a_line() -> None:
     with pytest.raises(SpecError, match='--measured a"b: No closing quotation'):
-        compared('a"b')
+        shown('a"b')
     for text in ("1e12s", "0.5tokens/s", "1ms"):
         with pytest.raises(SpecError, match="probably not of this run or in this unit") as refused:
-            compared(text)
+            shown(text)
         assert "\n" not in str(refused.value)

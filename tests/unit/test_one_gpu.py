@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.launch import simulate
-from benchmarks.launch.options import SimulateOptions
-from benchmarks.launch.points import plan_point
-from benchmarks.launch.running import SweepProgress
 from benchmarks.records.lone import LONE, is_of_one_gpu, read_lone
 from benchmarks.report.one_gpu import described_seconds, one_gpu_tables, write_one_gpu
 from benchmarks.specification import SpecError
@@ -119,25 +115,6 @@ def test_what_is_described_has_no_network(folder: Path) -> None:
     told = described_seconds(one, plan, price)
     assert told["forward"] < plan.num_microbatches * price.stages[1].forward
     assert told["B + W"] == told["B"] + told["W"]
-
-
-def test_the_simulator_takes_its_compute(folder: Path, tmp_path: Path) -> None:
-    """Also where the cluster's prices have changed since; of stages that were not measured, those
-    of stages with the same pieces."""
-    point = plan_point(spec_of("none", pp=1))
-    write_rank_of_all(folder, point.spec)
-    options = SimulateOptions(compute="traced", traced_runs=str(folder))
-    simulate.check([point], options)
-    with SweepProgress(1) as progress:
-        (record,) = simulate.launch([point], options, tmp_path, progress)
-    assert record.predicted["compute_from"] == f"{folder}: all"
-    assert record.step_s[0] > 100
-
-
-def write_rank_of_all(folder: Path, spec: RunSpec) -> None:
-    values = {"spec": spec.to_dict(), "compute_s": {"0F": 100.0, "0B": 200.0}}
-    values["spec"]["cluster"]["device"]["matmul_bf16_tflops"] = 0.04
-    (folder / "lone_all.json").write_text(json.dumps(values))
 
 
 def test_a_folder_without_lone_ranks_is_none_of_them(tmp_path: Path) -> None:

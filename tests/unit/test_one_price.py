@@ -40,8 +40,6 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("megatron_core", {**SIDES, "pp": 4, "replicate": 1, "schedule": "1f1b", **PARTLY}),
     ("megatron_core", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 3}),
     ("megatron_core_local", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 3}),
-    ("megatron_deepspeed", {**SIDES, "recompute": "full"}),
-    ("zero_bubble", {**SIDES, "pp": 4, "replicate": 1, "schedule": "zb_h1"}),
     ("torch_pp", {**STAGES, "schedule": "zbv", "chunks": 2}),
     ("torch_pp", {**STAGES, "schedule": "interleaved_1f1b", "chunks": 2, **PARTLY}),
     ("torchtitan", {**STAGES, "schedule": "1f1b", "recompute": "selective"}),

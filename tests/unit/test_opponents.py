@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_zero3.contender import DEEPSPEED_ZERO3
+from baselines.deepspeed_3d.zero3 import DEEPSPEED_ZERO3
 from baselines.fsdp.contender import FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE
 from baselines.torch_pp.contender import TORCHTITAN

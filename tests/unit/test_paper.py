@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.report import Options
+from benchmarks.report import TABLES, Options
 from benchmarks.report.display import Unit, flops_unit, memory_unit, model_label
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.table import write_table
+from benchmarks.report.table import Column, latex, table, write_table
 from benchmarks.report.tables import paper_grids, paper_table
-from benchmarks.report.write import write_one_table
+from benchmarks.report.write import grids_of, make_table, write_one_table
 from benchmarks.specification import SpecError
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -140,12 +140,11 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
 def test_a_page_has_room_for_every_column(committed: dict[str, dict[str, Path]]) -> None:
     """The default table of the verdict had 62 columns in one line."""
     text = committed["claim_33"][".tex"].read_text()
-    forms = re.findall(r"begin\{tabular\}\{@\{\}(\w+)@", text)
-    assert 8 < len(forms) < 25
+    forms = re.findall(r"begin\{tabular\}\{(\w+)\}", text)
+    assert len(forms) > 8
     assert max(map(len, forms)) <= 10
     numbers = pd.read_csv(committed["claim_33"][".csv"])
     assert all(label.replace("&", r"\&") in text for label in numbers["label"].unique())
-    assert "In the files of numbers: MFU, TFLOP/s" in text
 
 
 def test_only_what_is_settled_is_bold(tmp_path: Path) -> None:
@@ -204,6 +203,13 @@ def test_latex_compiles_and_fits_the_text(
     write_records([make_record(), make_record("fsdp", fields=odd)], tmp_path / "runs")
     tables = (*committed.values(), table_of(tmp_path / "runs", tmp_path / "odd"))
     texts = [files[".tex"].read_text() for files in tables]
+    rows = latest_ok(load_frame([tmp_path / "runs"])[0])
+    texts += [latex(grids_of(make_table(name, rows))) for name in TABLES]  # some are empty
+    columns = [Column("model", "model"), Column("words", "note_of")]
+    columns += [Column(f"n{i}", f"n{i}", form="{:.2f}".format) for i in range(9)]
+    data = pd.DataFrame({c.name: [12345.678 if c.form else "shard=2 U=4 " * 20] for c in columns})
+    data = data.loc[[0] * 1000]
+    texts.append(latex([table("long", "A long one", columns, data).grid()]))
     log = compiled(texts, tmp_path)
     assert not re.findall(r"Overfull \\hbox.*", log)
     assert "Float too large" not in log

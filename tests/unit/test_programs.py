@@ -77,14 +77,6 @@ def test_an_entry_takes_over_no_source_of_a_trait_that_it_changes() -> None:
         other(flush={"value": True})
 
 
-def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:
-    assert program_named("zeropp") is entry_named("zeropp").program
-    with pytest.raises(
-        ValueError, match=r"program='megatron': not registered .known: .*best_public"
-    ):
-        program_named("megatron")
-
-
 def test_no_price_and_no_simulation_depends_on_a_name() -> None:
     names = {*program_names(), *PRICED, "megatron", "deepspeed", "published"}
     files = list((CHECKOUT / "zeropp/price").glob("*.py"))

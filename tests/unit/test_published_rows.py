@@ -14,7 +14,7 @@ from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
 from benchmarks.validation.__main__ import main
 from benchmarks.validation.cases import Case, case_of, plan_of
-from benchmarks.validation.predict import predict
+from benchmarks.validation.predict import outcome_of, predict
 from benchmarks.validation.rows import (
     COLUMNS,
     METRICS,
@@ -26,7 +26,7 @@ from benchmarks.validation.rows import (
     read_rows,
     training_tables,
 )
-from tests.unit.published_cells import CELLS, line_of, predicted, row, write_table
+from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 
 REQUIRED = tuple(name for name, field in PublishedRow.model_fields.items() if field.is_required())
 FREE = ("source", "url", "table", "model", "remark")  # for people
@@ -315,3 +315,100 @@ def test_the_good_row_is_good(tmp_path: Path) -> None:
     line = line_of(tmp_path)
     assert isinstance(line, Line)
     assert line.row == row()
+
+
+MFU = {"metric": "mfu", "attention_flops": "full"}
+MEMORY = {"metric": "peak_memory_allocated"}
+PER_GPU = {"metric": "model_tflops_per_gpu", "unit": "TFLOP/s/GPU", "attention_flops": "full"}
+H100 = {"device": "h100", "num_gpus": "8", "tp": "8", "pp": "1", "dp": "1", "schedule": "none"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unit": "ms"}, "set apart: value=1.5: the price is"),
+        ({"unit": "min", "value": "90"}, "set apart: value=90"),
+        ({"value": "0.25"}, "set apart: value=0.25"),  # a sixth of the step
+        ({"value": "6"}, "set apart: value=6"),  # four steps
+        ({"metric": "tokens_per_s", "unit": "tok/s", "value": "9000000"}, "set apart"),
+        ({"metric": "tokens_per_s_per_gpu", "unit": "tok/s/GPU", "value": "93859"}, "set apart"),
+        ({"metric": "samples_per_s", "unit": "samples/s", "value": "93859"}, "set apart"),
+        ({"metric": "steps_per_s", "unit": "1/s", "value": "1500"}, "set apart"),
+        (PER_GPU | {"value": "852"}, "set apart: value=852"),
+        (PER_GPU | {"value": "0.1066"}, "set apart: value=0.1066"),
+        (PER_GPU | {"metric": "model_pflops", "unit": "PFLOP/s", "value": "106"}, "set apart"),
+        (MFU | {"unit": "%", "value": "0.34"}, "value=0.34: mfu is 0.340%, not 1 to 100 %"),
+        (MFU | {"unit": "%", "value": "34", "utilization_peak_tflops": "0.312"}, "set apart"),
+        (MFU | {"unit": "%", "value": "34", "utilization_peak_tflops": "312000"}, "set apart"),
+        (MEMORY | {"unit": "GiB", "value": "28000"}, "set apart: value=28000"),
+        (MEMORY | {"unit": "MiB", "value": "28"}, "set apart: value=28"),
+        (MEMORY | {"unit": "GB", "value": "240"}, "set apart: value=240"),
+        (MEMORY | {"unit": "GiB", "value": "1.6"}, "set apart: value=1.6"),
+        (MEMORY | {"unit": "GiB", "value": "3.4"}, "set apart: value=3.4"),  # of half a stage
+        ({"metric": "layer_forward_time", "value": "0.001", "unit": "ms"}, "set apart"),
+        ({"metric": "activation_memory", "value": "1", "unit": "MB"}, "set apart"),
+        ({"global_batch": "8192"}, "set apart"),
+        ({"global_batch": "131072"}, "24 x 32768 microbatches: too many"),  # in tokens
+        (H100 | LARGE | {"value": "45"}, "set apart: num_gpus=8: a GPU of 80 GiB would need"),
+        ({"heads": "2048", "kv_heads": "2048"}, "heads of 1 are not from 16 to 1024"),
+        ({"vocab": "25", "params_b": ""}, "vocab=25: must be at least 256"),
+        ({"program": "fsdp", "tp": "2", "pp": "2"}, "program=fsdp: shards parameters alone"),
+        ({"program": "llm_foundry"}, "not tp=1 or pp=4"),
+        (
+            {"schedule": "interleaved_1f1b", "chunks": "5", "layers": "32", "params_b": "",
+             "model": "GPT"},
+            "chunks=5: pp=4 x chunks do not divide layers=32",
+        ),
+        ({"layers": "12", "params_b": ""}, "model='GPT 1.3B': the shape has 0.7134 billion"),
+        ({"layers": "12", "params_b": "", "value": "0.8", "model": "GPT 1.3B, 12 layers"}, ""),
+    ],
+)  # fmt: skip
+def test_a_number_of_something_else_is_refused_or_set_apart(
+    changes: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    reason = outcome_of(line_of(tmp_path, **changes)).reason
+    assert words in reason
+    assert bool(words) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unit": "ms", "value": "1500"},
+        {"unit": "us", "value": "1500000"},
+        {"metric": "tokens_per_s", "unit": "tok/s", "value": "93859"},
+        {"metric": "tokens_per_s_per_gpu", "unit": "tok/s/GPU", "value": "11732"},
+        PER_GPU | {"value": "107"},
+        MFU | {"unit": "fraction", "value": "0.34"},
+        MEMORY | {"unit": "GiB", "value": "28.4"},
+        MEMORY | {"unit": "MB", "value": "30453"},
+    ],
+)
+def test_the_same_numbers_in_their_own_units_are_priced(
+    changes: dict[str, str], tmp_path: Path
+) -> None:
+    assert outcome_of(line_of(tmp_path, **changes)).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        ("0,7,13,19,26", "cuts='0,7,13,19,26': must be numbers of pieces with one space"),
+        ("0 7 13 26", "cuts='0 7 13 26': needs pp > 1"),
+        ("0 7 13 19 25", "from 0 to layers + 2 = 26"),
+        ("1 7 13 19 26", "where pp=4 x chunks=1 stages begin and end"),
+        ("0 13 7 19 26", "cuts='0 13 7 19 26'"),
+        ("0 7.5 13 19 26", "cuts='0 7.5 13 19 26': must be"),
+        ("even", "cuts='even': must be"),
+    ],
+)
+def test_cuts_that_are_none_are_refused(cuts: str, words: str, tmp_path: Path) -> None:
+    line = line_of(tmp_path, cuts=cuts)
+    assert line.row is None
+    assert words in line.refusal
+
+
+def test_cuts_change_the_price_and_those_of_the_rule_do_not() -> None:
+    even, uneven = (predicted(cuts=cuts).value for cuts in ("0 7 13 19 26", "0 2 4 9 26"))
+    assert even == predicted().value
+    assert uneven > 1.3 * even

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -15,8 +16,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from benchmarks import CHECKOUT
 from benchmarks.launch.points import plan_point, still_to_run
+from benchmarks.records.samples import half_width, pooled_spread, ratio_of_medians, summarise
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.repeats import half_width, pooled_spread
 from benchmarks.report.speedup import with_speedups
 from benchmarks.specification import CONF
 from benchmarks.specification.compose import _any_knob, _parsed, _plain, compose
@@ -36,7 +37,7 @@ def test_an_interval_holds_nine_of_ten_next_runs(tails: str) -> None:
         spread, freedom = pooled_spread(times[:, :3].tolist())
         for *runs, following in times.tolist():
             distance = abs(math.log(following / median(runs)))
-            held.append(distance < half_width([3], spread, freedom))
+            held.append(distance < half_width([3], spread, freedom, next_runs=1))
     assert 0.9 < sum(held) / len(held) < 0.98
 
 
@@ -47,7 +48,7 @@ def test_the_committed_peers_hold_nine_of_ten_of_their_own_runs() -> None:
     spread, freedom = pooled_spread(groups)
     held = [
         abs(math.log(one / median(group[:place] + group[place + 1 :])))
-        < half_width([len(group) - 1], spread, freedom)
+        < half_width([len(group) - 1], spread, freedom, next_runs=1)
         for group in groups
         for place, one in enumerate(group)
     ]
@@ -74,12 +75,6 @@ def test_repeated_runs_become_one_row_with_their_median(tmp_path: Path) -> None:
     assert row["speedup"] == pytest.approx(21 / 11)
     assert row["speedup_low"] < 21 / 11 < row["speedup_high"]
     assert (rows["tokens_per_s_per_gpu"] * rows["step_s"]).round(6).nunique() == 1
-
-
-def test_few_repeats_have_wide_intervals() -> None:
-    width = math.sqrt(1 + math.pi / 4)  # Student's quantiles below are those of any table
-    assert half_width([2], 1.0, 1) == pytest.approx(12.706 * width, rel=1e-4)
-    assert half_width([2], 1.0, 30) == pytest.approx(2.0423 * width, rel=1e-4)
 
 
 def test_a_cluster_whose_runs_differ_widens_no_interval_of_another(tmp_path: Path) -> None:
@@ -171,3 +166,52 @@ def test_an_experiment_lists_points_of_several_contenders() -> None:
     assert {point["model"]["name"] for point in few} == {"gpt_tiny"}
     found = Counter(f"contender={point['contender']['name']}" for point in few)
     assert found == {name: of[name] for name in ("contender=fsdp", "contender=zeropp")}
+
+
+@pytest.mark.parametrize(
+    ("samples", "doubt"),
+    [
+        ([1.0], "1 step"),
+        ([1.0, 1.1, 1.2, 1.3], "4 steps"),
+        ([1.0, 2.0, 1.0, 3.0, 1.5, 2.5], "spread 71.4 %"),
+        ([1.0, 1.001, 1.0], ""),  # a spread of 0 % leaves nothing in doubt
+        ([1.0, 1.01, 1.02, 1.0, 1.01, 1.02, 1.01], ""),
+    ],
+)
+def test_few_or_scattered_samples_are_doubted_with_the_reason(
+    samples: list[float], doubt: str
+) -> None:
+    summary = summarise(samples)
+    assert summary.doubt == doubt
+    assert summary.low <= summary.median <= summary.high
+    assert (summary.low < summary.high) == (len(samples) > 1)
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        summarise([])
+
+
+def test_few_samples_have_wide_intervals() -> None:
+    for width, next_runs in ((math.sqrt(1 + math.pi / 4), 1), (math.sqrt(math.pi / 4), 0)):
+        # Student's quantiles are those of any table.
+        assert half_width([2], 1.0, 1, next_runs) == pytest.approx(12.706 * width, rel=1e-4)
+        assert half_width([2], 1.0, 30, next_runs) == pytest.approx(2.0423 * width, rel=1e-4)
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    draw = random.Random(1)
+    hits = ratios = 0
+    for _ in range(200):
+        first, second = ([draw.gauss(1.0, 0.05) for _ in range(20)] for _ in range(2))
+        summary, ratio = summarise(first), ratio_of_medians(first, second)
+        hits += summary.low <= 1.0 <= summary.high
+        ratios += ratio.low <= 1.0 <= ratio.high
+    assert 180 <= hits <= 198  # 95 % nominal
+    assert 180 <= ratios <= 198
+
+
+def test_ratio_finds_a_real_difference() -> None:
+    draw = random.Random(2)
+    slow, fast = ([base + 0.02 * draw.random() for _ in range(10)] for base in (1.2, 1.0))
+    assert ratio_of_medians(slow, fast).low > 1.15

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
+from benchmarks.records.record import GateCheck, GateResult, read_record
 from benchmarks.report import TABLES, Options
 from benchmarks.report.__main__ import main
 from benchmarks.report.evidence import (
@@ -19,7 +26,7 @@ from benchmarks.report.evidence import (
     published_figure,
     published_table,
 )
-from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
+from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of, row_of
 from benchmarks.report.speedup import (
     headline_table,
     paired_speedups,
@@ -27,15 +34,18 @@ from benchmarks.report.speedup import (
     speedup_table,
     with_speedups,
 )
+from benchmarks.report.table import MISSING, print_table
 from benchmarks.report.tables import paper_grids, throughput_table
-from benchmarks.report.write import make_table, report_folder, write_report
+from benchmarks.report.write import make_table, report_folder, write_one_table, write_report
 from tests.unit.report_frames import QUIET, column, failed, frame_of
 from tests.unit.synthetic_records import make_record, write_records
 
 
 def test_throughput_is_the_formula(tmp_path: Path) -> None:
-    frame = frame_of(make_record(step_s=[2.0] * 6), root=tmp_path)
+    record = make_record(step_s=[2.0] * 6)
+    frame = frame_of(record, root=tmp_path)
     row = frame.iloc[0]
+    assert {*row_of(record)} == {*frame.columns}
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
     assert row["memory_kind"] == "resident"
@@ -92,7 +102,7 @@ def test_the_reference_is_the_fastest_and_sure_of_itself(tmp_path: Path) -> None
     ours = make_record("zeropp", step_s=[0.75] * 6)
     shown = headline_table(latest_ok(frame_of(base, later, ours, root=tmp_path)))
     first, second, third = column(shown, "speed-up")  # contenders by key, the later layout first
-    assert {first, second} == {"1.00", "~0.60 [0.20, 1.20]"}
+    assert {first, second} == {"1.00", "~0.60 [0.27, 1.31]"}
     assert third.startswith("~2.00 [")
 
 
@@ -256,7 +266,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
     records.append(make_record(attempt="local-2", fields=failed("oom", "rank 0: out of memory")))
     write_records(records, tmp_path / "runs")
-    every = Options(timelines=True)
+    every = Options(timelines=True, pdf=True)
     paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET, every)
     assert len([path for path in paths.files if path.parent.name == "traces"]) == 3
     assert len([path for path in paths.files if path.match("timeline_*.png")]) == 2
@@ -296,11 +306,7 @@ def test_report_of_failures_alone(tmp_path: Path) -> None:
 def test_no_records_is_no_report(tmp_path: Path) -> None:
     assert write_report([tmp_path], tmp_path / "out", QUIET).files == []
     assert not (tmp_path / "out").exists()
-
-
-def test_best_configuration_of_nothing_is_nothing(tmp_path: Path) -> None:
-    frame, _ = load_frame([tmp_path])
-    assert best_configuration(frame).empty
+    assert best_configuration(load_frame([tmp_path])[0]).empty
 
 
 def test_a_disk_that_becomes_full_is_one_line(
@@ -335,3 +341,114 @@ def test_command_line_refuses_a_path_that_is_none(
     assert main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason.format(path) in line
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_numbers_that_are_not_finite_are_null_and_read_back(tmp_path: Path) -> None:
+    check = GateCheck(kind="loss (sgd)", worst="", step=2, error=math.inf, limit=1e-4)
+    errors: dict[str, Any] = {
+        "loss_error": math.inf,
+        "grad_norm_error": math.nan,
+        "parameter_error": 1.0,
+    }
+    gate = GateResult(passed=False, tolerance=1e-4, shape="gpt_tiny", checks=[check], **errors)
+    fields = {"gate": gate, "losses": [5.0, math.nan], **failed("failed", "gate")}
+    path = tmp_path / "record.json"
+    make_record(fields=fields).write(path)
+    json.loads(path.read_text(), parse_constant=refuse)
+    record = read_record(path)
+    assert record.gate is not None
+    assert record.gate.words().startswith("gate: loss (sgd) differs")
+    assert math.isnan(record.losses[1])
+
+
+def test_the_page_holds_json_whatever_records_hold(tmp_path: Path) -> None:
+    """JavaScript's JSON.parse refuses Infinity, and all that stood below it did not run."""
+    record = make_record(spans=False)
+    path = write_records([record], tmp_path / "runs") / record.record_id / "record.json"
+    values = json.loads(path.read_text())
+    values["plan"]["odd"] = math.inf  # as an older suite wrote it
+    path.write_text(json.dumps(values))
+    write_report([tmp_path / "runs"], tmp_path / "out", QUIET)
+    page = (tmp_path / "out" / "report.html").read_text()
+    sources = page.partition('id="sources">')[2].partition("</script>")[0]
+    assert record.record_id in json.loads(sources, parse_constant=refuse)
+
+
+ODD: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a step of 0 s": lambda r: r.update(step_s=[0.0, 1.0]),
+    "a negative step": lambda r: r.update(step_s=[-1.0] * 7),
+    "a plan that is no mapping": lambda r: r["plan"].update(layout="pp=2"),
+    "a plan of words": lambda r: r["plan"]["layout"].update(pp="two"),
+    "memory of words": lambda r: r["plan"].update(predicted_memory=[{"parameters": "much"}]),
+    "an odd date": lambda r: r.update(ended_at="yesterday"),
+    "spans of words": lambda r: r.update(spans=[["a"]]),
+    "a tolerance of words": lambda r: r["spec"]["measure"].update(gate_tolerance="small"),
+    "variables that are no mapping": lambda r: r["ranks"][0]["environment"].update(variables=3),
+    "no layers": lambda r: r["spec"]["model"].update(layers="many"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_value_leaves_one_record_out(tmp_path: Path, name: str) -> None:
+    """Each of them ended the whole report, or all of ``status``, with a traceback."""
+    for contender in ("zeropp", "deepspeed_3d"):
+        write_records([make_record(contender)], tmp_path)
+    path = next(tmp_path.glob("*zeropp*/*/record.json"))
+    values = json.loads(path.read_text())
+    ODD[name](values)
+    path.write_text(json.dumps(values))
+    frame, skipped = load_frame([tmp_path])
+    rows = latest_ok(frame)
+    for table_name in TABLES:
+        make_table(table_name, rows)
+    assert list(rows["contender"]) == ["deepspeed_3d"]
+    (line,) = skipped
+    assert line.startswith(f"{path}: ")
+    assert "\n" not in line
+
+
+REASON = "contender.pp=3: the degrees pp=3 x shard=auto must multiply to num_gpus=4"
+REASON += " (/a/folder/with/a-long-name/of-an-attempt)"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    records = [make_record(c, num_gpus=n) for c in ("zeropp", "deepspeed_3d") for n in (4, 8)]
+    records.append(make_record(attempt="local-2", fields=failed("infeasible", REASON)))
+    for unit in (4, 8):
+        plan = {"plan": records[0].plan | {"unit": unit}}
+        knobs = {"pp": 2, "chunks": 2, "unit": unit}
+        records.append(make_record(contender_knobs=knobs, fields=plan))
+    knobs = {"pp": 3, "chunks": 2}
+    records.append(make_record(contender_knobs=knobs, fields=failed("infeasible", REASON)))
+    records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
+    return latest_ok(frame_of(*records, root=tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_letter_is_lost(rows: pd.DataFrame, name: str) -> None:
+    table = headline_table(rows) if name == "paper" else make_table(name, rows)  # as commands do
+    cells = " ".join(cell.text for row in table.grid().rows for cell in row)
+    for width in range(60, 180, 8):
+        file = io.StringIO()
+        print_table(table, Console(file=file, width=width), most=12)
+        printed = file.getvalue()
+        assert max(map(len, printed.splitlines())) <= width
+        if len(table.data) <= 12:
+            lost = Counter(cells) - Counter(printed)
+            assert {*lost} <= {" ", MISSING, ",", ";"}, width
+
+
+def test_the_last_line_is_the_path_of_the_page(tmp_path: Path) -> None:
+    out = tmp_path / "/".join(["a-folder-with-a-long-name"] * 4)
+    file = io.StringIO()
+    runs = write_records([make_record()], tmp_path / "runs")
+    write_one_table(
+        "throughput", [runs], out=out, options=Options(), console=Console(file=file, width=80)
+    )
+    last = file.getvalue().splitlines()[-1]
+    assert last == f"{out / 'throughput.html'} (and 4 other files in its folder)"

@@ -311,96 +311,60 @@ def test_gradients_without_a_reduction_over_shards_are_reduced_over_replicas() -
     assert " ".join(map(str, whole.programs[0])) == "0F0 0F1 0B0 0B1 0REDUCE_REPLICAS 0UPDATE"
 
 
-def _broken(change: str) -> Schedule:
+def _broken(taken: str, put: str, before: str) -> Schedule:
+    """A whole step in whose first rank the last of each of the actions ``taken`` is missing, and
+    another is ``put`` before one of them, or at the end."""
     schedule = with_step_end(
         lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True),
         StepEnd(over_replicas=True, tied=(0, 3), gathers_updated=True, gathers_whole=True),
     )
-    first = list(schedule.programs[0])
-    at = {str(action): index for index, action in reversed([*enumerate(first)])}
-    if change == "twice":
-        first.insert(at["0F1"], first[at["0F0"]])
-    elif change == "missing":
-        del first[at["2W1"]]
-    elif change == "wrong rank":
-        first.append(Action(1, Op.FORWARD, 0))
-    elif change == "deadlock":
-        first.insert(0, first.pop(at["2F0"]))
-    elif change == "no gather":
-        del first[at["0UNSHARD"]]
-    elif change == "gathered twice":
-        first.insert(0, Action(0, Op.UNSHARD))
-    elif change == "no reduction":
-        del first[len(first) - 1 - [a.op for a in reversed(first)].index(Op.REDUCE_GRAD)]
-    elif change == "early crossing":
-        first.insert(at["2REDUCE_GRAD"], first.pop(at["2REDUCE_REPLICAS"]))
-    elif change == "no crossing":
-        del first[at["2REDUCE_REPLICAS"]]
-    elif change == "two updates":
-        first.insert(at["0UPDATE"], first[at["0UPDATE"]])
-    elif change == "no update":
-        del first[at["0UPDATE"] :]
-    elif change == "update of a stage":
-        first[at["0UPDATE"]] = Action(2, Op.UPDATE)
-    elif change == "gathered before":
-        first.insert(at["0UPDATE"], first.pop())
-    elif change == "tied after":
-        first.insert(at["0UPDATE"], first.pop(at["0REDUCE_TIED"]))
-    elif change == "summed twice":
-        first.insert(at["0REDUCE_TIED"], first[at["0REDUCE_TIED"]])
-    elif change == "tied first":
-        first.insert(0, first.pop(at["0REDUCE_TIED"]))
-    elif change == "tied before the shards":
-        first.insert(at["0REDUCE_GRAD"], first.pop(at["0REDUCE_TIED"]))
-    elif change == "gathered updates twice":
-        first.append(first[-1])
-    elif change == "gathered on one rank":
-        first.pop()
-    elif change == "whole on one rank":
-        del first[at["0GATHER_WHOLE"]]
-    elif change == "whole before the tied sum":
-        first.insert(at["0REDUCE_TIED"], first.pop(at["0GATHER_WHOLE"]))
-    elif change == "whole before the replicas":
-        first.insert(at["0REDUCE_REPLICAS"], first.pop(at["0GATHER_WHOLE"]))
-    elif change == "whole after":
-        first.append(first.pop(at["0GATHER_WHOLE"]))
-    elif change == "whole of a stage":
-        first[at["0GATHER_WHOLE"]] = Action(2, Op.GATHER_WHOLE)
-    return replace(schedule, programs=(tuple(first), *schedule.programs[1:]))
+    first = [str(action) for action in schedule.programs[0]]
+    for text in taken.split():
+        del first[len(first) - 1 - first[::-1].index(text)]
+    if put:
+        first.insert(first.index(before) if before else len(first), put)
+    return replace(schedule, programs=(tuple(map(parse_action, first)), *schedule.programs[1:]))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("taken", "put", "before", "words"),
     [
-        ("twice", "0F0 is repeated"),
-        ("missing", "2W1 is missing"),
-        ("wrong rank", "belongs to rank 1"),
-        ("deadlock", "deadlock"),
-        ("no gather", "without its parameters"),
-        ("gathered twice", "gathered already"),
-        ("no reduction", "never reduced"),
-        ("early crossing", "after 2REDUCE_REPLICAS"),
-        ("no crossing", r"stages \[2\] are not reduced over the replicas"),
-        ("two updates", "0UPDATE after the update"),
-        ("no update", "there is no 0UPDATE"),
-        ("update of a stage", "2UPDATE must name stage 0"),
-        ("gathered before", "0GATHER_UPDATED before the update"),
-        ("tied after", "0REDUCE_TIED after the update"),
-        ("summed twice", "0REDUCE_TIED is repeated"),
-        ("tied first", "after 0REDUCE_TIED"),
-        ("tied before the shards", "0REDUCE_GRAD after 0REDUCE_TIED"),
-        ("gathered updates twice", "0GATHER_UPDATED is repeated"),
-        ("gathered on one rank", "there is no 0GATHER_UPDATED"),
-        ("whole on one rank", "there is no 0GATHER_WHOLE"),
-        ("whole before the tied sum", "0REDUCE_TIED after 0GATHER_WHOLE"),
-        ("whole before the replicas", "0REDUCE_REPLICAS after 0GATHER_WHOLE"),
-        ("whole after", "0GATHER_WHOLE after the update"),
-        ("whole of a stage", "2GATHER_WHOLE must name stage 0"),
+        ("", "0F0", "0F1", "0F0 is repeated"),
+        ("2W1", "", "", "2W1 is missing"),
+        ("", "1F0", "", "belongs to rank 1"),
+        ("2F0", "2F0", "0UNSHARD", "deadlock"),
+        ("0UNSHARD", "", "", "without its parameters"),
+        ("", "0UNSHARD", "0UNSHARD", "gathered already"),
+        ("0REDUCE_GRAD", "", "", "never reduced"),
+        ("2REDUCE_REPLICAS", "2REDUCE_REPLICAS", "2REDUCE_GRAD", "after 2REDUCE_REPLICAS"),
+        ("2REDUCE_REPLICAS", "", "", r"stages \[2\] are not reduced over the replicas"),
+        ("", "0UPDATE", "0UPDATE", "0UPDATE after the update"),
+        ("0UPDATE 0GATHER_UPDATED", "", "", "there is no 0UPDATE"),
+        ("0UPDATE", "2UPDATE", "0GATHER_UPDATED", "2UPDATE must name stage 0"),
+        ("0GATHER_UPDATED", "0GATHER_UPDATED", "0UPDATE", "0GATHER_UPDATED before the update"),
+        ("0REDUCE_TIED", "0REDUCE_TIED", "0GATHER_UPDATED", "0REDUCE_TIED after the update"),
+        ("", "0REDUCE_TIED", "0REDUCE_TIED", "0REDUCE_TIED is repeated"),
+        ("0REDUCE_TIED", "0REDUCE_TIED", "0UNSHARD", "after 0REDUCE_TIED"),
+        ("0REDUCE_TIED", "0REDUCE_TIED", "0REDUCE_GRAD", "0REDUCE_GRAD after 0REDUCE_TIED"),
+        ("", "0GATHER_UPDATED", "", "0GATHER_UPDATED is repeated"),
+        ("0GATHER_UPDATED", "", "", "there is no 0GATHER_UPDATED"),
+        ("0GATHER_WHOLE", "", "", "there is no 0GATHER_WHOLE"),
+        ("0GATHER_WHOLE", "0GATHER_WHOLE", "0REDUCE_TIED", "0REDUCE_TIED after 0GATHER_WHOLE"),
+        (
+            "0GATHER_WHOLE",
+            "0GATHER_WHOLE",
+            "0REDUCE_REPLICAS",
+            "0REDUCE_REPLICAS after 0GATHER_WHOLE",
+        ),
+        ("0GATHER_WHOLE", "0GATHER_WHOLE", "", "0GATHER_WHOLE after the update"),
+        ("0GATHER_WHOLE", "2GATHER_WHOLE", "0UPDATE", "2GATHER_WHOLE must name stage 0"),
     ],
 )
-def test_a_broken_program_is_refused_with_its_grid(change: str, words: str) -> None:
+def test_a_broken_program_is_refused_with_its_grid(
+    taken: str, put: str, before: str, words: str
+) -> None:
     with pytest.raises(ScheduleError, match=words) as error:
-        validate(_broken(change))
+        validate(_broken(taken, put, before))
     assert "[[" in str(error.value)
 
 

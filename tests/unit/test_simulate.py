@@ -99,14 +99,6 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     assert result.timeline().step_s == pytest.approx(result.step_s)
 
 
-def test_traced_durations_replace_the_models() -> None:
-    plan = one_f_one_b(4, 8)
-    price = flat_price(plan, StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0))
-    traced = [StageCost(forward=2.0, backward_input=2.0, backward_weight=2.0)] * 4
-    result = simulate(plan, task().cluster, price=price, costs=traced)
-    assert result.step_s == pytest.approx(66.0)
-
-
 def test_collectives_beside_compute_slow_it() -> None:
     plan = zeropp_plan(2, 8, 2)
     cost = StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0, unshard=0.01)
@@ -201,7 +193,8 @@ def test_a_simulated_step_is_what_it_was(row: dict[str, str]) -> None:
     """Plans of all contenders, drawn at random, most of them with replicas. A change of the price
     model writes their numbers anew; a change of how they are found does not."""
     contender = PRICED[row["contender"]]
-    knobs = {key: json.loads(value) for key, _, value in _words(row["knobs"])}
+    words = (word.partition("=") for word in row["knobs"].split())
+    knobs = {key: json.loads(value) for key, _, value in words}
     given = Task(
         shape=model(row["model"]),
         cluster=cluster(row["cluster"]),
@@ -215,10 +208,6 @@ def test_a_simulated_step_is_what_it_was(row: dict[str, str]) -> None:
     kinds = result.breakdown.by_kind()
     for kind in ("bubble", "reductions", "gathers", "optimizer"):
         assert kinds[kind] == pytest.approx(float(row[kind]), abs=1e-9 * result.step_s)
-
-
-def _words(text: str) -> list[tuple[str, str, str]]:
-    return [word.partition("=") for word in text.split()]
 
 
 def test_price_depends_on_units_only_by_what_is_added_later() -> None:

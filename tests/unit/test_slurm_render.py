@@ -20,7 +20,7 @@ from benchmarks.launch.slurm.script import group, render_array, render_report, r
 from benchmarks.launch.slurm.submit import check, launch
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.toy_spec import mapping, spec_of
+from tests.unit.toy_spec import SWEEP, mapping, spec_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SUBMISSION = Path("/data/runs/slurm/zeropp-1")
@@ -92,10 +92,10 @@ def test_walltime(step_s: float | None, minutes: int) -> None:
 
 def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match="num_gpus=9: must be a multiple of the 2 nodes"):
-        check([Point(spec_of(num_gpus=9), None, "")], options(dry_run=True))
+        check([Point(spec_of(num_gpus=9), None, "")], options(dry_run=True), SWEEP)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SpecError, match="launcher=slurm: there is no sbatch here"):
-        check([], options())
+        check([], options(), SWEEP)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from codecs import BOM_UTF8
 from contextlib import ExitStack
 from dataclasses import replace
-from errno import EACCES
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,12 +78,6 @@ def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
     assert counts == "1 failed"
 
 
-def test_nothing_was_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(tmp_path, monkeypatch, capsys) == [f"no points in {tmp_path}"]
-
-
 def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,56 +116,6 @@ def test_a_point_without_a_plan_is_gone_once_a_search_has_found_one(
     assert (row.split()[1], counts) == ("ok", "1 ok")
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_record_that_is_no_file_is_named(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = spec_from_mapping(mapping())
-    write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
-    (record,) = tmp_path.glob("*/*/record.json")
-    record.unlink()
-    make(record)
-    row, reason, *_ = printed(tmp_path, monkeypatch, capsys)
-    assert row.split() == [spec.spec_id, "corrupt"]
-    assert reason.strip() == f"{record}: not readable (is no file)"
-
-
-def test_a_record_may_begin_with_the_mark_of_an_editor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_unstarted(spec_from_mapping(mapping()), tmp_path, new_header("local"), Ending("ok"))
-    (record,) = tmp_path.glob("*/*/record.json")
-    record.write_bytes(BOM_UTF8 + record.read_bytes())
-    assert printed(tmp_path, monkeypatch, capsys)[-1] == "1 ok"
-
-
-def test_what_another_user_has_closed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = spec_from_mapping(mapping())
-    write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
-    (closed,) = (path for path in (tmp_path / spec.spec_id).iterdir() if path.is_dir())
-    scandir, stat = os.scandir, os.stat
-
-    def listed(place: Any = ".") -> Any:
-        if Path(place) == closed:
-            raise PermissionError(EACCES, "Permission denied", str(place))
-        return scandir(place)
-
-    def looked_at(place: Any, **more: Any) -> Any:
-        if isinstance(place, str | Path) and Path(place).parent == closed:
-            raise PermissionError(EACCES, "Permission denied", str(place))
-        return stat(place, **more)
-
-    monkeypatch.setattr(os, "scandir", listed)  # because root may read everything
-    monkeypatch.setattr(os, "stat", looked_at)
-    monkeypatch.setattr(os, "access", lambda place, mode: place != closed)
-    row, reason, *_ = printed(tmp_path, monkeypatch, capsys)
-    assert row.split() == [spec.spec_id, "corrupt"]
-    assert reason.strip().startswith(f"{closed}: not readable (")
-
-
 def test_what_differs_between_points_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +148,7 @@ def test_what_follows_from_a_name_is_not_told(
         (["--check", "model.layers=4"], "2 ok", 0),
         (["measure.gate=True", "measure.gate_tolerance=1e-4", "model.layers=4"], "2 ok", 0),
         (["model.layers=", "--check"], "no points in", 1),
+        (["--state", "lost"], "no points in", 0),
         (["contender=zeropp", "contender.pp=auto,2", "global_batch=8.0"], "2 ok", 0),
         (["notes", "model.layers=4"], "", 2),
         (["--check", "model.layers=4,8", "global_batch=16"], "1 failed, 1 ok", 1),

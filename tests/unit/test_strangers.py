@@ -106,11 +106,11 @@ def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> N
     many = [run("many", 0.01) for _ in range(90)]
     few = [run("few", error) for error in (-0.3, 0.3)]
     assert interval_of((r.source, r.stranger) for r in [*many, *few]) == 0.3
-    of = {each.source: each for each in errors_by_source([*many, *few])}
-    assert (of["few"].interval, of["few"].inside) == (0.01, 0)
-    assert (of["many"].interval, of["many"].inside) == (0.3, 1)
-    assert of["all sources"].inside == pytest.approx(90 / 92)
-    assert (of["few"].median, of["few"].bias, of["all sources"].runs) == (0.3, 0, 92)
+    of = {each["source"]: each for each in errors_by_source([*many, *few])}
+    assert (of["few"]["interval"], of["few"]["inside"]) == (0.01, 0)
+    assert (of["many"]["interval"], of["many"]["inside"]) == (0.3, 1)
+    assert of["all sources"]["inside"] == pytest.approx(90 / 92)
+    assert (of["few"]["median"], of["few"]["bias"], of["all sources"]["runs"]) == (0.3, 0, 92)
 
 
 def test_two_sources_are_priced_by_each_others_programs() -> None:
@@ -160,6 +160,22 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
     assert error_text("alone", "Alone") == alone
 
 
+def test_the_error_of_a_ratio_is_of_pairs_with_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = dict.fromkeys(ratio_errors._SAME, "8") | {"quantity": "speed"}
+    runs = [
+        same | {"source": "s", "program": "a", "metric": "time", "value": "2", "stranger": "0.1"},
+        same | {"source": "s", "program": "a", "metric": "time", "value": "4", "stranger": "0"},
+        same | {"source": "t", "program": "b", "metric": "time", "value": "2", "stranger": "-0.1"},
+        same | {"source": "t", "program": "a", "metric": "rate", "value": "9", "stranger": "0"},
+    ]
+    monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
+    pairs = ratio_errors.pairs.__wrapped__
+    assert pairs(one_program=True) == [("s", pytest.approx(log(1.1)), pytest.approx(log(2)))]
+    first, second = pairs(one_program=False)
+    assert first == ("s", pytest.approx(log(1.1 / 0.9)), 0)
+    assert second == ("s", pytest.approx(-log(0.9)), pytest.approx(-log(2)))
+
+
 def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> None:
     folder = CHECKOUT / "results" / "reference" / "validation"
     with (folder / "stranger_runs.csv").open(newline="", encoding="utf-8") as file:
@@ -171,10 +187,11 @@ def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> Non
     with (folder / "strangers.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     for errors, line in zip(errors_by_source(runs), lines, strict=True):
-        assert (errors.quantity, errors.source, str(errors.runs)) == (
+        assert list(errors) == list(line)
+        assert (errors["quantity"], errors["source"], str(errors["runs"])) == (
             line["quantity"], line["source"], line["runs"],
         )  # fmt: skip
         for name in ("median_in_sample", "p90_in_sample", "median", "p90", "bias", "interval"):
-            assert getattr(errors, name) == pytest.approx(float(line[name]), abs=2e-4)
-    whole = next(e for e in errors_by_source(runs) if e.source == "all sources")
-    assert 0.85 < whole.inside < 0.95  # what an interval of 90 % promises
+            assert errors[name] == pytest.approx(float(line[name]), abs=2e-4)
+    whole = next(e for e in errors_by_source(runs) if e["source"] == "all sources")
+    assert 0.85 < whole["inside"] < 0.95  # what an interval of 90 % promises

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import subprocess
 import threading
-from errno import ENOLCK, EOPNOTSUPP
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from filelock import FileLock
+from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.launch import local
 from benchmarks.launch.attempt import Ending, killed, new_header, write_unstarted
 from benchmarks.launch.points import Point, plan_point
+from benchmarks.launch.running import SweepProgress, over_device
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import announce, launch_points, only_one, run_points
 from benchmarks.records.events import Events
+from benchmarks.records.metrics import step_line
 from benchmarks.records.record import RunRecord, find_records
+from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification import SpecError
+from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
+from tests.unit.synthetic_records import make_record, spec_values
 from tests.unit.toy_spec import changed, mapping
 from tests.waiting import wait_until
+
+
+def config_of(root: Path, kind: str = "local", /, **launcher: Any) -> dict[str, Any]:
+    """A configuration with its folders below ``root``."""
+    places = {"runs_dir": str(root / "runs"), "report_dir": str(root / "report")}
+    whole = {"rerun": "missing", "repeats": 1, "launcher": {"kind": kind, **launcher}}
+    return places | whole
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in (0, 1, 0)]
     points = [Point(spec, None, "no plan") for spec in specs]
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
-    launch_points(points, [config] * 3)
+    launch_points(points, [config_of(tmp_path)] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
 
@@ -42,26 +53,28 @@ def test_runs_stay_where_their_report_would_replace_a_file(
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "report.html").write_text("of the user")
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     assert run_points([point], [config]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"no report: {tmp_path}/report/report.html: is of no report")
     assert len(list(find_records([tmp_path / "runs"]))) == 1
 
 
-def test_an_option_that_a_launcher_lacks_is_one_line(tmp_path: Path) -> None:
+def test_what_a_launcher_cannot_do_is_one_line(tmp_path: Path) -> None:
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
-    config = places | {"rerun": "missing", "repeats": 1}
-    with pytest.raises(SpecError, match=r"launcher\.threads=4: unknown key"):
-        launch_points([point], [config | {"launcher": {"kind": "local", "threads": 4}}])
+    slurm = config_of(tmp_path, "slurm", report_dir="report", dry_run=True) | {"retries": 2}
+    for wrong, why in (
+        (config_of(tmp_path, "local", threads=4), r"launcher\.threads=4: unknown key"),
+        (config_of(tmp_path, "simulate") | {"repeats": 2}, "repeats=2: launcher=simulate gives"),
+        (slurm, r"retries=2: needs launcher\.wait=true"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            launch_points([point], [wrong])
 
 
-def said_by_the_second(lock: Path) -> list[str]:
-    """What a second holder of a lock says while it waits for the first."""
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     said: list[str] = []
-    order = []
+    order, lock = [], tmp_path / ".lock"
 
     def second() -> None:
         with only_one(lock, "runs tests", said.append):
@@ -74,12 +87,7 @@ def said_by_the_second(lock: Path) -> list[str]:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-    return said
-
-
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
-    said = said_by_the_second(tmp_path / ".lock")
-    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock'})"]
+    assert said == [f"waiting for another process, which runs tests ({lock})"]
 
 
 def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
@@ -121,8 +129,7 @@ def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     point = plan_point(spec_from_mapping(mapping()))
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     ending = Ending("failed", "rank 1: ValueError: no such token")
     write_unstarted(point.spec, tmp_path / "runs", new_header("local"), ending)
     assert run_points([point], [config]) == 1
@@ -132,27 +139,13 @@ def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     assert run_points([point], [config]) == 0
 
 
-@pytest.mark.parametrize("number", [ENOLCK, EOPNOTSUPP])
-def test_a_file_system_without_locks_has_a_file_that_is_there_while_it_is_held(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(self: FileLock, *_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(FileLock, "acquire", refused)
-    said = said_by_the_second(tmp_path / ".lock")
-    assert said == [f"waiting for another process, which runs tests ({tmp_path / '.lock-held'})"]
-
-
 def test_a_dry_run_says_why_and_how_long_with_any_launcher(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = changed("cluster.device.peak_fp32_tflops", 19.5)
     values["cluster"]["device"]["name"] = "A100"
     point = plan_point(spec_from_mapping(values))
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    asked = {"repeats": 1, "launcher": {"kind": "simulate", "dry_run": True}}
-    config = places | {"rerun": "failed"} | asked
+    config = config_of(tmp_path, "simulate", dry_run=True) | {"rerun": "failed"}
 
     def told() -> str:
         assert run_points([point], [config]) == 0
@@ -181,8 +174,7 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
         return [write_unstarted(p.spec, runs_dir, new_header("local"), begun[-1]) for p in points]
 
     monkeypatch.setattr(local, "launch", launch)
-    places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path / "report")}
-    config = places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": "local"}}
+    config = config_of(tmp_path)
     for retries, rerun, statuses, runs in ((0, "missing", ["lost"], 1), (2, "all", ["failed"], 3)):
         if retries:
             begun[:] = [Ending("ok")] * 2  # the next one fails by itself: it is not tried again
@@ -196,15 +188,6 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
     assert len(begun) == 2
 
 
-def test_retries_without_waiting_are_refused(tmp_path: Path) -> None:
-    point = Point(spec_from_mapping(mapping()), None, "no plan")
-    places = {"runs_dir": str(tmp_path), "report_dir": str(tmp_path)}
-    slurm = {"kind": "slurm", "report_dir": str(tmp_path), "dry_run": True}
-    config = places | {"rerun": "missing", "repeats": 1, "retries": 2, "launcher": slurm}
-    with pytest.raises(SpecError, match=r"retries=2: needs launcher\.wait=true"):
-        launch_points([point], [config])
-
-
 def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Such as the same command's points of before its configuration was edited."""
     point = Point(spec_from_mapping(mapping()), None, "no plan")
@@ -213,3 +196,120 @@ def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixt
     assert "(and 1 that are not of this sweep: zeropp status, zeropp cancel)" in told
     announce([point], [], [], "slurm", {point.spec.spec_id: "job 7_0 is pending"})
     assert "not of this sweep" not in capsys.readouterr().err
+
+
+POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) -> str:
+    """Everything that a sweep of one point writes to a place of 80 columns."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(bars, "CONSOLE", console)
+    announce([POINT] * 3, [POINT], [], "simulate", {})
+    with SweepProgress(1) as bar:
+        bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
+        ending = Ending("failed", "no [such] luck " * 9)
+        record = write_unstarted(POINT.spec, runs_dir, new_header("local"), ending)
+        bar.finished(record)
+    return out.getvalue()
+
+
+def test_a_log_has_one_line_a_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = printed(monkeypatch, tmp_path, terminal=False).splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "infeasible", "failed"]
+    assert lines[1].endswith(POINT.reason)
+
+
+def test_what_is_settled_is_counted_and_only_failures_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in range(40)]
+    points = [Point(spec, spec.plan(), note=f"auto: choice of {spec.seed}") for spec in specs]
+    failed = [make_record(fields={"status": s, "reason": "2 GiB"}) for s in ("oom", "infeasible")]
+    left = {spec.spec_id: "job 7 is pending" for spec in specs[:12]}
+    out = io.StringIO()
+    monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=80))
+    announce(points, [points[-1]] * 3 + [points[-2]] * 2, failed, "local", left)
+    notes, lines = out.getvalue().splitlines()[:2], out.getvalue().splitlines()[2:]
+    assert notes == ["auto: choice of 39", "auto: choice of 38"]
+    assert lines[0] == (
+        "2 of 40 points to run with launcher=local, 5 runs in all, 12 under way, 26 already "
+        "recorded (rerun=all runs them again), of them 1 oom, 1 infeasible (rerun=failed runs "
+        "these)"
+    )
+    assert [line.split()[0] for line in lines[1:]] == ["oom"] + ["left"] * 11
+    assert "2 more" in lines[-1]
+
+
+def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", printed(monkeypatch, tmp_path, terminal=True))
+    bars = [
+        line for line in re.split(r"[\r\n]+", text) if "toy-zeropp-4gpu" in line and "/1 " in line
+    ]
+    assert bars
+    assert all(re.search(r"\d:\d\d:\d\d", line) for line in bars)
+    assert all(len(line) == 80 and line.endswith("…") for line in bars)
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the work says nothing itself."""
+    out = io.StringIO()
+    monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=80, force_terminal=False))
+    monkeypatch.setattr(bars, "_FIRST_LINE_S", 0.02)
+    monkeypatch.setattr(bars, "_LOG_EVERY_S", 0.1)
+    with bars.progress_line() as bar:
+        bar.advance(bar.add_task("cells", total=9))
+        time.sleep(0.45)
+    lines = out.getvalue().splitlines()
+    assert 2 <= len(lines) <= 5
+    assert all(text.endswith(" s: 1 of 9, cells") for text in lines)
+
+
+@pytest.mark.parametrize("shows_steps", [True, False])
+def test_every_step_is_shown_once_where_steps_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, shows_steps: bool
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=200, force_terminal=False))
+    events: list[dict[str, Any]] = [{"event": "environment"}, {"event": "gate"}]
+    events += [{"event": "warmup", "index": 0, "seconds": 1.0, "loss": 5.5}]
+    events += [{"event": "step", "index": i, "seconds": 1.0, "loss": 5.0} for i in (1, 2)]
+    with SweepProgress(1) as bar:
+        watched = local._Watched(POINT, bar, shows_steps)
+        for known in (0, 2, 4, 4, 5):
+            watched.show(events[:known])
+    lines = [line.split("  loss ")[0] for line in out.getvalue().splitlines()]
+    expected = ["step    1 (warm-up)", "step    2", "step    3"] if shows_steps else []
+    assert lines == expected
+
+
+def test_a_trace_over_the_device_warns() -> None:
+    fields = {"step_s": [], "ranks": [], "predicted": {"peak_bytes": 20 * 2**30}}
+    traced = make_record(provenance="traced", fields=fields)  # on a device of 16 GiB
+    assert over_device(traced) == "WARNING: 20.0 GiB are more than the device's 16 GiB"
+    small = make_record(provenance="traced", fields=fields | {"predicted": {"peak_bytes": 2**30}})
+    assert over_device(small) == ""
+    assert over_device(make_record()) == ""
+
+
+STEP = {"event": "step", "index": 2, "seconds": 2.0, "loss": 5.54321, "grad_norm": 1.25}
+
+
+def test_a_step_on_a_device_of_known_peak() -> None:
+    values = spec_values(num_gpus=4)  # batch 16 of 64 tokens
+    values["cluster"]["device"] |= {"peak_fp32_tflops": 0.001, "memory_gib": 8.0}
+    line = step_line(read_spec(values), STEP | {"peak_bytes": 2 * 2**30})
+    assert line.startswith("step    3  loss   5.5432  grad norm   1.2500  2.000 s  128 tokens/s  ")
+    assert " GFLOP/s  MFU " in line
+    assert line.endswith("memory 2.00 GiB (25.0%)")
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    values = spec_values()
+    values["cluster"]["device"] |= {"memory_gib": None}
+    warmup = {"event": "warmup", "index": 0, "seconds": 2.0, "peak_bytes": 2**29}
+    line = step_line(read_spec(values), warmup)
+    assert line.startswith("step    1 (warm-up)  2.000 s  128 tokens/s  ")
+    assert line.endswith("memory 512 MiB")
+    assert not {"loss", "norm", "MFU"} & set(line.split())

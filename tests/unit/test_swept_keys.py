@@ -11,18 +11,34 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.records.record import RunRecord, find_records, read_record
-from benchmarks.report import TABLES
+from benchmarks.launch.attempt import plan_summary
+from benchmarks.launch.points import plan_point
+from benchmarks.records.events import measured
+from benchmarks.records.losses import Losses, apart_from_others, beyond
+from benchmarks.records.recorded_spec import unchecked
+from benchmarks.report import TABLES, Options
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
 from benchmarks.report.display import varied
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
-from benchmarks.report.speedup import paired_speedups, speedup_maps
-from benchmarks.report.write import grids_of, make_table
-from tests.unit.report_frames import failed, frame_of
-from tests.unit.synthetic_records import make_record, write_records
+from benchmarks.report.speedup import (
+    ablation_figure,
+    ablation_table,
+    ablations,
+    headline_table,
+    paired_speedups,
+    speedup_maps,
+)
+from benchmarks.report.table import markdown
+from benchmarks.report.tables import paper_grids, paper_table, throughput_table
+from benchmarks.report.write import grids_of, make_table, write_one_table
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import spec_from_mapping
+from tests.unit.report_frames import frame_of
+from tests.unit.synthetic_records import make_record, spec_values, write_records
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -98,11 +114,16 @@ def test_what_was_swept_is_a_column(tmp_path: Path, name: str) -> None:
         assert len(texts) == 2, (table, texts)
 
 
-@pytest.mark.parametrize("change", [None, _ranks(host="node7")], ids=["nothing", "a host"])
-def test_equal_specifications_on_one_kind_of_machine_are_repeats(
-    tmp_path: Path, change: Change | None
-) -> None:
-    rows = latest_ok(load_frame([two(tmp_path, change)])[0])
+SAME: dict[str, Change | None] = {
+    "nothing": None,
+    "a host": _ranks(host="node7"),
+    "a field that older records lack": lambda record: record["spec"].pop("seed"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_specifications_on_one_kind_of_machine_are_repeats(tmp_path: Path, name: str) -> None:
+    rows = latest_ok(load_frame([two(tmp_path, SAME[name])])[0])
     assert (list(rows["runs"]), list(rows["step_s"]), varied(rows)) == ([2], [1.5], [])
 
 
@@ -112,12 +133,6 @@ def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
     assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
     (note,) = notes_of(rows)
     assert note.startswith("1 of 1 rows also ran with other versions")
-
-
-def test_a_field_that_older_records_lack_has_its_default(tmp_path: Path) -> None:
-    root = two(tmp_path, lambda record: record["spec"].pop("seed"))
-    rows = latest_ok(load_frame([root])[0])
-    assert (list(rows["runs"]), varied(rows)) == ([2], [])
 
 
 def test_an_attempt_that_never_started_belongs_to_those_that_did(tmp_path: Path) -> None:
@@ -214,20 +229,118 @@ def test_a_record_that_is_found_twice_counts_once(tmp_path: Path) -> None:
     twice = latest_ok(load_frame([DEMO, DEMO, point, tmp_path])[0])
     columns = ["record_id", "runs", "step_s", "step_s_low"]
     assert twice[columns].equals(alone[columns])
-    linked = tmp_path / "links"
-    linked.mkdir()
-    (linked / "demo").symlink_to(DEMO)
-    (linked / "loop").symlink_to(tmp_path)
-    assert latest_ok(load_frame([linked])[0])[columns].equals(alone[columns])
-    (tmp_path / "best").symlink_to(tmp_path / f"{point.name}.bak")
-    assert not any("best" in str(path) for path in find_records([tmp_path]))
 
 
-def test_a_late_record_is_of_the_attempt_that_was_given_up(tmp_path: Path) -> None:
-    lost = make_record(fields=failed("lost", "no sign of life"))
-    write_records([lost], tmp_path)
-    late = RunRecord(**(vars(make_record()) | {"record_id": f"{lost.record_id}/late"}))
-    late.write(tmp_path / lost.record_id / "record-late.json")
+def sweep(root: Path) -> pd.DataFrame:
+    """Units 2, 4 and 16 with and without recomputation: six points that were planned for real;
+    the unit of 16 is cut to the 8 microbatches of a step."""
+    records = []
+    for number, unit in enumerate((2, 4, 16)):
+        for recompute in ("none", "full"):
+            knobs = {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2}
+            knobs |= {"unit": unit, "recompute": recompute}
+            point = plan_point(spec_from_mapping(spec_values() | {"contender": knobs}))
+            assert point.plan is not None
+            step = 1.0 - 0.1 * number + (0.3 if recompute == "full" else 0.0)
+            fields = {"plan": plan_summary(point.plan)}
+            records.append(make_record(step_s=[step] * 6, fields=fields, contender_knobs=knobs))
+    write_records(records, root)
+    return latest_ok(load_frame([root])[0])
+
+
+def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
+    rows = sweep(tmp_path / "runs")
+    table = ablation_table(rows, Options(against={"unit": "2", "recompute": "none"}))
+    assert len(table.data) == 6
+    changes = dict(zip(table.data["change"], table.data["speedup"], strict=True))
+    assert changes["base"] == 1.0
+    assert changes["unit 2 → 4"] == pytest.approx(1 / 0.9)
+    assert changes["recompute none → full"] == pytest.approx(1 / 1.3)
+    found = ablations(rows, {"unit": "2"})
+    assert any("16 (run as 8)" in change for change in found["change"])
+    assert sum("U=16 (run as 8)" in layout for layout in found["layout"]) == 2
+    with pytest.raises(SpecError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
+        ablation_table(rows, Options(against={"unit": "3"}))
+    (picture,) = ablation_figure(rows)
+    assert len(picture.figure.axes[0].patches) == 6
+    options, quiet = Options(), Console(quiet=True)
+    write_one_table(
+        "ablation", [tmp_path / "runs"], out=tmp_path / "out", options=options, console=quiet
+    )
+    assert len(pd.read_csv(tmp_path / "out" / "ablation.csv")) == 6
+
+
+def test_no_sweep_is_a_header_alone(tmp_path: Path) -> None:
+    write_records([make_record()], tmp_path)
     rows = latest_ok(load_frame([tmp_path])[0])
-    assert (list(rows["status"]), rows["unsuccessful"][0]) == (["ok"], [])
-    assert read_record(tmp_path / lost.record_id / "record.json").status == "lost"
+    assert ablation_table(rows).data.empty
+    assert list(ablation_figure(rows)) == []
+    assert "change" in ablation_table(rows).numbers.columns
+
+
+RIGHT = [5.5, 5.2, 5.0]
+
+
+def test_a_loss_beyond_the_band_is_named_with_its_step() -> None:
+    assert beyond([5.5, 5.21, 5.0], RIGHT, "fp32") == ""
+    assert beyond([5.5, 5.2, 8.99], RIGHT, "fp32").startswith("step 3: loss 8.9900, but 5.0000")
+    assert beyond([5.5, float("nan")], RIGHT, "bf16").startswith("step 2")
+
+
+def test_a_loss_that_is_no_number_is_wrong_without_anything_to_compare_with() -> None:
+    assert beyond([5.5, float("nan")], [], "fp32") == "step 2: loss nan is not a finite number"
+    assert beyond([5.5, float("inf")], [5.5, float("inf")], "fp32").startswith("step 2")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_loss_that_is_no_number_is_no_failure_of_the_others(place: int) -> None:
+    values = [[5.5, 5.2], [5.5, 5.2]]
+    values.insert(place, [5.5, float("nan")])
+    for several in (values, values[:2], values[1:]):
+        runs = [Losses("same", str(n), "fp32", losses) for n, losses in enumerate(several)]
+        wrong = [n for n, losses in enumerate(several) if losses[1] != 5.2]
+        assert list(apart_from_others(runs)) == wrong
+
+
+def test_the_one_that_differs_from_the_others_is_wrong_and_of_two_nobody_knows() -> None:
+    def runs(**values: list[float]) -> list[Losses]:
+        return [Losses("same", name, "fp32", losses) for name, losses in values.items()]
+
+    wrong = [5.5, 5.2, 8.99]
+    assert list(apart_from_others(runs(a=RIGHT, b=wrong, c=RIGHT))) == [1]
+    assert list(apart_from_others(runs(a=RIGHT, b=wrong))) == [0, 1]
+    assert apart_from_others(runs(a=wrong)) == {}
+    assert apart_from_others(runs(a=RIGHT, b=RIGHT[:2])) == {}
+
+
+def test_a_run_beyond_the_band_is_a_failure_in_tables(tmp_path: Path) -> None:
+    losses = {"zeropp": [5.5, 5.2, 8.99], "deepspeed_3d": RIGHT, "fsdp": RIGHT}
+    records = [make_record(name, fields={"losses": each}) for name, each in losses.items()]
+    rows = latest_ok(frame_of(*records, root=tmp_path)).set_index("contender")
+    assert list(rows["status"][["deepspeed_3d", "fsdp", "zeropp"]]) == ["ok", "ok", "failed"]
+    assert "loss 8.9900" in rows["reason"]["zeropp"]
+    assert rows.loc[["zeropp"], ["step_s", "tokens_per_s_per_gpu", "mfu"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("measure", [{"gate": False}, {"gate_tolerance": 0.01}])
+def test_a_run_without_the_usual_gate_is_marked_wherever_it_is_shown(
+    tmp_path: Path, measure: dict[str, object]
+) -> None:
+    assert unchecked({"measure": measure})
+    records = [make_record("zeropp", measure=measure), make_record("deepspeed_3d")]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    mark = "NOT COMPARED with one process as usual: ZeroPP (measure.gate"
+    grids = [*paper_grids(paper_table(rows)), headline_table(rows).grid()]
+    for grid in (*grids, throughput_table(rows).grid()):
+        assert mark in markdown(grid)
+    assert mark in next(throughput_bars(rows)).shown
+
+
+def test_a_run_with_the_usual_gate_is_not_marked() -> None:
+    assert unchecked({"measure": {"gate": True, "gate_tolerance": 1e-4}}) == unchecked({}) == ""
+
+
+def test_a_record_says_how_many_steps_were_compared() -> None:
+    compared = measured({0: [{"event": "losses", "error": 1e-6, "steps": 5}]})
+    assert (compared["loss_error"], compared["loss_steps"]) == (1e-6, 5)
+    assert measured({0: []})["loss_error"] is None

@@ -13,8 +13,8 @@ from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
 from benchmarks.validation.__main__ import main
 from benchmarks.validation.cases import case_of, even_cuts, module_cuts, plan_of
-from benchmarks.validation.errors import errors_of, first_of_runs, pairs_of, predictions_of
-from benchmarks.validation.predict import outcome_of, predict
+from benchmarks.validation.errors import errors_of, first_of_runs, predictions_of
+from benchmarks.validation.predict import outcome_of
 from benchmarks.validation.rows import UnpredictableError, read_rows, training_tables
 from benchmarks.validation.stated import cluster_of, measured_s, preset_of, speed
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
@@ -322,23 +322,6 @@ def test_a_board_is_its_chip_but_for_what_was_measured_of_it(chip: str) -> None:
         assert faster < slower if pcie or name == "h20" else faster >= slower
 
 
-def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
-    rows = [row(), row(tp="2", pp="2"), row(micro_batch="4", value="2"), row()]
-    pairs = pairs_of(map(predict, rows))
-    place = {id(published): index for index, published in enumerate(rows)}
-    assert [(place[id(pair.first)], place[id(pair.second)], pair.kind) for pair in pairs] == [
-        (0, 1, "ratio"), (0, 2, "microbatch"), (1, 3, "ratio"), (2, 3, "microbatch")
-    ]  # fmt: skip
-    assert pairs[0].measured == pytest.approx(1.0)
-    assert pairs[0].relative_error == pytest.approx(pairs[0].predicted - 1.0)
-    assert [pair.ordered for pair in pairs] == [
-        None,
-        pairs[1].predicted < 1,
-        None,
-        pairs[3].predicted > 1,
-    ]
-
-
 def test_a_run_printed_in_several_units_counts_once(tmp_path: Path) -> None:
     tokens = {"metric": "tokens_per_s", "unit": "tok/s", "value": "90000"}
     memory = {"metric": "peak_memory_allocated", "unit": "GiB", "value": "20"}
@@ -373,7 +356,7 @@ def test_the_command_prints_a_summary_and_writes_every_row(
     table = write_table(tmp_path, *rows, CELLS | {"device": "?"}, CELLS | {"dtype": "fp8"})
     assert main([str(table), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "rows  runs  median     p90    bias  signs\n" in printed
+    assert "rows  runs  median     p90    bias\n" in printed
     assert "3 of 6 rows predicted" in printed
     assert "table.csv:3: set apart: num_gpus=8: a GPU of 80 GiB would need" in printed
     assert "refused:    1 of table.csv: device='?': must be one of a100, a100_40gb" in printed

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from benchmarks.launch.running import Sweep
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+
+SWEEP = Sweep(Path("runs"), Path("report"), "missing", repeats=1, retries=0)
 
 
 def mapping() -> dict[str, Any]:

@@ -37,40 +37,24 @@ class Latency:
     to: list[float]  # from the step's start to the stage
     back: list[float]  # from the end of its backward at the stage to that at stage 0
     turn: float  # from the step's start to the end of its last forward
-    forward: list[float]
     backward: list[float]
     weight: list[float]  # weight gradients that wait
-
-    @property
-    def last_weight(self) -> float:
-        """The weight gradient that stage 0 makes after its last input gradient."""
-        return self.weight[0]
-
-    def held(self, stage: int) -> float:
-        """The least time from the start of a forward at a stage to the end of its weight gradient:
-        through the last stage and back."""
-        there_and_back = (
-            self.turn - self.to[stage] + self.backward[-1] + self.back[-1] - self.back[stage]
-        )
-        return there_and_back + self.weight[stage]
 
     @classmethod
     def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
         """The latencies of a priced plan."""
         ranks, split, costs = plan.schedule.stage_rank, splits(plan), price.stages
-        forward = [cost.forward for cost in costs]
         backward = [c.backward_input + (0.0 if split else c.backward_weight) for c in costs]
         weight = [c.backward_weight if split else 0.0 for c in costs]
         to, back = [first_gather_s(plan, price, 0)], [0.0]
         for stage, (here, there) in enumerate(pairwise(ranks)):
             hop = costs[stage].transfer if here != there else 0.0
-            to.append(to[-1] + forward[stage] + hop)
+            to.append(to[-1] + costs[stage].forward + hop)
             back.append(back[-1] + hop + backward[stage])
         return cls(
             to=to,
             back=back,
-            turn=to[-1] + forward[-1],
-            forward=forward,
+            turn=to[-1] + costs[-1].forward,
             backward=backward,
             weight=weight,
         )
@@ -86,49 +70,6 @@ def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
     return price.stages[stage].unshard if plan.layout.shards > 1 else 0.0
 
 
-def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
-    """Seconds until the rank that holds ``stages`` can have its last weight gradient, whatever the
-    order is, by the plan's activation cap.
-
-    An activation is held from the start of its forward, through all later stages and back, to the
-    end of its weight gradient. The longer this is, and the fewer may be held at a time, the longer
-    is the step. Without a limit the units do not matter, so that the bound of a family, which has
-    none, holds for its members.
-    """
-    held = plan.num_microbatches * sum(map(latency.held, stages)) / plan.activation_cap
-    least = latency.to[stages[0]] + held
-    limited = plan.activation_cap < plan.num_microbatches * len(stages)
-    if limited and len(stages) > 1:
-        return max(least, _unit_by_unit_s(plan, latency, stages))
-    return least
-
-
-def _unit_by_unit_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
-    """The same where units go through the chunks breadth first, and a second unit has no room.
-
-    A unit turns round in the rank's last chunk: all its microbatches are there forwards and
-    backwards while all their other activations are held, so that only ``room`` of them are there at
-    a time. If the others of two units are too many, the next unit turns only when some of those
-    have been freed by their backwards, and when as many of its own forwards have followed.
-    """
-    unit, others, last = plan.schedule.unit, stages[:-1], stages[-1]
-    room = plan.activation_cap - len(others) * unit
-    freed = len(others) * unit - (room - 1)  # between two turns
-    if freed <= 0:
-        return 0.0
-    weight, forward, backward = latency.weight[last], latency.forward[last], latency.backward[last]
-    turn = max(
-        -(-unit // room) * latency.held(last) - weight,
-        latency.held(last) - weight + (unit - 1) * (latency.forward[-1] + latency.backward[-1]),
-        unit * (forward + backward) + max(0, unit - room) * weight,
-    )
-    each = min(latency.forward[s] + latency.backward[s] + latency.weight[s] for s in others)
-    after = weight + unit * sum(latency.backward[s] + latency.weight[s] for s in others)
-    units = plan.num_microbatches // unit  # the whole ones
-    turns = units * turn + (units - 1) * (weight + freed * each)
-    return latency.to[last] + turns + after if units else 0.0
-
-
 def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
     """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
     the optimizer has all gradients."""
@@ -139,9 +80,6 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
         gradients = sum(m.gradients for m in memory)
         kept = _kept_bytes(plan, held, rank)
         unreduced = [m.unsharded_gradients for m in memory]
-        if _unreduced_beside(plan):
-            later = plan.schedule.unit * sum(m.activations for m in memory[:-1])
-            kept = max(kept, later + memory[-1].activations + sum(unreduced))
         filled = kept + _forward_bytes(plan, held, rank)
         filled = max(filled, _least_gradients(plan, unreduced))
         later = 0 if held.resident_gradients else gradients  # those for the optimizer
@@ -164,15 +102,10 @@ def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
     kinds = ["parameters", "optimizer", "gradients"]
     if not program_named(first.program).flat_chunks:
         kinds += ["unsharded", "unsharded_gradients"]
-    return least_of_family(first, _without(held, *kinds))
-
-
-def _without(held: StepBytes, *kinds: str) -> StepBytes:
-    """The bytes of a plan without these kinds. Equal stages share one object, and do so here."""
-    stages = {id(of): of for of in held.memory}
     none = dict.fromkeys(kinds, 0)
-    new = {key: replace(of, **none) for key, of in stages.items()}
-    return replace(held, memory=tuple(new[id(of)] for of in held.memory))
+    # Equal stages share one object, and do so here.
+    new = {id(of): replace(of, **none) for of in {id(of): of for of in held.memory}.values()}
+    return least_of_family(first, replace(held, memory=tuple(new[id(of)] for of in held.memory)))
 
 
 def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
@@ -211,20 +144,6 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     if plan.reduce_every == "step" and plan.num_units > 1:
         return sum(sizes)
     return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
-
-
-def _unreduced_beside(plan: SizedPlan) -> bool:
-    """Whether the gradients of all chunks exist, unreduced, when a whole unit but the first has its
-    first microbatch in the last chunk of a rank, and all others in the chunks before.
-
-    This is so on a loop where gradients are reduced once per step, if the cap leaves room for less
-    than a unit beside these activations: then the units before have made weight gradients of all
-    chunks."""
-    schedule, unit = plan.schedule, plan.schedule.unit
-    if schedule.name != "zeropp" or plan.reduce_every != "step":
-        return False
-    needed = unit * (plan.layout.chunks - 1) + 1
-    return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
 
 
 def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
@@ -343,14 +262,11 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         if first:
             weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
             at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
-            worst = max(worst, at_0 + latency.last_weight + last.reduced_s + last.updated_s)
+            worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
             worst = max(
                 worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
             )
-            if not price.steps_overlap:
-                held = least_by_hold_time_s(plan, latency, stages)
-                worst = max(worst, held + end.reduced_s + end.updated_s)
     return worst
 
 
@@ -417,7 +333,7 @@ def _capped_s(
     work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
     exposed = m * sum(price.extras[s].exposed for s in stages)
     between = max(0.0, work * slowed - exposed * (slowed - 1.0))
-    return first_backward + between + after_forward + latency.last_weight
+    return first_backward + between + after_forward + latency.weight[0]
 
 
 def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from zeropp.choose.task import Candidate, K, Knobs, Task
 from zeropp.engine.ranks.cuda_settings import CUDA_SETTINGS
 from zeropp.price import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.price.cluster import Cluster
-from zeropp.price.programs import program_named
+from zeropp.price.programs import program_named, sent_bytes
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import StageCost
@@ -220,7 +220,7 @@ def describe(plan: SizedPlan) -> str:
         words.append("pp inside the node")
     words += ["compiled"] * plan.compile
     state = program.state(plan.precision)
-    sent = 2 if plan.reduce_dtype == "bf16" else state.reduced
+    sent = sent_bytes(plan, program)
     words += ["sums=bf16"] * (plan.sum_dtype == "bf16") + ["sent=bf16"] * (sent == 2)
     sizes = {"bucket": state.bucket}  # elements
     if program.zero_hpz_partition_size > 1:
@@ -257,9 +257,8 @@ def overrides(candidate: Candidate[K]) -> list[str]:
     knobs: dict[str, Any] = asdict(candidate.knobs)  # type: ignore[call-overload]
     default = vars(type(candidate.knobs)())
     words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
-    set_knobs = {name: value for name, value in knobs.items() if value != default[name]}
-    return words + [f"contender.{name}={_value(value)}" for name, value in set_knobs.items()]
-
-
-def _value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    for name, value in knobs.items():
+        if value != default[name]:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            words.append(f"contender.{name}={text}")
+    return words

@@ -36,7 +36,24 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
     work.
     """
     requests = asked_degrees(knobs)
-    _check_ranks(task, requests)
+    if "auto" in requests.values():  # no choice may be able to use all GPUs
+        limits: dict[Axis, int] = {
+            "tp": task.cluster.gpus_per_node,
+            "pp": task.shape.layers,
+            "context": most_slices(task.shape),
+        }
+        largest = {
+            axis: if_auto(requests[axis], limits[axis]) for axis in limits if axis in requests
+        }
+        most = prod([task.global_batch, *largest.values()])
+        if task.num_gpus > most:
+            factors = [f" x {axis}={degree}" for axis, degree in largest.items() if degree > 1]
+            raise InfeasibleError(
+                f"num_gpus={task.num_gpus}: {task.shape.name} has work for at most {most}: "
+                f"global_batch={task.global_batch}{''.join(factors)} (try num_gpus={most}, or a "
+                "larger global_batch)",
+                "more GPUs than the batch and the layers have work for",
+            )
     degrees = _fill(task, requests)
     return Layout(
         pp=degrees.get("pp", 1),
@@ -50,27 +67,6 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
 def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
     """The degrees that were asked for, of the axes for which a contender has a knob."""
     return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
-
-
-def _check_ranks(task: Task, requests: Mapping[Axis, int | Auto]) -> None:
-    """Raise InfeasibleError if no choice of the degrees that are ``auto`` can use all GPUs."""
-    if "auto" not in requests.values():
-        return
-    limits: dict[Axis, int] = {
-        "tp": task.cluster.gpus_per_node,
-        "pp": task.shape.layers,
-        "context": most_slices(task.shape),
-    }
-    degrees = {a: if_auto(requests[a], limits[a]) for a in limits if a in requests}
-    most = prod([task.global_batch, *degrees.values()])
-    if task.num_gpus > most:
-        factors = [f" x {axis}={degree}" for axis, degree in degrees.items() if degree > 1]
-        raise InfeasibleError(
-            f"num_gpus={task.num_gpus}: {task.shape.name} has work for at most {most}: "
-            f"global_batch={task.global_batch}{''.join(factors)} (try num_gpus={most}, or a "
-            "larger global_batch)",
-            "more GPUs than the batch and the layers have work for",
-        )
 
 
 def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:

@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from time import process_time
-from typing import Generic, NamedTuple
+from typing import Generic
 
 from zeropp.choose.bounds import (
     exceeds,
@@ -49,7 +49,7 @@ from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
 from zeropp.price.peak_memory import fits
 from zeropp.price.simulator import SimResult, simulate_within
-from zeropp.schedule.plan import Draft, Plan, SizedPlan
+from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Auto
@@ -61,33 +61,82 @@ def adds_later(plan: SizedPlan) -> bool:
     return plan.num_units > 1 and plan.reduce_every == "unit"
 
 
-class Member(NamedTuple, Generic[K]):
-    """A member of a family that may fit into memory."""
-
-    candidate: Candidate[K]
-    plan: SizedPlan
-    held: StepBytes
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class QueueEntry(Generic[K]):
-    """An entry of the queue: a family with the bound of its compute, a family with its durations,
-    or a member with its price."""
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Family(Generic[K]):
+    """An entry of the queue: a family, with the bound of its compute."""
 
     bound_s: float
     number: int  # unique
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
+    plan: SizedPlan | None  # None: not sized yet
     turn: int = 0  # those of a lower turn come first, whatever their bounds
-    _: KW_ONLY
-    plan: SizedPlan | None = None  # None: not sized yet
-    times: StepTimes | None = None
-    members: Iterable[Member[K]] = ()  # of a family with its durations; read once
-    price: PlanPrice | None = None  # of a member
 
-    def __lt__(self, other: QueueEntry[K]) -> bool:
+    def __lt__(self, other: Family[K]) -> bool:
         """Whether this entry comes first: by its turn, by its bound, or as the older one."""
         return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
+
+    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+        """The entries that replace this one: the family with its durations, if any member may
+        fit."""
+        plan = self.plan or search.sized(self.candidate)
+        members = search.that_may_fit(self, plan) if plan else iter(())
+        first = next(members, None)  # the others are sized when the family comes up again
+        if plan and first:
+            times = search.contender.prices.times(plan, search.task.cluster)
+            yield Priced(
+                bound_s=least_step_s(plan, times),
+                number=next(search.numbers),
+                candidate=self.candidate,
+                alike=self.alike,
+                plan=plan,
+                turn=self.turn,
+                times=times,
+                members=chain((first,), members),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Priced(Family[K]):
+    """A family with its durations, and its members that may fit, which are read once."""
+
+    plan: SizedPlan
+    times: StepTimes
+    members: Iterable[tuple[Candidate[K], SizedPlan, StepBytes]]
+
+    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+        """The members."""
+        prices, cluster = search.contender.prices, search.task.cluster
+        durations = {adds_later(self.plan): self.times}
+        for candidate, plan, held in self.members:
+            later = adds_later(plan)
+            if later not in durations:
+                durations[later] = prices.times(plan, cluster)
+            price = PlanPrice(**vars(durations[later]), **vars(held))
+            yield Member(
+                bound_s=self.bound_s if plan is self.plan else least_step_s(plan, price),
+                number=next(search.numbers),
+                candidate=candidate,
+                alike=self.alike,
+                plan=plan,
+                turn=self.turn,
+                price=price,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Member(Family[K]):
+    """A member of a family that may fit into memory, with its price."""
+
+    plan: SizedPlan
+    price: PlanPrice
+
+    def open(self, search: _Search[K]) -> Iterable[Family[K]]:
+        """Simulate it; if it wins, the families follow that are alike."""
+        before = search.outcome.winner
+        search.evaluate(self)
+        won = search.outcome.winner is not before
+        return search.others.pop(self.alike, ()) if won else ()
 
 
 _PATIENCE = 4  # budgets after which a search that has found nothing ends
@@ -165,61 +214,6 @@ class Outcome(Generic[K]):
         return last.step_s if last else float("inf")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OrdersResult:
-    """What was found about the orders of one plan."""
-
-    best: SimResult | None  # the fastest order that fits, if it is fast enough
-    simulated: bool  # at least one order was simulated
-    some_large: bool  # at least one order does not fit into memory
-    all_large: bool  # no order fits on the first and the last rank
-
-
-def try_orders(
-    drafts: Iterable[Draft],
-    plan: SizedPlan,
-    price: PlanPrice,
-    *,
-    limit_bytes: int,
-    slowest_s: float,
-) -> OrdersResult:
-    """Simulate every order that may take less than ``slowest_s`` seconds and whose first and last
-    rank, usually the fullest, hold at most ``limit_bytes``."""
-    best: SimResult | None = None
-    simulated, large, tried = False, 0, 0
-    ends = {0, plan.schedule.num_ranks - 1}
-    for draft in drafts:
-        tried += 1
-        if draft.compute:
-            if exceeds(draft.compute, plan, price, limit_bytes):
-                large += 1
-                continue
-            if least_of_order_s(draft.compute, plan, price, slowest_s) >= slowest_s:
-                continue
-        whole = draft.complete()
-        if not _fits(whole, price, ends, limit_bytes):
-            large += 1
-            continue
-        simulated = True
-        result = simulate_within(whole, price, slowest_s)
-        if result is None or result.step_s >= slowest_s:
-            continue
-        if _fits(whole, price, range(whole.schedule.num_ranks), limit_bytes):
-            best, slowest_s = result, result.step_s
-        else:
-            large += 1
-    return OrdersResult(
-        best=best,
-        simulated=simulated,
-        some_large=large > 0,
-        all_large=large == tried and not simulated,
-    )
-
-
-def _fits(plan: Plan, price: PlanPrice, ranks: Iterable[int], limit_bytes: int) -> bool:
-    return all(fits(plan, price, rank, limit_bytes) for rank in ranks)
-
-
 @collector_paused()
 def search(
     task: Task,
@@ -243,101 +237,94 @@ def search(
     candidates that are simulated first, such as the winners of an earlier search, so that fewer
     others have a bound below the best.
     """
-    tuning = _Search(task, contender, asked or contender.knobs(), budget_s=budget_s)
+    budget = _Budget(budget_s)
+    tuning = _Search(task, contender, asked or contender.knobs(), runner_up)
     for candidate in known:
         tuning.offer(candidate)
-    return tuning.run(microbatch_size, tolerance, runner_up)
+    return tuning.run(microbatch_size, tolerance, budget)
 
 
-def _one_of_alike(
-    families: Iterable[QueueEntry[K]],
-) -> tuple[list[QueueEntry[K]], dict[object, list[QueueEntry[K]]]]:
-    """(a queue with one family of those that are alike, that with the most shards, which holds
-    least; the others)."""
-    others: dict[object, list[QueueEntry[K]]] = {}
-    for entry in families:
-        others.setdefault(entry.alike, []).append(entry)
-    queue = []
-    for alike in others.values():
-        most = max(range(len(alike)), key=lambda number: _shards(alike[number].candidate.knobs))
-        queue.append(alike.pop(most))
-    heapq.heapify(queue)
-    return queue, {key: alike for key, alike in others.items() if alike}
+class _Budget:
+    """When a search ends, and when it takes first what most likely fits, by its CPU time."""
+
+    def __init__(self, seconds: float) -> None:
+        now = process_time()
+        self._ends, self._gives_up = now + seconds, now + _PATIENCE * seconds
+        self._hurry_at = now + seconds / 2
+
+    def is_over(self, *, found: bool) -> bool:
+        """Whether the search ends, where it has ``found`` something that fits or has not."""
+        return process_time() > (self._ends if found else self._gives_up)
+
+    def hurries(self) -> bool:
+        """Whether half of the time is over, for the first time."""
+        if process_time() <= self._hurry_at:
+            return False
+        self._hurry_at = float("inf")
+        return True
 
 
-def _shards(knobs: object) -> tuple[int, int]:
+def _shards(family: Family[K]) -> tuple[int, int]:
+    knobs = family.candidate.knobs
     return getattr(knobs, "shard", 1), getattr(knobs, "replicate_zero", 0)
 
 
 class _Search(Generic[K]):
     """One search, with its queue of entries; the lowest bound is first."""
 
-    def __init__(
-        self,
-        task: Task,
-        contender: Contender[K],
-        asked: K,
-        *,
-        budget_s: float,
-    ) -> None:
-        self._ends = process_time() + budget_s
-        self._gives_up = process_time() + _PATIENCE * budget_s
-        self._hurry_at = process_time() + budget_s / 2  # if nothing has been found by then
-        self._task = task
-        self._contender = contender
-        self._asked = asked
-        self._outcome = Outcome(task, contender)
-        self._limit = task.limit_bytes
+    def __init__(self, task: Task, contender: Contender[K], asked: K, runner_up: bool) -> None:
+        self.task, self.contender, self._asked = task, contender, asked
+        self._wants_runner_up, self._limit = runner_up, task.limit_bytes
+        self.outcome = Outcome(task, contender)
+        self.numbers = count()
+        self.others: dict[object, list[Family[K]]] = {}  # alike, of which one is in the queue
         # Of families alike, those with too many activations.
         self._too_many_activations: set[object] = set()
 
     def offer(self, candidate: Candidate[K]) -> None:
         """Simulate a candidate, and keep it if it fits and is the best so far."""
         if evaluated := self._fitting(candidate):
-            self._outcome.offer(evaluated)
+            self.outcome.offer(evaluated)
 
-    def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
+    def run(self, microbatch_size: int | Auto, tolerance: float, budget: _Budget) -> Outcome[K]:
         """Take the first entry of the queue, until no bound is below the winner."""
-        outcome = self._outcome
+        outcome, others = self.outcome, self.others
         known = outcome.winner
-        queue, others = _one_of_alike(self._families(microbatch_size))
-        number = len(queue) + sum(map(len, others.values()))
-        while queue or others:
+        for family in self._families(microbatch_size):
+            others.setdefault(family.alike, []).append(family)
+        # One of those that are alike, that with the most shards, which holds least.
+        queue: list[Family[K]] = []
+        for alike in others.values():
+            queue.append(max(alike, key=_shards))
+            alike.remove(queue[-1])
+        heapq.heapify(queue)
+        while queue or any(others.values()):
             if not queue:
                 queue = [*chain.from_iterable(others.values())]
                 heapq.heapify(queue)
                 others.clear()
             entry = heapq.heappop(queue)
-            to_beat = outcome.to_beat(runner_up)
-            if entry.bound_s >= to_beat * (1.0 - tolerance):
+            if entry.bound_s >= outcome.to_beat(self._wants_runner_up) * (1.0 - tolerance):
                 outcome.rejected[SLOWER] += 1
-                continue
-            if process_time() > (self._ends if outcome.winner else self._gives_up):
+            elif budget.is_over(found=outcome.winner is not None):
                 outcome.is_complete = False
                 break
-            if outcome.winner is known and process_time() > self._hurry_at:
-                self._hurry_at = float("inf")
+            elif outcome.winner is known and budget.hurries():
                 queue = self._recomputed_first([entry, *queue])
-                continue
-            if entry.price is not None:
-                before = outcome.winner
-                self._evaluate(entry, outcome.slowest(runner_up))
-                if outcome.winner is not before:
-                    for other in others.pop(entry.alike, ()):
-                        heapq.heappush(queue, other)
-                continue
-            for child in self._opened(entry, number):
-                number += 1
-                heapq.heappush(queue, child)
+            elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
+                outcome.rejected[OOM] += 1
+            else:
+                for child in entry.open(self):
+                    heapq.heappush(queue, child)
         self._recompute_less()
         return outcome
 
-    def _recomputed_first(self, queue: list[QueueEntry[K]]) -> list[QueueEntry[K]]:
+    def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
         fewest sequences per microbatch: most of what fits is there, where little does."""
         sized = []
         for entry in queue:
-            if plan := entry.plan or self._sized(entry.candidate):
+            if plan := entry.plan or self.sized(entry.candidate):
                 blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
                 size = (blocks, -entry.candidate.microbatch_size)
                 sized.append((size, replace(entry, plan=plan)))
@@ -353,7 +340,7 @@ class _Search(Generic[K]):
         memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
         half are missed.
         """
-        winner = self._outcome.winner
+        winner = self.outcome.winner
         if winner is None or winner.plan.recompute == "none":
             return
         asked, found = (
@@ -371,142 +358,121 @@ class _Search(Generic[K]):
             evaluated = self._fitting(replace(winner.candidate, knobs=knobs))
             if evaluated:
                 most = tried
-                self._outcome.offer(evaluated)
+                self.outcome.offer(evaluated)
             else:
                 fewest = tried + 1
 
     def _fitting(self, candidate: Candidate[K]) -> Evaluated[K] | None:
         """The simulated candidate; None if it is infeasible or does not fit the memory."""
         with suppress(InfeasibleError):
-            result = self._contender.simulated(self._task, candidate)
+            result = self.contender.simulated(self.task, candidate)
             if result.peak_bytes <= self._limit:
                 return Evaluated(candidate, result)
         return None
 
-    def _families(self, microbatch_size: int | Auto) -> Iterator[QueueEntry[K]]:
+    def _families(self, microbatch_size: int | Auto) -> Iterator[Family[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
-        space, prices = self._contender.space, self._contender.prices
-        rejected = self._outcome.rejected
-        of_compute = compute_knobs(self._contender.knobs)
+        space, prices, rejected = self.contender.space, self.contender.prices, self.outcome.rejected
+        of_compute = compute_knobs(self.contender.knobs)
         bounds: dict[object, float] = {}
-        number = 0
         for point, size in points(
-            self._task, space, self._asked, microbatch_size, rejected=rejected
+            self.task, space, self._asked, microbatch_size, rejected=rejected
         ):
             for knobs in space.families(point):
                 candidate, plan = Candidate(knobs, size), None
                 alike = (size, point.num_microbatches, of_compute(knobs))
                 if alike not in bounds:
-                    plan = self._sized(candidate)
+                    plan = self.sized(candidate)
                     if plan is None:
                         continue
-                    bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
-                number += 1
-                yield QueueEntry(bounds[alike], number, candidate, alike, plan=plan)
+                    bounds[alike] = least_compute_s(plan, prices.passes(plan, self.task.cluster))
+                yield Family(
+                    bound_s=bounds[alike],
+                    number=next(self.numbers),
+                    candidate=candidate,
+                    alike=alike,
+                    plan=plan,
+                )
 
-    def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
+    def sized(self, candidate: Candidate[K]) -> SizedPlan | None:
+        """The plan of a candidate, if there is one."""
         try:
-            return self._contender.size(self._task, candidate.knobs, candidate.microbatch_size)
+            return self.contender.size(self.task, candidate.knobs, candidate.microbatch_size)
         except InfeasibleError as error:
-            self._outcome.rejected[error.kind] += 1
+            self.outcome.rejected[error.kind] += 1
             return None
 
-    def _opened(self, entry: QueueEntry[K], number: int) -> Iterator[QueueEntry[K]]:
-        """The entries that replace a family: the family with its durations, or its members."""
-        cluster = self._task.cluster
-        if entry.alike in self._too_many_activations:
-            self._outcome.rejected[OOM] += 1
-            return
-        family = entry.plan or self._sized(entry.candidate)
-        if family is None:
-            return
-        if entry.times is None:
-            members = self._that_may_fit(entry, family)
-            first = next(members, None)  # the others are sized when the family comes up again
-            if first:
-                times = self._contender.prices.times(family, cluster)
-                opened = replace(entry, plan=family, times=times, members=chain((first,), members))
-                yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
-            return
-        durations = {adds_later(family): entry.times}
-        for candidate, plan, held in entry.members:
-            later = adds_later(plan)
-            if later not in durations:
-                durations[later] = self._contender.prices.times(plan, cluster)
-            price = PlanPrice(**vars(durations[later]), **vars(held))
-            number += 1
-            bound = entry.bound_s if plan is family else least_step_s(plan, price)
-            yield replace(
-                entry,
-                bound_s=bound,
-                number=number,
-                candidate=candidate,
-                plan=plan,
-                members=(),
-                times=price,
-                price=price,
-            )
-
-    def _that_may_fit(self, entry: QueueEntry[K], family: SizedPlan) -> Iterator[Member[K]]:
+    def that_may_fit(
+        self, entry: Family[K], family: SizedPlan
+    ) -> Iterator[tuple[Candidate[K], SizedPlan, StepBytes]]:
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
         cheaper to find than durations, and where memory is scarce most families have no such
-        member; where it is not, the first one fits usually."""
+        member; where it is not, the first one fits usually. The first has the fewest activations:
+        if these alone are too many, no family fits that is alike."""
         of_sums: dict[bool, StepBytes] = {}
-        for candidate, member in self._members(entry.candidate, family):
-            later = adds_later(member)
-            is_first = not of_sums
-            if later not in of_sums:
-                of_sums[later] = self._contender.prices.memory(member, self._task.cluster)
-            if least_bytes(member, of_sums[later]) <= self._limit:
-                yield Member(candidate, member, of_sums[later])
+        own = entry.candidate.knobs
+        for knobs in self.contender.space.members(self._asked, own, family):
+            is_family = knobs is own
+            candidate = entry.candidate if is_family else replace(entry.candidate, knobs=knobs)
+            plan = family if is_family else self.sized(candidate)
+            if plan is None:
                 continue
-            self._outcome.rejected[OOM] += 1
-            if is_first and self._too_large(entry.alike, member, of_sums[later]):
+            later, is_first = adds_later(plan), not of_sums
+            if later not in of_sums:
+                of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
+            held = of_sums[later]
+            if least_bytes(plan, held) <= self._limit:
+                yield candidate, plan, held
+                continue
+            self.outcome.rejected[OOM] += 1
+            if is_first and least_of_family(plan, held) > self._limit:
+                if least_of_alike(plan, held) > self._limit:
+                    self._too_many_activations.add(entry.alike)
                 return
 
-    def _too_large(self, alike: object, first: SizedPlan, held: StepBytes) -> bool:
-        """Whether no member of a family fits; ``first`` is the one with the fewest activations; if
-        these alone are too many, no family fits that is ``alike``."""
-        if least_of_family(first, held) <= self._limit:
-            return False
-        if least_of_alike(first, held) > self._limit:
-            self._too_many_activations.add(alike)
-        return True
-
-    def _members(
-        self, family: Candidate[K], plan: SizedPlan
-    ) -> Iterator[tuple[Candidate[K], SizedPlan]]:
-        for knobs in self._contender.space.members(self._asked, family.knobs, plan):
-            if knobs is family.knobs:
-                yield family, plan
-                continue
-            member = replace(family, knobs=knobs)
-            sized = self._sized(member)
-            if sized is not None:
-                yield member, sized
-
-    def _evaluate(self, entry: QueueEntry[K], slowest: float) -> None:
-        """Simulate a member in all orders. The fastest that fits counts, if it takes less than
-        ``slowest`` seconds."""
-        outcome, plan, price = self._outcome, entry.plan, entry.price
-        assert plan is not None
-        assert price is not None
+    def evaluate(self, entry: Member[K]) -> None:
+        """Simulate a member in all orders that may be fast enough and whose first and last rank,
+        usually the fullest, fit. The fastest that fits on all ranks counts."""
+        outcome, plan, price = self.outcome, entry.plan, entry.price
         uncapped = replace(plan, activation_cap=0)
         cap = plan.activation_cap or plan.num_microbatches * plan.layout.chunks
         if cap >= outcome.too_large.get(uncapped, cap + 1):
             outcome.rejected[OOM] += 1
             return
+        slowest_s = outcome.slowest(self._wants_runner_up)
         too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
+        best: SimResult | None = None
+        simulated, large, tried = False, 0, 0
+        ranks = plan.schedule.num_ranks
         try:
-            drafts = self._contender.orders(plan, price.stages, too_large)
-            tried = try_orders(drafts, plan, price, limit_bytes=self._limit, slowest_s=slowest)
+            for draft in self.contender.orders(plan, price.stages, too_large):
+                tried += 1
+                if draft.compute and too_large(draft.compute):
+                    large += 1
+                    continue
+                if draft.compute and (
+                    least_of_order_s(draft.compute, plan, price, slowest_s) >= slowest_s
+                ):
+                    continue
+                whole = draft.complete()
+                if not all(fits(whole, price, rank, self._limit) for rank in {0, ranks - 1}):
+                    large += 1
+                    continue
+                simulated = True
+                result = simulate_within(whole, price, slowest_s)
+                if result is None or result.step_s >= slowest_s:
+                    continue
+                if all(fits(whole, price, rank, self._limit) for rank in range(ranks)):
+                    best, slowest_s = result, result.step_s
+                else:
+                    large += 1
         except InfeasibleError as error:
             outcome.rejected[error.kind] += 1
             return
-        outcome.simulated += tried.simulated
-        if tried.best:
-            outcome.offer(Evaluated(entry.candidate, tried.best))
-        elif tried.some_large:
+        outcome.simulated += simulated
+        if best:
+            outcome.offer(Evaluated(entry.candidate, best))
+        elif large:
             outcome.rejected[OOM] += 1
-            if tried.all_large:
+            if large == tried and not simulated:
                 outcome.too_large[uncapped] = cap

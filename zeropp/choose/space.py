@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from zeropp.choose.planner import asked_degrees, most_slices
-from zeropp.choose.task import K, Knobs, Task
+from zeropp.choose.task import K, Task
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
 from zeropp.types.literals import (
@@ -113,30 +113,8 @@ def recompute_choices(
             yield kind, count
 
 
-class ChunkKnobs(Knobs, Protocol):
-    """Knobs of a contender whose ranks may have several chunks, and recompute some blocks."""
-
-    @property
-    def chunks(self) -> int | Auto:
-        """Virtual stages per rank."""
-        ...
-
-    @property
-    def recompute(self) -> Recompute | Auto:
-        """The kind of recomputation."""
-        ...
-
-    @property
-    def recompute_blocks(self) -> int | Auto:
-        """The number of blocks of every stage that are recomputed."""
-        ...
-
-
-C = TypeVar("C", bound=ChunkKnobs)
-
-
 def chunk_choices(
-    point: SearchPoint[C], known: Iterable[int], kinds: Iterable[Recompute]
+    point: SearchPoint[Any], known: Iterable[int], kinds: Iterable[Recompute]
 ) -> Iterator[tuple[int, Recompute, int | Auto]]:
     """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
     are the numbers of chunks and ``kinds`` the recomputation that the contender may have. Where

@@ -134,7 +134,11 @@ class _Links:
             for issued in log:
                 for part in issued.parts:
                     self.holders[part.key].add(rank)
-                if _is_beside_compute(issued):
+                # Of shards; compute waits at once for those of tensor parallelism, be they on its
+                # own stream or functional.
+                is_functional = issued.what.startswith("_c10d_functional")
+                beside = issued.stream != COMPUTE and not is_functional
+                if beside and lane_of(issued) in ("gather", "reduce"):
                     self._crossed.add(self._group(issued.parts[0]).nodes > 1)
 
     def seconds(self, issued: Issued, part: RankPart) -> float:
@@ -162,15 +166,6 @@ class _Links:
 
 def _all_reduces(issued: Issued) -> bool:
     return "allreduce" in issued.what.replace("_", "")
-
-
-def _is_beside_compute(issued: Issued) -> bool:
-    """Whether it is a collective of shards: compute waits at once for those of tensor parallelism,
-    be they on its own stream or functional."""
-    is_functional = issued.what.startswith("_c10d_functional")
-    return (
-        lane_of(issued) in ("gather", "reduce") and issued.stream != COMPUTE and not is_functional
-    )
 
 
 def lane_of(issued: Issued) -> Lane:

@@ -349,15 +349,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream = device.current if self._issued is None else self._stream_of(group[0])
         device.touch(stream, name, read, written)
         moved = max(sum(map(size_of, tensors)) for tensors in (read, written))
-        size = _size_everywhere(name, read, written)
+        # The type and the number of elements that all ranks of a collective must have.
+        types = {str(tensor.dtype).removeprefix("torch.") for tensor in (*read, *written)}
+        size = f" of {' and '.join(sorted(types))}"
+        if not _UNEVEN.search(name):
+            size += (
+                f", {max(sum(t.numel() for t in tensors) for tensors in (read, written))} elements"
+            )
         device.log.collective(stream, group, len(group[1]), name, moved, size)
         return stream
-
-
-def _size_everywhere(name: str, read: Tensors, written: Tensors) -> str:
-    """The type and the number of elements that all ranks of a collective must have."""
-    types = {str(tensor.dtype).removeprefix("torch.") for tensor in (*read, *written)}
-    text = f" of {' and '.join(sorted(types))}"
-    if _UNEVEN.search(name):
-        return text
-    return f"{text}, {max(sum(t.numel() for t in tensors) for tensors in (read, written))} elements"

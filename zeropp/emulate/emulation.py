@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain, count
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,12 @@ _cpu_dropout, _cpu_attention = functional.dropout, functional.scaled_dot_product
 
 
 class _Event:
-    """Stands for ``torch.cuda.Event``."""
+    """Stands for ``torch.cuda.Event``. Each device has a class of its own, as programs annotate
+    with it."""
 
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
+    _device: ClassVar[VirtualDevice]
+
+    def __init__(self, *_: object, **__: object) -> None:
         self._number, self._stream = 0, ""
 
     def record(self, stream: _Stream | None = None) -> None:
@@ -75,10 +77,15 @@ class _Event:
 
 
 class _Stream:
-    """Stands for ``torch.cuda.Stream``; two of one name are the same stream."""
+    """Stands for ``torch.cuda.Stream``, with a class per device as well; two of one name are the
+    same stream."""
 
-    def __init__(self, device: VirtualDevice, name: str) -> None:
-        self._device, self.name = device, name
+    _device: ClassVar[VirtualDevice]
+    _numbers: ClassVar[Iterator[int]]
+    _event: ClassVar[type[_Event]]
+
+    def __init__(self, *_: object, name: str = "", **__: object) -> None:
+        self.name = name or f"stream {next(self._numbers)}"
 
     def wait_stream(self, stream: _Stream) -> None:
         stream.record_event().wait(self)
@@ -87,7 +94,7 @@ class _Stream:
         event.wait(self)
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event(self._device)
+        event = event or self._event()
         event.record(self)
         return event
 
@@ -403,17 +410,18 @@ def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
 
 def _streams(device: VirtualDevice) -> dict[str, Any]:
     """The stand-ins for what ``torch.cuda`` has."""
-    numbers = count(1)
+    event: Any = type("Event", (_Event,), {"_device": device})
+    own = {"_device": device, "_numbers": count(1), "_event": event}
+    stream: Any = type("Stream", (_Stream,), own)
 
     @contextmanager
-    def enter(stream: _Stream | None) -> Iterator[None]:
-        entered = stream
-        if not isinstance(entered, _Stream | None):
+    def enter(stream: Any) -> Iterator[None]:
+        if not isinstance(stream, _Stream | None):
             raise TypeError(
-                f"stream: {entered} was made before emulation began, which cannot follow it "
+                f"stream: {stream} was made before emulation began, which cannot follow it "
                 "(make it inside; FSDP2 makes its streams in a model's first step)"
             )
-        with replaced((device, "current", entered.name if entered else device.current)):
+        with replaced((device, "current", stream.name if stream else device.current)):
             yield
 
     def set_stream(stream: _Stream) -> None:
@@ -422,19 +430,11 @@ def _streams(device: VirtualDevice) -> dict[str, Any]:
     def synchronize() -> None:
         device.wait_on_host(None, "synchronize")
 
-    class Stream(_Stream):  # classes, because programs annotate with them
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(device, f"stream {next(numbers)}")
-
-    class Event(_Event):
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(device)
-
     return {
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda: _Stream(device, device.current),
-        "default_stream": lambda: _Stream(device, COMPUTE),
+        "Stream": stream,
+        "Event": event,
+        "current_stream": lambda: stream(name=device.current),
+        "default_stream": lambda: stream(name=COMPUTE),
         "stream": enter,
         "StreamContext": enter,
         "set_stream": set_stream,

@@ -46,10 +46,6 @@ class _Allocation:
     first: int  # the pass (forward or run of autograd) that allocated it
     last: int = -1  # the pass in which it was freed; -1: not freed
 
-    def sorted_kind(self) -> Kind:
-        """The kind of the storage, once the step is over."""
-        return self.kind or ("workspace" if self.first == self.last else "activations")
-
 
 class Allocations:
     """Records every storage that is allocated, freed or resized, and sorts it by kind.
@@ -101,7 +97,8 @@ class Allocations:
                 peak, at = total, index
         kinds: Counter[str] = Counter()
         for allocation, size in events[: at + 1]:
-            kinds[allocation.sorted_kind()] += size
+            passing = "workspace" if allocation.first == allocation.last else "activations"
+            kinds[allocation.kind or passing] += size
         return MemoryBytes(**kinds)
 
     def returned(self, operator: object, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:

@@ -228,7 +228,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for x in results:
                 self._remember(x, is_constant=True)
             return
-        sources = _sources(read)
+        # What the result is made of: without smaller tensors, unless the largest is a parameter.
+        largest = max(read.values())
+        sources = {value.source for value, size in read.items() if size == largest}
+        if any(source.is_parameter for source in sources):
+            sources |= {value.source for value in read if value.gradient == "input"}
         if len(sources) > 1:
             self._kernel(read, results)
             self._elementwise.append(_joint(operator, read, results))
@@ -319,16 +323,6 @@ def _joint(operator: str, read: Mapping[_Value, int], results: Sequence[Tensor])
     gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
     backward = 0 if operator in SUMS else forward + sum(differentiable.values())
     return _elementwise(forward, backward, gradient)
-
-
-def _sources(read: Mapping[_Value, int]) -> set[_Value]:
-    """The tensors that an operator's result is made of, given what it reads: without the smaller
-    ones, unless the largest is a parameter."""
-    largest = max(read.values())
-    sources = {value.source for value, size in read.items() if size == largest}
-    if any(source.is_parameter for source in sources):
-        sources |= {value.source for value in read if value.gradient == "input"}
-    return sources
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -45,12 +45,7 @@ class ActionRecorder:
         self._begin = time.perf_counter()
 
     def _clock(self) -> float:
-        """Seconds since the step began; 0.0 while no spans are recorded, and otherwise after
-        waiting for the compute stream.
-
-        The wait is not for the whole device, which could be for ever: a receive that was posted
-        early may depend on messages that this rank has yet to send.
-        """
+        """Seconds since the step began, once compute is done; 0.0 while no spans are recorded."""
         if self._spans is None:
             return 0.0
         if self._device.type == "cuda":

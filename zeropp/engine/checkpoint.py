@@ -8,14 +8,12 @@ checkpoint into a plain state dict.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -141,8 +139,6 @@ _ONLY_A_PART = (
 )
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # what follows a checkpoint's name, a while
-_BUSY_S = 60.0  # for another job's save to the same name
-_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
 
 class CheckpointError(RuntimeError):
@@ -170,20 +166,19 @@ class Checkpointer:
         The new checkpoint is written into ``NAME.being-written``, and takes the last one's place
         only when every rank has written and every file has a digest. If the job is killed between
         the two renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it.
-        (Folders of these names are deleted, so the names are none that people give.) Where anything
-        raises on one rank, every rank raises, and the last checkpoint is untouched. Other files in
-        its directory stay there.
+        (Folders of these names are deleted, so the names are none that people give, and no two jobs
+        may save to one name at once.) Where anything raises on one rank, every rank raises, and the
+        last checkpoint is untouched. Other files in its directory are deleted with it.
         """
         saved = {"model": self.state("save").named()}
         place = together(lambda: _place(directory))
         partial = _beside(place, _WRITTEN)
-        with ExitStack() as held:
-            _on_first_rank(lambda: _make_empty(partial, held))
-            together(lambda: _check_seen(partial))
-            with _one_line(partial):
-                together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
-            digests = _digests_over_ranks(partial)
-            _on_first_rank(lambda: _publish(partial, place, digests))
+        _on_first_rank(lambda: _make_empty(partial))
+        together(lambda: _check_seen(partial))
+        with _one_line(partial):
+            together(lambda: state_dict_saver.save(saved, checkpoint_id=str(partial)))
+        digests = _digests_over_ranks(partial)
+        _on_first_rank(lambda: _publish(partial, place, digests))
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """As ``ParallelModel.load``. Settings of optimizer groups that the checkpoint does not have
@@ -230,8 +225,7 @@ class Checkpointer:
         self._take_over(state, optimizer=bool(optimizer))
 
     def _take_over(self, state: State, *, optimizer: bool) -> None:
-        """Continue from a state into whose tensors a checkpoint has been read, with what it has of
-        the ``optimizer``, or with the optimizer as it is."""
+        """Continue from a state into whose tensors a checkpoint has been read."""
         engine, updater = self._engine, self._engine.updater
         engine.steps_done = int(state.steps_done)
         updater.rates_set = []
@@ -282,8 +276,7 @@ def _place(directory: Path | str) -> Path:
 
 @contextmanager
 def _one_line(place: Path) -> Iterator[None]:
-    """Inside this context torch's report of a checkpoint that failed, with the stack of every rank,
-    is a CheckpointError with the error of the first that did."""
+    """Inside, torch's report of a checkpoint that failed is a CheckpointError of one line."""
     try:
         yield
     except CheckpointException as report:
@@ -297,52 +290,18 @@ def _on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
 
-def _make_empty(partial: Path, held: ExitStack) -> None:
-    """Make an empty directory, to which no other job writes while it is ``held``, where the file
-    system has locks; raises CheckpointError if another does for too long."""
-    end = time.monotonic() + _BUSY_S
-    while time.monotonic() < end:
-        partial.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # it is the other job's checkpoint by now
-            descriptor = os.open(partial, os.O_RDONLY)
-            if _is_locked(descriptor):
-                inodes = [
-                    one.inode() for one in os.scandir(partial.parent) if one.name == partial.name
-                ]
-                if inodes == [os.fstat(descriptor).st_ino]:
-                    for path in partial.iterdir():
-                        path.unlink()
-                    held.callback(os.close, descriptor)
-                    return
-            os.close(descriptor)
-        time.sleep(0.05)
-    raise CheckpointError(
-        f"{partial}: another job is writing it (give every job a name of its own)"
-    )
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether a directory is now this process's alone, as far as the file system can say."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # no locks there
-        pass
-    return True
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _check_seen(partial: Path) -> None:
-    """Refuse a directory that is not the one that rank 0 has just made: what this rank would write
-    there would be missing from the checkpoint. A network file system may show it a little late."""
-    end = time.monotonic() + _SEEN_S
-    while not partial.is_dir() or any(partial.iterdir()):
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
-                "same directory, on a file system that all of them see); nothing was written"
-            )
-        time.sleep(0.1)
+    """Refuse a directory that rank 0 has not just made: what is written there would be missing."""
+    if not partial.is_dir() or any(partial.iterdir()):
+        raise CheckpointError(
+            f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
+            "same directory, on a file system that all of them see); nothing was written"
+        )
 
 
 def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
@@ -354,19 +313,10 @@ def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
     _sync_directory(partial)
     previous = _beside(directory, _REPLACED)
     if directory.exists():  # else what is beside it may be the only whole one
-        _remove(previous, directory)
+        shutil.rmtree(previous, ignore_errors=True)
         directory.rename(previous)
     partial.rename(directory)
     _sync_directory(directory.parent)
-    _remove(previous, directory)
-
-
-def _remove(previous: Path, directory: Path) -> None:
-    """Delete the last checkpoint; other files that lie beside its own go on to the new one's
-    ``directory``."""
-    for path in sorted(previous.glob("*")):
-        if not (path.name == _DIGESTS or _is_own(path) or (directory / path.name).exists()):
-            path.rename(directory / path.name)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -385,8 +335,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
-    """The directory that holds the whole checkpoint, and its files' digests by name; none where
-    torch's own ``save`` has written it."""
+    """The directory of the whole checkpoint, and its files' digests; torch's has none."""
     if not directory.exists() and _beside(directory, _REPLACED).exists():
         directory = _beside(directory, _REPLACED)
     listing = directory / _DIGESTS
@@ -494,8 +443,7 @@ def _state_of(engine: Engine) -> State:
 
 
 def _check_known(state: State, saved: Collection[str], place: Path) -> None:
-    """Refuse a checkpoint that has parameters, buffers or optimizer state which no rank has, or
-    has not what a rank needs; collective. Settings of optimizer groups may differ."""
+    """Refuse a checkpoint with names that no rank has, or without one's; collective."""
     optimizer = f"{OPTIMIZER}."
     own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
     held: list[set[str]] = [set()] * dist.get_world_size()
@@ -513,9 +461,7 @@ def _check_known(state: State, saved: Collection[str], place: Path) -> None:
 
 
 def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
-    """The settings of each optimizer group that are numbers (also as tensors, which torch allows
-    for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
-    may have changed or added some. With them come the numbers of its optimizer itself."""
+    """The numbers, switches and tuples of each optimizer group and its optimizer."""
     parts = map(id, parts_of(updater.optimizer))
     own = dict(zip(parts, zip(kept, updater.made, strict=True), strict=True))
     settings: dict[str, Settings] = {}
@@ -529,8 +475,7 @@ def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
 def _groups_of(
     updater: Updater,
 ) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
-    """The optimizer's groups, each under the name and place that it has on every rank, with the
-    optimizer that has it."""
+    """The optimizer's groups by name and place, the same on every rank, with their optimizer."""
     pairs = [(part, g) for part in parts_of(updater.optimizer) for g in part.param_groups]
     for place, (part, group) in enumerate(pairs):
         for name in {updater.groups[id(x)]: 0 for x in group["params"] if id(x) in updater.groups}:
@@ -578,8 +523,7 @@ def boxes(
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
 ) -> Iterator[tuple[str, Tensor]]:
-    """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
-    buffer, by name. ``name`` is a format that gets the parameter's name."""
+    """The part of every parameter in ``tensor``, the range ``held`` of the flat buffer, by name."""
     for slot in flat.layout.slots:
         common = slot.elements.intersect(held)
         held_boxes = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -15,19 +16,17 @@ from torch import Tensor, nn
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.layers.values import TensorShape, Value, computing_in_fp32
+from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
-from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
-from zeropp.engine.ranks.errors import ErrorBarrier, T, agreed, lost_ranks
+from zeropp.engine.ranks.cuda_settings import check_cuda
+from zeropp.engine.ranks.errors import ErrorBarrier, T, agree, lost_ranks
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
-from zeropp.engine.ranks.preflight_cuda import check_cuda
-from zeropp.engine.settings import ParameterName, Settings
+from zeropp.engine.settings import Settings
 from zeropp.engine.sharding import make_flats
 from zeropp.engine.update.optimizer import ParameterUpdate, Updater
 from zeropp.engine.walk import LayerSizes
@@ -35,6 +34,9 @@ from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
@@ -46,12 +48,7 @@ _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by i
 
 
 def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
-    """Reserve the parameters of some layers for one model, until ``undo`` gives them back.
-
-    A model puts its flat buffers in the place of its layers' parameters. If a second model were
-    made from the same layers, the first would go on with the second one's buffers and never see
-    its own updates. Raises InfeasibleError, and reserves nothing, if another model has one of them.
-    """
+    """Reserve layers for one model until ``undo``: a second one would take its buffers away."""
     wanted: dict[int, nn.Parameter] = {}
     for index, layer in layers.items():
         for name, parameter in layer.named_parameters():
@@ -63,24 +60,6 @@ def _claim(layers: Mapping[int, nn.Module], undo: ExitStack) -> None:
             wanted[id(parameter)] = parameter
     _claimed.update(wanted)
     undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
-
-
-def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[ParameterName, str]:
-    """The optimizer group of every trained parameter of a model with layers of these sizes."""
-    return {
-        (index, name): settings.group_of((index, name), kind.empty())
-        for index, layer in enumerate(sizes)
-        for name, kind in layer.kinds.items()
-        if kind.trained
-    }
-
-
-def shapes_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of a model's trained parameters, by optimizer group, each parameter once."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for (index, name), group in groups_of(settings, sizes).items():
-        shapes.setdefault(group, []).append(sizes[index].kinds[name].shape)
-    return shapes
 
 
 class Engine:
@@ -95,6 +74,7 @@ class Engine:
 
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
     _seeds: StepSeeds | None = None  # where layers draw random numbers
+    context: Context | None = None  # the ranks that divide sequences, if there are several
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
     elements = 0  # of the inputs of the last batch, over all data-parallel ranks
 
@@ -120,6 +100,11 @@ class Engine:
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
+        # A batch's count of tokens is known only once all of it has run forward: until the update,
+        # losses are divided by its rows times their positions, so that gradients stay in range.
+        means = schedule.num_microbatches * layout.dp * layout.context
+        tokens = plan.global_batch * prod(settings.sample.shape[1:2])
+        divisor = {"mean": means, "sum": 1, "tokens": tokens}[loss.reduction]
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
@@ -127,13 +112,13 @@ class Engine:
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, owners=owners)
             undo.callback(self._groups.close)
-            named = {name for layer in sizes for name in layer.names}
-            self.context = Context.of(layout, self._groups, settings.sample_keywords, named)
-            agreed(self._make_own(sizes, plan, settings, undo))
+            agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
             tied = None
             if settings.tied is not None:
+                from zeropp.engine.parameters.tied import TiedWeights
+
                 tied = TiedWeights(settings.tied, plan, self.flats, timeout)
                 undo.callback(tied.close)
             self._copy = tied and tied.copy
@@ -145,14 +130,14 @@ class Engine:
                 self.updater,
                 self._groups.world,
                 self.skipped_steps,
-                _divisor(plan, settings) if loss.reduction == "tokens" else None,
+                divisor if loss.reduction == "tokens" else None,
             )
             self.interpreter = Interpreter(
                 schedule,
                 self.chunks,
                 channels=self._channels,
                 loss=loss,
-                divisor=_divisor(plan, settings),
+                divisor=divisor,
                 update=self.update,
             )
             self._evaluator = Evaluator(
@@ -220,8 +205,18 @@ class Engine:
         self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
         self.elements = sum(own[4] for own in numbers) // self._layout.pp
         if call == "train_step":
-            self._check_optimizers([settings for _, settings, *_ in numbers])
-            self._check_shapes(digests)
+            if others := [r for r, own in enumerate(numbers) if own[1] != numbers[0][1]]:
+                raise ValueError(
+                    f"train_step: the optimizer of ranks {others} has other settings than that of "
+                    f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
+                    "model.optimizer.param_groups alike on all ranks"
+                )
+            for ranks in self._layout.alike():
+                if len({digests[rank] for rank in ranks}) > 1:
+                    raise RowsError(
+                        f"train_step: ranks {list(ranks)}, which are one pipeline, were given "
+                        "inputs of different shapes"
+                    )
         self._rows.check(call, [sums for _, _, _, _, _, *sums in numbers])
         if any(is_stale for _, _, _, is_stale, *_ in numbers):
             self.update.gather_updated()
@@ -308,27 +303,9 @@ class Engine:
         if self._unusable:
             raise RuntimeError(self._unusable)
 
-    def _check_optimizers(self, digests: Sequence[int]) -> None:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
-            raise ValueError(
-                f"train_step: the optimizer of ranks {others} has other settings than that of rank "
-                f"0 (a learning rate, for example; here {self.updater.described()}): set "
-                "model.optimizer.param_groups alike on all ranks"
-            )
-
-    def _check_shapes(self, digests: Sequence[int]) -> None:
-        for ranks in self._layout.alike():
-            if len({digests[rank] for rank in ranks}) > 1:
-                raise RowsError(
-                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
-                    "of different shapes"
-                )
-
     @contextmanager
     def _usable_unless_it_fails(self) -> Iterator[None]:
-        """After an error in this context parameters may be partially updated, and other ranks may
-        wait for this one, so the engine refuses everything else."""
+        """After an error inside the engine refuses all else: peers may wait for it."""
         self.check_usable()
         try:
             with lost_ranks():
@@ -342,24 +319,26 @@ class Engine:
 
     def _make_own(
         self, sizes: Sequence[LayerSizes], plan: Plan, settings: Settings, undo: ExitStack
-    ) -> Generator[dict[str, str], None, None]:
-        """Make what a rank makes without the others: lanes, chunks and the optimizer. Yields the
-        optimizer's settings, which must be equal on all ranks."""
+    ) -> tuple[None, dict[str, str]]:
+        """Make lanes, chunks and the optimizer, whose settings must be equal on all ranks."""
         if self._device.type == "cuda":
             check_cuda(self._layout.pp)
         _claim(self._layers, undo)
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
-        if plan.precision == "bf16":
-            modules = [module for layer in self._layers.values() for module in layer.modules()]
-            wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
-            inner = {part for module in wide for part in module.modules() if part is not module}
-            for module in wide:
-                if module not in inner:
-                    undo.enter_context(computing_in_fp32(module, torch.bfloat16))
+        if self._layout.context > 1:
+            from zeropp.engine.layers.context import Context
+
+            self.context = Context(
+                self._layout.context,
+                self._layout.coordinates(dist.get_rank())["context"],
+                self._groups.context,
+                positions=any(POSITIONS in layer.names for layer in sizes),
+                packs=POSITIONS in settings.sample_keywords,
+            )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings, undo, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -367,12 +346,12 @@ class Engine:
             self.flats,
             settings.optimizer,
             self._device,
-            groups_of(settings, sizes).values(),
+            (kind.group for one in sizes for kind in one.kinds.values() if kind.trained),
             whole=plan.whole_groups,
             clip_norm=settings.clip_norm,
             lr_schedule=settings.lr_schedule,
         )
-        yield {"optimizer": self.updater.described()}
+        return None, {"optimizer": self.updater.described()}
 
     def _chunk(
         self,
@@ -380,6 +359,7 @@ class Engine:
         sizes: Sequence[LayerSizes],
         plan: Plan,
         settings: Settings,
+        undo: ExitStack,
         *,
         splits: bool,
     ) -> Chunk:
@@ -396,19 +376,25 @@ class Engine:
         deferred = defer_weight_grads(blocks, store, least=least)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
+        compute = torch.bfloat16 if plan.precision == "bf16" else None
+        arriving, leaving = (  # what one microbatch sends into the stage, and out of it
+            [
+                TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
+                for x in sizes[cut - 1].outputs
+            ]
+            if 0 < cut < len(sizes)
+            else None
+            for cut in plan.cuts[stage : stage + 2]
+        )
         flats = make_flats(
             layers,
             deferred if splits else (),
+            sizes=sizes,
             groups=self._groups,
             lanes=self.lanes,
             plan=plan,
             settings=settings,
             keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
-        )
-        compute = torch.bfloat16 if plan.precision == "bf16" else None
-        arriving, leaving = (
-            _outputs(sizes[cut - 1], compute) if 0 < cut < len(sizes) else None
-            for cut in plan.cuts[stage : stage + 2]
         )
         indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
@@ -419,11 +405,13 @@ class Engine:
             store,
             names=[sizes[index].names for index in layers],
             recompute=plan.recompute,
-            recomputed=blocks[: plan.recomputed_blocks(stage)],
+            recomputed=blocks[: plan.recomputed_per_stage[stage]],
             arriving=arriving,
             leaving=leaving,
             seed=seed,
             compute=compute,
+            fp32_modules=settings.fp32_modules,
+            undo=undo,
             context=self.context,
         )
 
@@ -434,24 +422,3 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
-
-
-def _divisor(plan: Plan, settings: Settings) -> int:
-    """The number by which the losses of microbatches are divided. A batch's count of tokens is
-    known only once all of it has run forward: until the update, losses are divided by its rows
-    times their positions, so that gradients stay in range."""
-    means = plan.num_microbatches * plan.layout.dp * plan.layout.context
-    rows = {"mean": means, "sum": 1, "tokens": plan.global_batch}
-    positions = settings.sample.shape[1:2] if settings.loss_reduction == "tokens" else ()
-    return rows[settings.loss_reduction] * prod(positions)
-
-
-def _outputs(layer: LayerSizes, compute: torch.dtype | None) -> list[TensorShape]:
-    """What one microbatch sends from a layer into the next stage; floating-point numbers in the
-    type ``compute``, if there is one."""
-    return [
-        TensorShape(output.size, compute or output.dtype)
-        if output.dtype.is_floating_point
-        else output
-        for output in layer.outputs
-    ]

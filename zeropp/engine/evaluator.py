@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.layers.chunk import Chunk, persistent_buffers, shown
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
@@ -21,6 +20,9 @@ from zeropp.engine.ranks.given_rows import RowsError
 from zeropp.engine.trial import unchanged
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import InfeasibleError, Layout
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
 
 Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
@@ -128,8 +130,7 @@ class Evaluator:
         return passed
 
     def _compare_slices(self, context: Context, batch: Microbatches) -> None:
-        """Raise InfeasibleError, on every rank, if layers or the loss make something else of slices
-        of the first microbatch's sequences than of all of their tokens; tried with a few."""
+        """Raise InfeasibleError, on every rank, if slices give something else than all."""
         few = context.sample(batch.whole, len(batch.inputs[0]))
         small = Microbatches([few.pop("inputs")], [few.pop("targets")], [few])
         wrong, is_mean = list[str](), self._loss.reduction == "mean"
@@ -183,16 +184,14 @@ class Evaluator:
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
     def _trial(self) -> AbstractContextManager[None]:
-        """Inside this context modules and the loss run without a trace. What is recomputed may fill
-        its caches, because it is to do the same in both of its forwards."""
+        """Inside, modules and the loss leave no trace; what is recomputed may fill caches."""
         again = [root for chunk in self.chunks.values() for root in chunk.recomputed]
         roots = [*self._roots, self._loss.function, *(persistent_buffers([(0, x)]) for x in again)]
         return unchanged(roots, self._channels.device, apart=again)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside this context chunks can run forward; afterwards the modes of modules are as
-        before."""
+        """Inside, chunks can run forward; afterwards the modes of modules are as before."""
         training = [module for root in self._roots for module in root.modules() if module.training]
         with torch.no_grad(), shown(self.chunks.values()):
             for module in training:
@@ -210,8 +209,7 @@ class Evaluator:
         passed: Passed,
         watch: Callable[..., None] | None = None,
     ) -> Iterator[tuple[int, Value | None, Tensor | None]]:
-        """(microbatch, what the model gives, or the loss of a stage's own) of a unit. ``passed``
-        collects the shapes between stages; ``watch`` as in ``Chunk.infer``."""
+        """(microbatch, the model's output, a stage's own loss) of a unit; fills ``passed``."""
         local: dict[Key, Tensors] = {}
         for stage, chunk in self.chunks.items():
             for flat in chunk.flats:
@@ -245,8 +243,7 @@ class Evaluator:
             self._channels.send(output, target)
 
     def _receive(self, stage: int) -> list[Tensor]:
-        """Receive tensors with as many dimensions as in training, after a message with their
-        sizes."""
+        """Receive tensors of as many dimensions as in training, after their sizes."""
         device, source = self._channels.device, self._schedule.stage_rank[stage - 1]
         shapes = self.chunks[stage].arriving or ()
         count = sum(len(shape.size) for shape in shapes)
@@ -261,8 +258,7 @@ class Evaluator:
         return tensors
 
     def _on_pipeline(self, parts: Sequence[Value]) -> Value:
-        """The rows of ``parts``, which the pipeline's last stage gives, on all ranks of the
-        pipeline. Where a pipeline had no rows, tensors like another one's, without rows."""
+        """The rows that the last stage gives, on all ranks of the pipeline; there may be none."""
         device, world = self._channels.device, self._world
 
         def joined() -> list[Tensor]:

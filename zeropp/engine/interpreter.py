@@ -25,8 +25,7 @@ _Message = list[tuple[Tensor, dist.Work]]
 
 @dataclass
 class _Step:
-    """The tensors of one step while it runs, by (stage, microbatch); ``passes`` is left once its
-    forwards and backwards are over."""
+    """The tensors of a running step, by (stage, microbatch); ``passes`` ends with its backwards."""
 
     batch: Microbatches
     passes: ExitStack = field(default_factory=ExitStack, init=False)
@@ -157,20 +156,16 @@ class Interpreter(ActionRecorder):
         for flat in self._chunks[action.stage].flats:
             do(flat)
 
-    def _reduce(self, action: Action, step: _Step) -> None:
-        """Start to sum a stage's gradients over the shards. Compute first waits for the earlier
-        sums over the shards, so that their memory is at most one chunk's gradients."""
-        del step
+    def _reduce(self, action: Action, _: _Step) -> None:
+        """Sum a stage's gradients over the shards, after earlier sums: one chunk's take memory."""
         self._parameters.lanes.join_shard_reductions()
         self._each(action, lambda flat: flat.reduce())
 
-    def _gather_whole(self, action: Action, step: _Step) -> None:
-        del action, step
+    def _gather_whole(self, *_: object) -> None:
         self._channels.drain()  # so that what was sent is freed
         self._parameters.gather_whole()
 
-    def _update(self, action: Action, step: _Step) -> None:
-        del action
+    def _update(self, _: Action, step: _Step) -> None:
         self._channels.drain()  # so that what was sent is freed before the optimizer needs memory
         step.passes.close()
         step.result = self._parameters.update(step.losses, step.counts)

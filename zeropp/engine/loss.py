@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.layers.values import Value, alike, chosen, keywords_of, takes_all, tensors_of
-from zeropp.engine.walk import OperationWatch, Owners, Stages
+from zeropp.engine.walk import Layer, OperationWatch, Stages, owners_of
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import LossReduction
 
@@ -65,20 +65,20 @@ class Microbatches:
 class Loss:
     """The user's loss function, which is called with the keyword inputs that it names, or with all
     that are ``given`` if it takes ``**kwargs`` and can be called with them. In its first
-    call it is refused if it reads one of ``owners``, which are parameters of layers: no rank would
+    call it is refused if it reads a parameter of one of the ``layers``: no rank would
     add up that part of the gradient; or calls collectives beyond one of the ``stages``."""
 
     def __init__(
         self,
         function: LossFunction,
         reduction: LossReduction,
-        owners: Owners | None = None,
+        layers: Sequence[Layer] = (),
         given: Iterable[str] = (),
         stages: Stages = (),
     ) -> None:
         self.function, self._named = function, keywords_of(function)
         self.keywords = self._named.union(given if takes_all(function) else ())
-        self.reduction, self._unread, self._stages = reduction, owners or {}, stages
+        self.reduction, self._unread, self._stages = reduction, owners_of(layers), stages
         self._is_compared = False
 
     def __call__(
@@ -193,8 +193,7 @@ class Loss:
         return []
 
     def _values(self, output: Value, batch: Microbatches) -> list[float]:
-        """The loss of the first microbatch and, if there is one, its count; waits for them. The
-        function may change what it is given, a copy, and differentiate it, but not backward."""
+        """The first microbatch's loss and count, of copies; refuses a backward."""
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors_of(output)]
         with torch.enable_grad():
             values = self(alike(output, [x.clone() for x in leaves]), batch.first(), 0)

@@ -6,10 +6,11 @@ numbers) the engine reads here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 from zlib import crc32
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.layers.context import POSITIONS, Context
+from zeropp.engine.layers.values import POSITIONS
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout
@@ -36,6 +37,7 @@ from zeropp.types.literals import (
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
     from zeropp.price.cluster import Cluster
 else:
     Cluster = object  # its module is loaded, and looks at the value, where there is one
@@ -55,11 +57,6 @@ def one_group(name: ParameterName, parameter: nn.Parameter) -> str:
     """The optimizer group of every parameter, if there is only one group."""
     del name, parameter
     return "all"
-
-
-def asked_for(keywords: Mapping[str, object]) -> frozenset[str]:
-    """The keywords whose value is to be chosen, because ``auto`` was given for them."""
-    return frozenset(name for name, value in keywords.items() if value == "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +155,14 @@ class Settings(StepKnobs):
         if self.tied is not None:
             first, second = sorted(self.tied)
             object.__setattr__(self, "tied", (first, second))
-        self._take_over_clipping()
+        config = self.optimizer
+        if configured := config.clip_norm if isinstance(config, OptimizerConfig) else 0.0:
+            if self.clip_norm not in (0, configured):
+                raise InfeasibleError(
+                    f"clip_norm={self.clip_norm}: the optimizer's configuration has {configured} "
+                    "(leave one of the two out)"
+                )
+            object.__setattr__(self, "clip_norm", configured)
         if self.plan is not None:
             self._take_over(self.plan)
         _ = self.layout, self.hardware  # which raise where there is none
@@ -196,8 +200,11 @@ class Settings(StepKnobs):
     @cached_property
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
-        packs, size = POSITIONS in self.sample_keywords, self.layout.context
-        return Context(size, packs=packs) if size > 1 else None
+        if (size := self.layout.context) == 1:
+            return None
+        from zeropp.engine.layers.context import Context
+
+        return Context(size, packs=POSITIONS in self.sample_keywords)
 
     @cached_property
     def hardware(self) -> Cluster | None:
@@ -216,36 +223,87 @@ class Settings(StepKnobs):
             if each.name not in _OF_THIS_RANK
         }
 
-    def _take_over_clipping(self) -> None:
-        """Set the norm of a configured optimizer; raises InfeasibleError if another was given."""
-        config = self.optimizer
-        configured = config.clip_norm if isinstance(config, OptimizerConfig) else 0.0
-        if configured and self.clip_norm not in (0, configured):
-            raise InfeasibleError(
-                f"clip_norm={self.clip_norm}: the optimizer's configuration has {configured} "
-                "(leave one of the two out)"
-            )
-        object.__setattr__(self, "clip_norm", configured or self.clip_norm)
-
     def _take_over(self, plan: Plan) -> None:
-        """Set what a plan decides; raises InfeasibleError where it is not for this batch."""
+        """Set what a plan decides; refuse one of another batch, or that cannot be run."""
         for name, value in _decided_by(plan).items():
             object.__setattr__(self, name, value)
-        _check_plan(plan, self)
+        rows = self.microbatch_rows
+        if plan.layout != self.layout:
+            raise InfeasibleError("plan: has tensor parallelism, which nothing here can run")
+        if (self.global_batch, rows) != (plan.global_batch, plan.microbatch_size):
+            raise InfeasibleError(
+                f"plan: is for global_batch={plan.global_batch} in microbatches of "
+                f"{plan.microbatch_size} rows, but global_batch={self.global_batch} and "
+                f"microbatch_size={rows}"
+            )
 
 
-def read_keywords(layers: object, keywords: Mapping[str, Any], loss_fn: object = None) -> Settings:
-    """The settings with these keywords; layers may know what is ``tied``, and the loss function its
-    ``loss_reduction`` (as those of Hugging Face's models do). Raises InfeasibleError as
-    ``Settings`` does, and for a keyword beside a plan that decides otherwise, be it ``auto`` or the
-    keyword's default."""
-    own = getattr(loss_fn, "loss_reduction", None)
-    settings = Settings(**({"loss_reduction": own} if own else {}) | dict(keywords))
-    if settings.tied is None and (tied := getattr(layers, "tied", None)):
-        settings = replace(settings, tied=tied)
+def read(
+    keywords: Mapping[str, Any], layers: object = None, loss_fn: object = None
+) -> tuple[Settings, frozenset[str]]:
+    """The settings with these keywords, and which of them are to be chosen, as ``auto`` was given
+    for them. Layers may know what is ``tied``, and the loss function its ``loss_reduction`` (as
+    those of Hugging Face's models do). Raises InfeasibleError as ``Settings`` does, and for a
+    keyword beside a plan that decides otherwise, be it ``auto`` or the keyword's default."""
+    own = {"loss_reduction": getattr(loss_fn, "loss_reduction", None)}
+    own |= {"tied": getattr(layers, "tied", None)}
+    given = {name: value for name, value in keywords.items() if name != "tied" or value}
+    settings = Settings(**{name: value for name, value in own.items() if value} | given)
     if settings.plan is not None:
-        _check_beside(settings.plan, keywords)
-    return settings
+        for name, value in _decided_by(settings.plan).items():
+            if name in keywords and keywords[name] != value:
+                raise InfeasibleError(
+                    f"{name}={keywords[name]!r}: the plan decides it (leave one of the two out)"
+                )
+    return settings, frozenset(name for name, value in keywords.items() if value == "auto")
+
+
+def check_call(settings: Settings, layers: Any, loss_fn: Any) -> None:
+    """Raise InfeasibleError for what is no list of layers or is not for as many as the settings
+    are, for a loss that is no function, and for one that is a module with parameters of its own."""
+    if not isinstance(layers, Sequence | nn.Sequential | nn.ModuleList):
+        raise InfeasibleError(
+            f"layers: must be a list of modules, or of functions that make them, but is "
+            f"{type(layers).__name__}"
+        )
+    if not layers:
+        raise InfeasibleError("layers=[]: there is nothing to train")
+    weights, tied = settings.weights, settings.tied
+    if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
+        raise InfeasibleError(
+            f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "
+            "every weight must be more than 0"
+        )
+    if tied is not None and not 0 <= tied[0][0] < tied[1][0] < len(layers):
+        raise InfeasibleError(
+            f"tied={tied}: must name parameters of two layers, which are numbered from 0 to "
+            f"{len(layers) - 1}"
+        )
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise InfeasibleError(
+            f"loss_fn={loss_fn!r}: must be a function of (output of the last layer, targets)"
+        )
+    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
+        if parameter.requires_grad:
+            raise InfeasibleError(
+                f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
+                "the last layer, or freeze it)"
+            )
+
+
+def describe_function(function: Any) -> str:
+    """A function's name and what tells its code from another's; what it reads elsewhere (globals,
+    what a closure keeps) is not looked at, as it may rightly differ between ranks."""
+    if isinstance(function, partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        plain = [value for value in given if isinstance(value, str | float | int | tuple)]
+        return f"{describe_function(function.func)} {plain}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return repr(function) if isinstance(function, nn.Module) else name
+    plain = [value for value in code.co_consts if isinstance(value, str | float | int)]
+    return f"{name} {crc32(repr((code.co_code, code.co_names, plain)).encode()):08x}"
 
 
 def _described(value: Any) -> object:
@@ -268,34 +326,8 @@ def _decided_by(plan: Plan) -> dict[str, Any]:
     return dict.fromkeys(("mesh", "weights", "cluster")) | knobs
 
 
-def _check_plan(plan: Plan, settings: Settings) -> None:
-    """Raise InfeasibleError for a plan of another batch, or that cannot be run."""
-    rows = settings.microbatch_rows
-    if plan.layout != settings.layout:
-        raise InfeasibleError("plan: has tensor parallelism, which nothing here can run")
-    if (settings.global_batch, rows) != (plan.global_batch, plan.microbatch_size):
-        raise InfeasibleError(
-            f"plan: is for global_batch={plan.global_batch} in microbatches of "
-            f"{plan.microbatch_size} rows, but global_batch={settings.global_batch} and "
-            f"microbatch_size={rows}"
-        )
-
-
-def _check_beside(plan: Plan, keywords: Mapping[str, Any]) -> None:
-    """Raise InfeasibleError for a keyword beside a plan that decides otherwise."""
-    for name, value in _decided_by(plan).items():
-        if name in keywords and keywords[name] != value:
-            raise InfeasibleError(
-                f"{name}={keywords[name]!r}: the plan decides it (leave one of the two out)"
-            )
-
-
 def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
-    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
-
-    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
-    placement numbers ranks as the mesh does.
-    """
+    """The degrees of a mesh, and the placement that numbers ranks as it does."""
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(AXES):
         raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {AXES}")

@@ -22,6 +22,7 @@ from zeropp.engine.parameters.flat_layout import Name, Partition, lay_out
 from zeropp.engine.ranks.collectives import DataGroups
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import Settings
+from zeropp.engine.walk import LayerSizes
 from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
 
@@ -38,6 +39,7 @@ def make_flats(
     pieces: Mapping[int, nn.Module],
     deferred: Iterable[nn.Parameter],
     *,
+    sizes: Sequence[LayerSizes],
     groups: DataGroups,
     lanes: Lanes,
     plan: Plan,
@@ -67,15 +69,14 @@ def make_flats(
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
+        types = _types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32)
+        members = []
+        for entry in bucket:
+            index, name = first_name or entry.names[0]
+            group = sizes[index].kinds[name].group
+            members.append((entry.names, entry.parameters[0].shape, group))
         layout = lay_out(
-            (
-                (
-                    entry.names,
-                    entry.parameters[0].shape,
-                    settings.group_of(first_name or entry.names[0], entry.parameters[0]),
-                )
-                for entry in bucket
-            ),
+            members,
             Partition(groups.shard, groups.shards, *rows),
             plan.whole_groups if trainable else (),
         )
@@ -85,7 +86,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32),
+            types=types,
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,

@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.layers.chunk import run_recomputed
-from zeropp.engine.layers.context import Context, active
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -42,13 +41,14 @@ from zeropp.engine.layers.values import (
 )
 from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
 from zeropp.engine.ranks.errors import free_frames, refusal
-from zeropp.engine.settings import ParameterName
+from zeropp.engine.settings import GroupOf, ParameterName, one_group
 from zeropp.engine.trial import unchanged
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.emulate.recorder import Recorder
+    from zeropp.engine.layers.context import Context
     from zeropp.types.operators import LayerOperators
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -68,18 +68,12 @@ Owners = Mapping[int, Owner]  # by the parameter's identity
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A parameter without its values."""
+    """A parameter without its values; ``group`` is that of the optimizer, empty if frozen."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def empty(self) -> nn.Parameter:
-        """Such a parameter on the meta device, with the attributes that its maker has set."""
-        made = nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trained)
-        vars(made).update(self.attributes)
-        return made
+    group: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,43 +111,75 @@ def walk(
     tied: tuple[ParameterName, ParameterName] | None = None,
     context: Context | None = None,
     stages: Stages = (),
+    group_of: GroupOf = one_group,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
     each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
     ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
     there are no ``operators``. Layers that use ``torch.func`` can run only without
     ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
-    object. ``stages``: as in ``OperationWatch``.
+    object. ``stages``: as in ``OperationWatch``; ``group_of``: as in ``Settings``.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
     reads a parameter of another layer, or whose function gives one that another layer has.
     """
-    for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            check_values(layer, index)
-    walked = partial(
-        _walk,
-        layers,
-        recompute=recompute,
-        recorder=recorder,
-        tied=tied,
-        stages=stages,
-        hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
-    )
-    exchanging = partial(context.exchanging, sample.shape[1]) if context else nullcontext
+    _check_modules(layers, tied)
+
+    def walked(inputs: Tensor, named: Mapping[str, Tensor]) -> list[LayerSizes]:
+        with (
+            context.exchanging(sample.shape[1]) if context else nullcontext(),
+            unchanged(layers, None if inputs.is_meta else inputs.device),
+        ):
+            return _walk(
+                layers,
+                inputs,
+                named,
+                recompute=recompute,
+                recorder=recorder,
+                tied=tied,
+                stages=stages,
+                group_of=group_of,
+                hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
+            )
+
+    def on_meta(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
     try:
-        with exchanging(), unchanged(layers):
-            return walked(_on_meta(sample), {n: _on_meta(one) for n, one in keywords.items()})
+        return walked(on_meta(sample), {name: on_meta(one) for name, one in keywords.items()})
     except _NeedsValuesError as error:
         # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
         free_frames(error)
-    with exchanging(), unchanged(layers, sample.device):
-        return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
+    return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _check_modules(
+    layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
+) -> None:
+    """Refuse layers that cannot be trained apart; ``tied`` names the only pair of one parameter."""
+    owners: dict[int, ParameterName] = {}
+    places: dict[int, tuple[int, ParameterName]] = {}  # in memory
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            continue
+        check_layer(layer, index)
+        for name, parameter in layer.named_parameters():
+            before = owners.setdefault(id(parameter), (index, name))
+            if before[0] != index and (before, (index, name)) != tied:
+                raise _shared_parameter(index, name, before)
+            if parameter.is_meta or not parameter.numel():
+                continue
+            other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
+            if other != id(parameter) and (where, (index, name)) != tied:
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} is in the same memory as {where[1]!r} of "
+                    f"layers[{where[0]}], but is another parameter (make it the same object, or "
+                    "clone its values)"
+                )
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            check_values(layer, index)
 
 
 def owners_of(layers: Sequence[Layer]) -> dict[int, Owner]:
@@ -175,6 +201,7 @@ def _walk(
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
     stages: Stages,
+    group_of: GroupOf,
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
     value: Value = sample
@@ -192,7 +219,7 @@ def _walk(
             "function of tensors into a module",
         ):
             made = layer if isinstance(layer, nn.Module) else _made(layer, index, sample.device)
-            if not is_module:  # preflight has looked at the modules
+            if not is_module:  # modules were looked at before
                 _own(made, index, owners, tied)
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
@@ -204,7 +231,10 @@ def _walk(
             given, inputs = value, _leaves_of(value)
             watch = OperationWatch(elsewhere, where, module, stages, shared)
             if stages:
-                twice = _in_one_memory(tensors_of(value))
+                uses_of = Counter(x.untyped_storage() for x in tensors_of(value))
+                twice = [
+                    n for n, x in enumerate(tensors_of(value)) if uses_of[x.untyped_storage()] > 1
+                ]
                 watch.given = chosen(keywords, names) | {f"input {n}": inputs[n] for n in twice}
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
@@ -214,15 +244,14 @@ def _walk(
             watch.check_kept(tensors_of(value))
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
-            _check_recurrent(module, index, recompute)
             with refused(
                 f"{where}: cannot be recomputed with recompute={recompute!r}",
                 "take another recompute, or change the layer: no operations in place, for example",
             ):
-                _recomputed(function, given, module, recompute)
+                _recomputed(function, given, module, recompute, where)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
-            kinds=_kinds(made),  # torch copies no attributes of parameters
+            kinds=_kinds(made, index, group_of),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
             operators=record.operators(tensors_of(value)) if record else None,
@@ -234,8 +263,7 @@ def _walk(
 
 
 def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> frozenset[str]:
-    """The names of a layer's keyword inputs. One with ``**kwargs`` takes all that there are, unless
-    it hands them on to what cannot be called with all of them."""
+    """The names of a layer's keyword inputs; with ``**kwargs`` all, if it takes them."""
     names = keywords_of(module)
     if not takes_all(module) or keywords.keys() <= names:
         return names
@@ -293,6 +321,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_collective(next(x for x in args if isinstance(x, torch.ScriptObject)))
         if _draws(function, args, kwargs or {}):
             self.draws = True
+            from zeropp.engine.layers.context import active  # not loaded for others
+
             if (context := active()) is not None and not context.drops:
                 raise InfeasibleError(
                     f"{self._reader}: {function} draws the same numbers for every slice of a "
@@ -359,8 +389,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether such a call takes random numbers of torch's default generators. Attention is among
-    the operators that may, and does so with dropout alone."""
+    """Whether a call draws from torch's default generators, as attention does with dropout."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     arguments = function._schema.arguments
@@ -377,8 +406,7 @@ def _forward(
     watches: Sequence[AbstractContextManager[object]],
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> tuple[Value, int]:
-    """What a layer returns, without its graph, and the bytes that its graph keeps; ``watches`` see
-    its operators."""
+    """What a layer returns, without its graph, and the bytes that its graph keeps."""
     own = [parameter.untyped_storage() for parameter in module.parameters()]
     kept: list[torch.UntypedStorage] = []
 
@@ -408,16 +436,9 @@ def _is_of_a_graph(number: Tensor) -> bool:
     return True
 
 
-def _in_one_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """Which of some tensors lie in memory of another one."""
-    storages = [x.untyped_storage() for x in tensors]
-    return [n for n, one in enumerate(storages) if sum(one is other for other in storages) > 1]
-
-
 @torch.enable_grad()
 def _leaves_of(given: Value) -> list[Tensor]:
-    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
-    of a graph, but these. One that is given twice is one here, too."""
+    """Inputs as another layer gives them: not leaves, so they may be changed in place."""
     tensors = tensors_of(given)
     leaves = {id(x): x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors}
     copies = {key: leaf.clone() for key, leaf in leaves.items()}
@@ -429,9 +450,15 @@ def _recomputed(
     given: Value,
     module: nn.Module,
     recompute: Recompute,
+    where: str,
 ) -> None:
-    """Run a layer with recomputation, forward and backward; raises what torch raises, and
-    RuntimeError if buffers change in both."""
+    """Run a layer with recomputation; raises what torch raises, and if buffers change twice."""
+    for part in module.modules():  # on CPUs these change in place, unnoticed, what is kept
+        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"{where}: {type(part).__name__} cannot be recomputed with "
+                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
+            )
     with torch.enable_grad():
         value = run_recomputed(function, *_leaves_of(given), recompute=recompute, random=True)
     before = {name: (id(one), one._version) for name, one in module.named_buffers()}
@@ -441,17 +468,6 @@ def _recomputed(
     for name, one in module.named_buffers():
         if before.get(name) != (id(one), one._version):
             raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
-
-
-def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
-            )
 
 
 def check_layer(module: nn.Module, index: int) -> None:
@@ -491,12 +507,16 @@ def _has_extra_state(part: nn.Module) -> bool:
     return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
-def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
+def _kinds(module: nn.Module, index: int, group_of: GroupOf) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
-    return {
-        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, dict(vars(one)))
-        for name, one in module.named_parameters(remove_duplicate=False)
-    }
+    kinds = {}
+    for name, one in module.named_parameters(remove_duplicate=False):
+        empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        like = nn.Parameter(empty, one.requires_grad)
+        vars(like).update(vars(one))  # torch copies no attributes of parameters
+        group = group_of((index, name), like) if one.requires_grad else ""
+        kinds[name] = ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, group)
+    return kinds
 
 
 def _check_outputs(value: object, index: int) -> None:
@@ -522,7 +542,7 @@ def check_values(module: nn.Module, index: int) -> None:
             )
 
 
-def shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
+def _shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
     """The error of a layer that has a parameter of another one."""
     return InfeasibleError(
         f"layers[{index}]: shares {name!r} with layers[{other[0]}], but layers are trained apart "
@@ -556,14 +576,13 @@ def _own(
         if other is None:
             owners[id(parameter)] = Owner(ref(parameter), index, name)
         elif other[0] != index and tied not in ((other, (index, name)), ((index, name), other)):
-            raise shared_parameter(index, name, other)
+            raise _shared_parameter(index, name, other)
 
 
 def _copied(
     made: nn.Module, device: torch.device, owners: Owners, *, copies: bool
 ) -> tuple[nn.Module, dict[int, Owner]]:
-    """A layer on the meta device or with values, which is a copy where the layer is not the walk's
-    own; and the parameters of other layers, with the copies of those that the layer has reached."""
+    """A layer of the walk's own on its device, and other layers' parameters that it has reached."""
     own = {id(parameter) for parameter in made.parameters()}
     others = {key: owner for key, owner in owners.items() if key not in own}
     if not copies and device.type != "meta":

@@ -88,24 +88,21 @@ def block_kept(work: Work) -> float:
         return boundary_bytes(work)
     if work.recompute == "none":
         return block_saved(work)
-    shape, e = work.shape, element_bytes(work.precision)
+    shape, e, selective = work.shape, element_bytes(work.precision), work.program.selective
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     attended = (2 * h + 2 * kv) * e + FP32 * shape.heads
     if work.recompute == "mlp":
         return boundary_bytes(work) + work.tokens * (attended / work.tp + h * e)
-    if work.program.selective in ("qkv", "qkv_out"):  # what attention gave is made again
-        out = h * e * (work.program.selective == "qkv_out")
+    if selective in ("scores", "half", "mlp"):
+        saved = block_saved(work)
+        inputs = h * _input_bytes(work) / _inputs_split(work)
+        mlp = inputs + _mlp_saved_bytes(work) / work.tp
+        half = (boundary_bytes(work) + saved) / 2
+        return {"scores": saved, "half": half, "mlp": saved - work.tokens * mlp}[selective]
+    if selective in ("qkv", "qkv_out"):  # what attention gave is made again
+        out = h * e * (selective == "qkv_out")
         return boundary_bytes(work) + work.tokens * ((h + 2 * kv) * e / work.tp + out)
-    if work.program.selective == "scores":
-        return block_saved(work)
-    if work.program.selective == "half":
-        return (boundary_bytes(work) + block_saved(work)) / 2
-    if work.program.selective == "mlp":
-        return block_saved(work) - work.tokens * (
-            work.shape.hidden * _input_bytes(work) / _inputs_split(work)
-            + _mlp_saved_bytes(work) / work.tp
-        )
-    if work.program.selective == "alternate":  # outputs of products, in the order of a block
+    if selective == "alternate":  # outputs of products, in the order of a block
         outputs = [
             h / work.tp,
             kv / work.tp,

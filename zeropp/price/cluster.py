@@ -152,11 +152,8 @@ def cluster_of(name: str | Cluster) -> Cluster:
         )
     import yaml
 
-    return _cluster(yaml.safe_load(files[name].read_text(encoding="utf-8")))
-
-
-def _cluster(entry: dict[str, Any]) -> Cluster:
-    device = dict(entry["device"])
+    entry = yaml.safe_load(files[name].read_text(encoding="utf-8"))
+    device: dict[str, Any] = entry["device"]
     if newer := device.get("newer"):
         device["newer"] = Kernels(**newer)
     parts = {

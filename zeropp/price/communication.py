@@ -38,7 +38,7 @@ from zeropp.price.pieces import (
     linears,
     tensors_of,
 )
-from zeropp.price.programs import Program, gathers
+from zeropp.price.programs import Program, gathers, sent_bytes
 from zeropp.price.zero3 import persistent_s
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
@@ -196,7 +196,7 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces
-    shape, weights = plan.shape, float(plan.blocks_of(stage) * linear_weights(plan.shape))
+    shape, weights = plan.shape, float(plan.blocks[stage] * linear_weights(plan.shape))
     ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
     shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
     rest = sum(pieces) - weights - shared * len(ends)
@@ -266,12 +266,6 @@ def _summing_s(
     if several:
         moved += sum(sizes) * part * _ADD
     return stream_s(work.device, moved, len(sizes)) if moved else 0.0
-
-
-def sent_bytes(plan: SizedPlan, program: Program) -> int:
-    """Bytes per gradient that a reduction sends, by the program or by the plan's
-    ``reduce_dtype``."""
-    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def replica_s(
@@ -463,8 +457,11 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     kept = 0 if state.casts_parameters else element_bytes(plan.precision)
     moved = updated * (_FP32 + 2 * 12 + kept + _FP32)
     if program.live_parameters and plan.layout.shards > 1:
+        # Tensor by tensor; and a norm in fp64 (``get_grad_norm_direct``) and a product with the
+        # loss's scale (``unscale_and_clip_grads``), for which ZeRO-3 has no switch.
         tensors = sum(gradients_of(plan, work, 0), ())
-        moved += updated * _zero3_bytes(state.gradients)
+        gradient = state.gradients
+        moved += updated * (_joined_bytes(gradient) + (gradient + 8) + 8 + 2 * _FP32)
         kept_s = persistent_s(plan, cluster, work, tensors)
         return kept_s + stream_s(cluster.device, moved, 4 + 3 * len(tensors))
     if program.joins_gradients and state.gradients == element_bytes(plan.precision):
@@ -474,13 +471,6 @@ def update_s(plan: SizedPlan, cluster: Cluster, work: Work, *, parameters: float
     else:
         moved += updated * (2 + program.resident_gradients) * _FP32
     return stream_s(cluster.device, moved, kernels=4)
-
-
-def _zero3_bytes(gradient: int) -> int:
-    """Bytes per element that DeepSpeed's ZeRO-3 moves, tensor by tensor, before Adam: as
-    ``_joined_bytes``, and a norm in fp64 (``get_grad_norm_direct``) and a product with the loss's
-    scale (``unscale_and_clip_grads``), for which it has no switch."""
-    return _joined_bytes(gradient) + (gradient + 8) + 8 + 2 * _FP32
 
 
 def _joined_bytes(gradient: int) -> int:

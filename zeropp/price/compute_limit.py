@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeropp.price.activations import block_kept, head_kept
-from zeropp.price.cluster import NEWEST, Cluster, Device
+from zeropp.price.cluster import NEWEST, Cluster
 from zeropp.price.flops import parameter_count
 from zeropp.price.kernels import ALIGNED
 from zeropp.price.pieces import Work, accumulation_bytes, piece_times
@@ -72,15 +72,16 @@ def compute_limit(
         )
         for size in MICROBATCHES
     ]
-    fitting = [w for w in works if w.microbatch == 1 or _fits(w, cluster.device, num_gpus)]
+    states = STATE_BYTES * parameter_count(shape) / num_gpus
+    fitting = [
+        work
+        for work in works
+        if work.microbatch == 1
+        or states + LEAST_ACTIVATIONS * (shape.layers * block_kept(work) + head_kept(work))
+        <= cluster.device.usable_bytes
+    ]
     best = max(fitting, key=_tokens_per_s)
     return ComputeLimit(best.microbatch, _tokens_per_s(best))
-
-
-def _fits(work: Work, device: Device, num_gpus: int) -> bool:
-    states = STATE_BYTES * parameter_count(work.shape) / num_gpus
-    activations = work.shape.layers * block_kept(work) + head_kept(work)
-    return states + LEAST_ACTIVATIONS * activations <= device.usable_bytes
 
 
 def _tokens_per_s(work: Work) -> float:

@@ -1,8 +1,8 @@
 """What blocks of public model code run where nothing fuses their operators.
 
 ``conf/eager_kernels.csv`` has a row for a pass of a block, or of the norm before the head, of one
-model's code at one precision. ``benchmarks/evidence/eager_kernels.py`` makes it, from a trace of
-the code of ``transformers`` and of this suite.
+model's code at one precision. 399addb4 made it with ``benchmarks/evidence/eager_kernels.py``,
+from a trace of the code of ``transformers`` and of this suite.
 """
 
 from __future__ import annotations

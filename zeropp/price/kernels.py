@@ -102,8 +102,7 @@ def _attention_products_s(
     """Seconds of both products of a forward; causal attention computes half of them (arXiv
     2205.14135)."""
     scores = attention.heads * attention.queries * attention.keys
-    rate = matmul_rate(device, precision) * device.attention_efficiency
-    rate *= gain
+    rate = matmul_rate(device, precision) * device.attention_efficiency * gain
     rate *= min(1.0, 0.5 + attention.width / 256)  # narrow heads use the tensor cores less well
     if not attention.causal:
         return 4.0 * scores * attention.width / rate

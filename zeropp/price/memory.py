@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from zeropp.price.activations import (
     FP32,
@@ -220,22 +220,13 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
     message, buffers = _messages(plan, work, stage)
-    repeated = plan.recomputed_blocks(stage)
-    plain = plan.blocks_of(stage) - repeated
+    repeated = plan.recomputed_per_stage[stage]
+    plain = plan.blocks[stage] - repeated
     return StageMemory(
         buffers=int(buffers),
         **_of_microbatch(work, plain=plain, repeated=repeated, head=head, message=message),
         **state_memory(plan, work, stage),
     )
-
-
-class _Bytes(NamedTuple):
-    """Bytes of one block for one microbatch."""
-
-    kept: float  # from its forward to its backward
-    deferred: float  # from its input gradient to its weight gradient
-    split: float  # at the fullest moment of its input gradient
-    full: float  # at the fullest moment of its full backward
 
 
 @lru_cache(maxsize=16384)
@@ -251,23 +242,34 @@ def _of_microbatch(
     need. Torch's pipeline stages also keep their outputs, all the time.
     """
     once = replace(work, recompute="none")
-    blocks = repeated * [_block(work)] + plain * [_block(once)]
+    # Of each block, bytes from its forward to its backward; from its input gradient to its weight
+    # gradient; and at the fullest moments of its input gradient and of its full backward.
+    bytes_of = {
+        each: (
+            block_kept(each),
+            block_deferred(each),
+            block_backward(each, split=True),
+            block_backward(each, split=False),
+        )
+        for each in (work, once)
+    }
+    blocks = repeated * [bytes_of[work]] + plain * [bytes_of[once]]
     output = boundary_bytes(work) * (work.program.torch_stages and not head)
-    activations = sum(block.kept for block in blocks) + head * head_kept(work) + output + message
-    later = sum(block.deferred for block in blocks) + head * head_deferred(work)
+    activations = sum(kept for kept, *_ in blocks) + head * head_kept(work) + output + message
+    later = sum(deferred for _, deferred, *_ in blocks) + head * head_deferred(work)
     one = work if repeated == len(blocks) else once
     last = block_forward(one) - block_kept(one) if blocks else 0.0
     again = block_forward(work) - block_kept(work) if repeated else 0.0
     in_head = head_forward(work) if head else 0.0
     split = full = activations + head * head_backward(work)
-    before, behind = sum(block.kept for block in blocks), 0.0
-    for block in reversed(blocks):
-        before -= block.kept
-        split = max(split, behind + before + block.split)
-        full = max(full, before + block.full)
-        behind += block.deferred
+    before, behind = sum(kept for kept, *_ in blocks), 0.0
+    for kept, deferred, in_input, in_full in reversed(blocks):
+        before -= kept
+        split = max(split, behind + before + in_input)
+        full = max(full, before + in_full)
+        behind += deferred
     if blocks:  # when the first block is reached, the head waits for its weight gradient, too
-        split = max(split, later - blocks[0].deferred + blocks[0].split)
+        split = max(split, later - blocks[0][1] + blocks[0][2])
     return {
         "activations": int(activations),
         "deferred": int(later),
@@ -276,15 +278,6 @@ def _of_microbatch(
         "backward_input": int(max(split, later)),
         "full_backward": int(full),
     }
-
-
-def _block(work: Work) -> _Bytes:
-    return _Bytes(
-        block_kept(work),
-        block_deferred(work),
-        block_backward(work, split=True),
-        block_backward(work, split=False),
-    )
 
 
 def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:

@@ -66,11 +66,10 @@ class RankMemory:
             ),
         }
 
-    def _unshard(self, stage: int) -> Moment | None:
+    def _unshard(self, stage: int) -> None:
         self._due.add(stage)
         if self._ahead:
             self._use(stage)
-        return None
 
     def _use(self, stage: int) -> None:
         if stage in self._due:
@@ -78,17 +77,14 @@ class RankMemory:
             if stage not in self._shared:
                 self.unsharded += self._memory[stage].unsharded
 
-    def _reshard(self, stage: int) -> Moment | None:
+    def _reshard(self, stage: int) -> None:
         self._use(stage)
         if stage not in self._shared:
             self.unsharded -= self._memory[stage].unsharded
-        return None
 
-    def _receive(self, stage: int) -> Moment | None:
-        if self._runtime:
-            return None
-        self.activations += self._memory[stage].boundary
-        return None
+    def _receive(self, stage: int) -> None:
+        if not self._runtime:
+            self.activations += self._memory[stage].boundary
 
     def _forward(self, stage: int) -> Moment | None:
         if stage in self._due:

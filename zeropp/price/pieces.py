@@ -128,7 +128,7 @@ def gradients_of(plan: SizedPlan, work: Work, stage: int) -> list[tuple[float, .
     table = [(float(shape.vocab * shape.hidden / plan.layout.tp),)]
     ends = [0 in pieces, shape.num_pieces - 1 in pieces]
     head = table if ends[1] and not (shape.tied_embeddings and ends[0]) else []
-    return head + block * plan.blocks_of(stage) + table * ends[0]
+    return head + block * plan.blocks[stage] + table * ends[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,24 +144,19 @@ class PieceTimes:
 def piece_times(work: Work, forward_tp: float, backward_tp: float, again_tp: float) -> PieceTimes:
     """The times of all kinds of piece. ``forward_tp``, ``backward_tp`` and, of recomputation,
     ``again_tp`` are the exposed seconds of a block's tensor-parallel collectives."""
-    launches, back = _launches(work)
-    block = passes_of(
-        _block_kernels(work), work.program, work.recompute,
-        host_s=launches * work.launch_s, back_host_s=back * work.launch_s,
-        in_line=work.launches_in_line,
-        forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
-    )  # fmt: skip
-    return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
-
-
-def _launches(work: Work) -> tuple[float, float]:
-    """What the host starts in a block's forward and in its backward, in launches."""
     forward: float = KERNELS[work.shape.family]
     backward = BACKWARD_LAUNCHES * forward
     if work.program.eager:
         forward, backward = (_eager(work, name).launches for name in ("forward", "backward"))
     more = TENSOR_KERNELS if work.tp > 1 else 0
-    return forward + more, backward + BACKWARD_LAUNCHES * more
+    block = passes_of(
+        _block_kernels(work), work.program, work.recompute,
+        host_s=(forward + more) * work.launch_s,
+        back_host_s=(backward + BACKWARD_LAUNCHES * more) * work.launch_s,
+        in_line=work.launches_in_line,
+        forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
+    )  # fmt: skip
+    return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
 
 
 def _eager(work: Work, name: str, part: str = "block") -> EagerPass:
@@ -268,10 +263,7 @@ def attention_s(work: Work) -> float:
         gain = work.program.attention_factor
         return fused_attention_s(work.device, work.precision, _attention(work), gain=gain)
     # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
-    passes = 1.5 * element_bytes(work.precision)
-    if work.program.dropout_masks:
-        passes += 2 * element_bytes(work.precision) + 1
-    return _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+    return _unfused_products_s(work) + _softmax_s(work, 1.5)
 
 
 def attention_backward_s(work: Work) -> float:
@@ -282,10 +274,13 @@ def attention_backward_s(work: Work) -> float:
         return fused_attention_backward_s(work.device, work.precision, _attention(work), gain=gain)
     # softmax reads its gradient and the causal half of its output and writes, dropout reads
     # its gradient and mask and writes
-    passes = 2.5 * element_bytes(work.precision)
-    if work.program.dropout_masks:
-        passes += 2 * element_bytes(work.precision) + 1
-    return 2 * _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+    return 2 * _unfused_products_s(work) + _softmax_s(work, 2.5)
+
+
+def _softmax_s(work: Work, passes: float) -> float:
+    e = element_bytes(work.precision)
+    moved = passes * e + (2 * e + 1) * work.program.dropout_masks
+    return stream_s(work.device, moved * _scores(work), kernels=2)
 
 
 def _scores(work: Work) -> int:

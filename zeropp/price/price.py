@@ -6,7 +6,7 @@ programs, so that the tuner can price a plan before it builds them. Equal blocks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
@@ -95,19 +95,15 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     """The durations (seconds) of a plan; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
     tensor = tensor_times(plan, cluster, work)
-    times, plain, fused = _piece_times(work, tensor)
-    job = _Job(
-        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
-    )
     like = equally_priced(plan, cluster)
-    first = {s: _timed_stage(job, s) for s in set(like)}
-    stages = [first[s] for s in like]
-    costs = [stage.cost for stage in stages]
+    first = {s: _timed_stage(plan, cluster, work, tensor, s) for s in set(like)}
+    costs = [first[s][0] for s in like]
+    parameters = {s: stage_parameters(plan, s) for s in first}
     world = plan.layout.world
     slowest = stragglers(cluster, world)
     for rank in range(plan.schedule.num_ranks):
         held = plan.schedule.stages_of(rank)
-        size = sum(stages[s].parameters for s in held)
+        size = sum(parameters[like[s]] for s in held)
         forwards = [costs[s].forward * slowest for s in held]
         costs[held[0]] = replace(
             costs[held[0]],
@@ -121,7 +117,7 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
     return StepTimes(
         stages=tuple(costs),
-        extras=tuple(stage.extras for stage in stages),
+        extras=tuple(first[s][1] for s in like),
         steps_overlap=work.program.post_validation,
         stragglers=slowest,
         overlap_slowdown=cluster.device.overlap_slowdown,
@@ -187,27 +183,6 @@ def _accumulated(plan: SizedPlan, program: Program) -> float:
     return (cast + each * (together - 1)) / together
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
-    ``fused`` those with weight gradients that are added in their product."""
-
-    plan: SizedPlan
-    cluster: Cluster
-    work: Work
-    tensor: TensorTimes
-    times: PieceTimes
-    plain: PieceTimes
-    fused: PieceTimes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TimedStage:
-    cost: StageCost
-    extras: StageExtras
-    parameters: float  # on one rank, without ZeRO
-
-
 @lru_cache(maxsize=4096)
 def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTimes, PieceTimes]:
     """(times of the plan's pieces, those without recomputation, those with fused accumulation)."""
@@ -220,13 +195,17 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
     return times[0], times[1], times[2]
 
 
-def _timed_stage(job: _Job, stage: int) -> _TimedStage:
-    plan, cluster, work = job.plan, job.cluster, job.work
-    forward, input_, weight = passes_s(plan, work, job.tensor)[stage]
-    transfer = _transfer_s(job, stage)
+def _timed_stage(
+    plan: SizedPlan, cluster: Cluster, work: Work, tensor: TensorTimes, stage: int
+) -> tuple[StageCost, StageExtras]:
+    forward, input_, weight = passes_s(plan, work, tensor)[stage]
+    transfer = _transfer_s(plan, cluster, work, stage)
+    extras = _extras(plan, cluster, work, tensor, stage)
     if work.transfers_in_line:
+        before = _transfer_s(plan, cluster, work, stage - 1)
+        extras = replace(extras, transfer_forward=transfer, transfer_backward=before)
         forward, transfer = forward + transfer, 0.0
-        input_ += _transfer_s(job, stage - 1)
+        input_ += before
     cost = StageCost(
         forward=forward,
         backward_input=input_,
@@ -236,44 +215,32 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
         **shard_s(plan, cluster, work, stage),
     )
     if work.program.live_parameters and plan.layout.shards > 1:
-        return _zero3_stage(job, cost)
+        exposed = zero3.exposed_s(
+            plan,
+            cluster,
+            work,
+            gradients=sum(gradients_of(plan, work, 0), ()),
+            forward_s=cost.forward,
+            backward_s=cost.backward_input + cost.backward_weight,
+        )
+        cost = replace(
+            cost,
+            forward=cost.forward + exposed.forward,
+            backward_weight=cost.backward_weight + exposed.backward,
+        )
+        return cost, replace(
+            extras,
+            gathers=exposed.forward,
+            reductions=exposed.backward,
+            hidden_replicas=exposed.hidden * plan.num_microbatches,
+        )
     over_replicas, hidden = replica_s(plan, cluster, work, stage=stage, cost=cost)
     earlier = 0.0
     if plan.layout.replicate_zero == 2:  # reduces for every microbatch
         earlier = over_replicas * (1 - 1 / plan.num_microbatches)
         hidden *= plan.num_microbatches
-    return _TimedStage(
-        cost=replace(cost, backward_weight=weight + earlier, reduce_replicas=over_replicas),
-        extras=replace(_extras(job, stage), reductions=earlier, hidden_replicas=hidden),
-        parameters=stage_parameters(plan, stage),
-    )
-
-
-def _zero3_stage(job: _Job, cost: StageCost) -> _TimedStage:
-    """The whole model with what DeepSpeed's ZeRO-3 adds to its ``cost``."""
-    plan, gradients = job.plan, sum(gradients_of(job.plan, job.work, 0), ())
-    exposed = zero3.exposed_s(
-        plan,
-        job.cluster,
-        job.work,
-        gradients=gradients,
-        forward_s=cost.forward,
-        backward_s=cost.backward_input + cost.backward_weight,
-    )
-    return _TimedStage(
-        cost=replace(
-            cost,
-            forward=cost.forward + exposed.forward,
-            backward_weight=cost.backward_weight + exposed.backward,
-        ),
-        extras=replace(
-            _extras(job, 0),
-            gathers=exposed.forward,
-            reductions=exposed.backward,
-            hidden_replicas=exposed.hidden * plan.num_microbatches,
-        ),
-        parameters=stage_parameters(plan, 0),
-    )
+    cost = replace(cost, backward_weight=weight + earlier, reduce_replicas=over_replicas)
+    return cost, replace(extras, reductions=earlier, hidden_replicas=hidden)
 
 
 def stragglers(cluster: Cluster, world: int) -> float:
@@ -284,32 +251,31 @@ def stragglers(cluster: Cluster, world: int) -> float:
     return 1.0 + NODE_SPREAD * NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25))
 
 
-def _extras(job: _Job, stage: int) -> StageExtras:
-    """What a stage's durations include in addition to the model's kernels. The embedding and the
-    head each add one tensor-parallel collective to the forward and one to the backward."""
-    plan, tensor = job.plan, job.tensor
-    blocks = plan.blocks_of(stage)
-    ends_s = len(_ends_of(plan, stage, job.times)) * tensor.collective
+def _extras(
+    plan: SizedPlan, cluster: Cluster, work: Work, tensor: TensorTimes, stage: int
+) -> StageExtras:
+    """What a stage's durations include in addition to the model's kernels, messages aside. The
+    embedding and the head each add one tensor-parallel collective to the forward and one to the
+    backward."""
+    times, plain, fused = _piece_times(work, tensor)
+    blocks = plan.blocks[stage]
+    ends_s = len(_ends_of(plan, stage, times)) * tensor.collective
     logits = tensor.logits * (plan.cuts[stage + 1] == plan.shape.num_pieces)
-    repeated = plan.recomputed_blocks(stage)
-    unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
-    again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
-    blocking = job.work.transfers_in_line
+    repeated = plan.recomputed_per_stage[stage]
+    again = times.block.backward_input - plain.block.backward_input - tensor.again
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends_s + logits,
         tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends_s,
-        transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
-        transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=repeated * again,
-        accumulation=unfused,
-        waits=shard_waits_s(plan, job.cluster, job.work, stage),
+        accumulation=_backward_s(plan, stage, times) - _backward_s(plan, stage, fused),
+        waits=shard_waits_s(plan, cluster, work, stage),
     )
 
 
 def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
-    held = [(plan.blocks_of(stage), times.block)]
+    held = [(plan.blocks[stage], times.block)]
     held += [(1, end) for end in _ends_of(plan, stage, times)]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
@@ -367,10 +333,9 @@ def _passes_s(
     return tuple(passes)
 
 
-def _transfer_s(job: _Job, stage: int) -> float:
+def _transfer_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> float:
     """Seconds of a transfer from a stage to the next; the last stage has none. If the shard group's
     collectives use the same network, the transfer gets half of the bandwidth."""
-    plan, cluster, work = job.plan, job.cluster, job.work
     ranks, other = plan.schedule.stage_rank, stage + 1
     if stage < 0 or other == len(ranks):
         return 0.0

@@ -332,6 +332,12 @@ def program_of(plan: SizedPlan) -> Program:
     return program_as_run(plan.program, compiled=plan.compile, rotates=rotates)
 
 
+def sent_bytes(plan: SizedPlan, program: Program) -> int:
+    """Bytes per gradient that a reduction sends, by the program or by the plan's
+    ``reduce_dtype``."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
+
+
 def gathers(plan: SizedPlan) -> bool:
     """Whether parameters are gathered before use: because they are sharded, or because the program
     computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does. The passes of

@@ -12,7 +12,6 @@ do the same at the same time, so one of them is simulated, at the speed of the j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -93,20 +92,15 @@ def simulate(
     cluster: Cluster,
     *,
     price: PlanPrice | None = None,
-    costs: Sequence[StageCost] | None = None,
 ) -> SimResult:
     """Simulate a step of a plan on a cluster.
 
-    ``price`` is the plan's price, if the caller has it. ``costs`` (one per stage, in seconds)
-    replace the model's durations, for example by traced ones. Raises DeadlockError if the programs
-    cannot end, and ValueError if they are not those of a whole step (``SizedPlan.ordered``).
+    ``price`` is the plan's price, if the caller has it. Raises DeadlockError if the programs cannot
+    end, and ValueError if they are not those of a whole step (``SizedPlan.ordered``).
     """
     if any(p[-1].op not in (Op.UPDATE, Op.GATHER_UPDATED) for p in plan.schedule.programs):
         raise ValueError(f"schedule {plan.schedule.name}: the programs end without an update")
-    price = price or price_plan(plan, cluster)
-    if costs is not None:
-        price = replace(price, stages=tuple(costs))
-    return _run(plan, price)
+    return _run(plan, price or price_plan(plan, cluster))
 
 
 def simulate_within(plan: Plan, price: PlanPrice, limit_s: float) -> SimResult | None:

@@ -29,6 +29,7 @@ from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes, stream_s
 from zeropp.price.network import gather_s, group, group_of, waits_s
 from zeropp.price.pieces import Work
+from zeropp.price.programs import sent_bytes
 
 if TYPE_CHECKING:
     from zeropp.schedule.plan import SizedPlan
@@ -99,32 +100,28 @@ class _Microbatch:
         self.busy += seconds
         self.moving += seconds - waits_s(self.cluster, among)
 
-    @property
-    def sent(self) -> int:
-        """Bytes per gradient that reductions send."""
-        reduced = self.work.program.state(self.plan.precision).reduced
-        return 2 if self.plan.reduce_dtype == "bf16" else reduced
-
     def add(self, gradient: float) -> None:
         """A gradient is there: it is copied into the bucket if it fits in, and else cast."""
-        limit, element = self.work.program.state(self.plan.precision).bucket, element_bytes
+        limit = self.work.program.state(self.plan.precision).bucket
+        element, sent = element_bytes(self.plan.precision), sent_bytes(self.plan, self.work.program)
         if self.bucket and sum(self.bucket) + gradient > limit:
             self.reduce()
         self.bucket.append(gradient)
-        if gradient <= limit or self.sent != element(self.plan.precision):
-            moved = (element(self.plan.precision) + self.sent) * gradient
+        if gradient <= limit or sent != element:
+            moved = (element + sent) * gradient
             self.reduced = max(self.reduced, self.now) + stream_s(self.work.device, moved)
 
     def reduce(self) -> None:
         """Reduce the bucket: join its tensors, divide them, send them, and copy or add this rank's
         part to its sum."""
-        elements, state = sum(self.bucket), self.work.program.state(self.plan.precision)
-        moved = 2 * self.sent * elements * (1 + (len(self.bucket) > 1))
+        elements, sent = sum(self.bucket), sent_bytes(self.plan, self.work.program)
+        moved = 2 * sent * elements * (1 + (len(self.bucket) > 1))
         self.send(
-            elements * self.sent,
+            elements * sent,
             max(self.reduced, self.now) + stream_s(self.work.device, moved, 2),
         )
-        part = elements / self.plan.layout.shards * (self.sent + 3 * state.gradients)
+        gradients = self.work.program.state(self.plan.precision).gradients
+        part = elements / self.plan.layout.shards * (sent + 3 * gradients)
         self.reduced = self.network + stream_s(self.work.device, part, 2 * len(self.bucket))
         self.bucket = []
 

@@ -7,10 +7,10 @@ the tuner let the simulator choose, which looks at memory, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from zeropp.schedule import event_loop, generators
 from zeropp.schedule.program import (
-    RankProgram,
     Schedule,
     StageCost,
     collector_paused,
@@ -60,13 +60,20 @@ def build(
         raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
     m = num_microbatches
     if name != "zeropp":
-        is_v = name == "zbv"
+        group, is_v = group or num_ranks, name == "zbv"
+        order = {
+            "1f1b": partial(generators.one_f_one_b, num_ranks, m),
+            "interleaved_1f1b": partial(generators.interleaved_1f1b, num_ranks, chunks, m, group),
+            "zb_h1": partial(generators.zb_h1, num_ranks, m),
+            "interleaved_zb": partial(generators.interleaved_zb, num_ranks, chunks, m, group),
+            "zbv": partial(generators.zbv, num_ranks, m),
+        }.get(name, partial(generators.looped_bfs, num_ranks, chunks, m))
         return Schedule(
             name=name,
             num_microbatches=m,
             unit=m,
             stage_rank=v_placement(num_ranks) if is_v else loop_placement(num_ranks, chunks),
-            programs=_programs(name, num_ranks, chunks, m=m, group=group or num_ranks),
+            programs=order(),
         )
     unit = unit_size(unit or "auto", num_ranks, m)
     sizes = StepSizes(
@@ -82,19 +89,3 @@ def build(
     if len(drafts) > 1:  # of equally fast ones the first, the order for equal durations
         drafts.sort(key=lambda draft: event_loop.run(draft[1](), costs or ()).step_s)
     return drafts[0][0]
-
-
-def _programs(
-    name: str, num_ranks: int, chunks: int, *, m: int, group: int
-) -> tuple[RankProgram, ...]:
-    if name == "1f1b":
-        return generators.one_f_one_b(num_ranks, m)
-    if name == "interleaved_1f1b":
-        return generators.interleaved_1f1b(num_ranks, chunks, m, group)
-    if name == "zb_h1":
-        return generators.zb_h1(num_ranks, m)
-    if name == "interleaved_zb":
-        return generators.interleaved_zb(num_ranks, chunks, m, group)
-    if name == "zbv":
-        return generators.zbv(num_ranks, m)
-    return generators.looped_bfs(num_ranks, chunks, m)

@@ -187,20 +187,15 @@ class _Loop:
         """Run part by part, and return False once a rank cannot end in less than ``limit_s``, even
         if it does not wait any more."""
         limit_s *= 1.0 + _ROUNDING
-        left = self._work()
+        left = [0.0] * len(self._programs)  # seconds of compute actions, copies aside
+        for rank, cost in zip(self._stage_rank, self._costs, strict=True):
+            left[rank] += self._m * cost.compute
         for _ in range(_PARTS):
             self._run(-(-len(self._sequence.actions) // _PARTS))
             ranks = zip(self._compute, left, self._busy, strict=True)
             if any(now + work - busy > limit_s for now, work, busy in ranks):
                 return False
         return True
-
-    def _work(self) -> list[float]:
-        """Seconds of every rank's compute actions, copies aside."""
-        work = [0.0] * len(self._programs)
-        for rank, cost in zip(self._stage_rank, self._costs, strict=True):
-            work[rank] += self._m * cost.compute
-        return work
 
     def result(self) -> EventResult:
         """Run what has not been run, and sum up."""
@@ -233,8 +228,12 @@ class _Loop:
             start = compute[rank]
             if kind == _USE:
                 place += stage * m + (microbatch or 0)
-                if copy_out[stage]:
-                    start = self._copied(stage, rank)
+                if copy_out[stage]:  # parameters are copied once they are gathered
+                    begin_copy, copied = max(start, unsharded[stage]), copy_out[stage]
+                    self._stall_gather[rank] += begin_copy - start
+                    busy[rank] += copied
+                    copy_out[stage] = 0.0
+                    start = begin_copy + copied
                 if ready[place] > start:
                     self._stall_wait[rank] += ready[place] - start
                     start = ready[place]
@@ -266,14 +265,6 @@ class _Loop:
                 start, end = self._end_of_step(stage, op, rank)
             add_start(start)
             add_end(end)
-
-    def _copied(self, stage: int, rank: int) -> float:
-        """When a stage's parameters, once gathered, are copied."""
-        start, copied = max(self._compute[rank], self._unsharded[stage]), self._copy_out[stage]
-        self._stall_gather[rank] += start - self._compute[rank]
-        self._busy[rank] += copied
-        self._copy_out[stage] = 0.0
-        return start + copied
 
     def _collective(self, stage: int, op: Op, rank: int) -> tuple[float, float]:
         """The times of a gather, a reduction or a release."""
@@ -317,7 +308,11 @@ class _Loop:
         weight = [cost.backward_weight for cost in costs]
         input_ = [cost.backward_input for cost in costs]
         full = [i + w for i, w in zip(input_, weight, strict=True)]
-        hops = self._hops()
+        # Seconds from each stage's output to its arrival at the next stage, in either direction;
+        # None where the programs have transfers of their own for it.
+        remote = [None if self._sequence.has_transfers else cost.transfer for cost in costs]
+        pairs = zip(remote, pairwise(self._stage_rank), strict=False)
+        hops = [0.0 if rank == following else hop for hop, (rank, following) in pairs]
         down = [*(unread if hop is None else m for hop in hops), back]
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
@@ -346,10 +341,3 @@ class _Loop:
             Op.SEND_F: _How(_SEND, after, m, lane=self._link_f),
             Op.SEND_B: _How(_SEND, before, back - m, lane=self._link_b),
         }
-
-    def _hops(self) -> list[float | None]:
-        """Seconds from each stage's output to its arrival at the next stage, in either direction;
-        None where the programs have transfers of their own for it."""
-        remote = [None if self._sequence.has_transfers else cost.transfer for cost in self._costs]
-        pairs = zip(remote, pairwise(self._stage_rank), strict=False)
-        return [0.0 if rank == following else hop for hop, (rank, following) in pairs]

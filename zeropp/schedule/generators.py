@@ -142,7 +142,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> tuple[RankProgram, ...]:
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
     return tuple(
-        tuple(a for a in _zbv_rank(num_ranks, rank, count) if _number(a) < num_microbatches)
+        tuple(a for a in _zbv_rank(num_ranks, rank, count) if (a[2] or 0) < num_microbatches)
         for rank in range(num_ranks)
     )
 
@@ -185,8 +185,3 @@ class _Tape:
 
 def _at(slot: tuple[int, int], op: Op) -> Action:
     return Action(slot[0], op, slot[1])
-
-
-def _number(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

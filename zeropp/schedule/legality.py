@@ -50,8 +50,12 @@ def validate(
     except DeadlockError as error:
         rank = next(r for r, p in enumerate(schedule.programs) if error.stuck[r] < len(p))
         raise _error(schedule, rank, error.stuck[rank], str(error)) from None
-    if activation_cap is not None:
-        _check_cap(schedule, activation_cap)
+    for rank in range(schedule.num_ranks if activation_cap is not None else 0):
+        counts = live_activations(schedule, rank)
+        if activation_cap is not None and max(counts) > activation_cap:
+            index = next(i for i, live in enumerate(counts) if live > activation_cap)
+            why = f"{counts[index]} live chunk-activations, but only {activation_cap} are allowed"
+            raise _error(schedule, rank, index, why)
     if any(a.op is Op.UNSHARD for program in schedule.programs for a in program):
         _check_gathers(schedule)
     if any(a.op is Op.REDUCE_GRAD for program in schedule.programs for a in program):
@@ -106,15 +110,6 @@ def _check_each_action_once(schedule: Schedule) -> None:
             rank = schedule.stage_rank[stage]
             end = len(schedule.programs[rank]) - 1
             raise _error(schedule, rank, end, f"{stage}{part}{microbatch} is missing")
-
-
-def _check_cap(schedule: Schedule, cap: int) -> None:
-    for rank in range(schedule.num_ranks):
-        counts = live_activations(schedule, rank)
-        if max(counts) > cap:
-            index = next(i for i, live in enumerate(counts) if live > cap)
-            why = f"{counts[index]} live chunk-activations, but only {cap} are allowed"
-            raise _error(schedule, rank, index, why)
 
 
 def _check_gathers(schedule: Schedule) -> None:

@@ -180,7 +180,9 @@ def add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[R
             receive = Action(route.stage, route.receive, microbatch)
             channels[route.rank].append((min(running, needed), receive))
         for target, channel in channels.items():
-            receives[target] += _in_order(channel)
+            # Forward, until their places are in the order of the sends.
+            earliest = [*accumulate((place for place, _ in reversed(channel)), min)][::-1]
+            receives[target] += zip(earliest, (action for _, action in channel), strict=True)
     return tuple(map(_insert_transfers, programs, sends, receives))
 
 
@@ -255,13 +257,6 @@ def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
             if op in NEEDS_PARAMETERS and microbatch is not None:
                 (forward if op is Op.FORWARD else backward)[stage][microbatch] = place
     return {Op.RECV_F: forward, Op.RECV_B: backward}
-
-
-def _in_order(receives: list[tuple[int, Action]]) -> Iterator[tuple[int, Action]]:
-    """Move receives of one channel forward until their places are in the order of the sends."""
-    places = [place for place, _ in receives]
-    earliest = [*accumulate(reversed(places), min)][::-1]
-    return ((place, receive) for place, (_, receive) in zip(earliest, receives, strict=True))
 
 
 def _insert(

@@ -110,10 +110,6 @@ class SizedPlan:
         """The number of transformer blocks per stage."""
         return _blocks(self.cuts)
 
-    def blocks_of(self, stage: int) -> int:
-        """The number of transformer blocks in a stage."""
-        return self.blocks[stage]
-
     @cached_property
     def recomputed_per_stage(self) -> tuple[int, ...]:
         """The number of blocks that are recomputed, per stage; they are its first ones."""
@@ -121,14 +117,10 @@ class SizedPlan:
             return (0,) * len(self.blocks)
         return tuple(map(min, self.blocks, self.recomputed)) if self.recomputed else self.blocks
 
-    def recomputed_blocks(self, stage: int) -> int:
-        """The number of blocks of a stage that are recomputed; they are its first ones."""
-        return self.recomputed_per_stage[stage]
-
     def recomputes(self, stage: int, piece: int) -> bool:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
-        return first <= piece < first + self.recomputed_blocks(stage)
+        return first <= piece < first + self.recomputed_per_stage[stage]
 
     @property
     def sharing_pieces(self) -> tuple[int, ...]:

@@ -150,13 +150,6 @@ class ActionSequence:
     pair_streams: bool = False  # see ``Schedule.pair_streams``; sends then stand before receives
 
 
-def sequence_of(
-    programs: Sequence[Sequence[Action]], stage_rank: Sequence[int], *, pair_streams: bool = False
-) -> ActionSequence:
-    """The sequence of some programs. Raises DeadlockError if the programs cannot end."""
-    return _OrderSearch(programs, stage_rank, pair_streams).result()
-
-
 class _OrderSearch:
     """Runs every rank as far as its inputs allow. The inputs of forwards are numbered ``stage *
     microbatches + microbatch``, and those of backwards follow, after a spare row."""
@@ -198,8 +191,9 @@ class _OrderSearch:
             stage, op, microbatch = program[place]
             if microbatch is not None:
                 key = stage * m + microbatch
-                if op in _SENDS:
-                    self._send(key + m if op is Op.SEND_F else self._back + key - m)
+                if op in _SENDS:  # what is sent before its receive is posted is kept
+                    key = key + m if op is Op.SEND_F else self._back + key - m
+                    self._arrive(key, _HERE if inputs[key] == _POSTED else _SENT)
                 else:
                     key += 0 if op in _FORWARD_SIDE else self._back
                     if op is Op.BACKWARD_WEIGHT:
@@ -226,13 +220,6 @@ class _OrderSearch:
             self._arrive(self._back + key)
         elif self._direct[stage]:
             self._arrive(key + self._m)
-
-    def _send(self, key: int) -> None:
-        """A message is an input if its receive is posted, otherwise it is kept."""
-        if self._inputs[key] == _POSTED:
-            self._arrive(key)
-        else:
-            self._arrive(key, _SENT)
 
     def _arrive(self, key: int, state: int = _HERE) -> None:
         """Note that an input is here, or sent, and wake the rank that waits for it."""
@@ -343,7 +330,7 @@ class Schedule(ScheduleSizes):
     def sequence(self) -> ActionSequence:
         """All actions in an order in which they can be timed. Raises DeadlockError where the
         programs wait for each other."""
-        return sequence_of(self.programs, self.stage_rank, pair_streams=self.pair_streams)
+        return _OrderSearch(self.programs, self.stage_rank, self.pair_streams).result()
 
     @cached_property
     def collectives(self) -> tuple[RankProgram, ...]:

@@ -8,58 +8,46 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from zeropp.engine import preflight, walk
-from zeropp.engine.engine import Engine, groups_of
-from zeropp.engine.layers.values import keywords_of, takes_all
+from zeropp.engine.engine import Engine
+from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.loss import Loss, LossFunction
-from zeropp.engine.ranks.errors import agreed
-from zeropp.engine.settings import Settings, asked_for, read_keywords
-from zeropp.engine.walk import Layer, LayerSizes, owners_of
-from zeropp.schedule.plan import Plan
+from zeropp.engine.ranks import errors as ranks
+from zeropp.engine.settings import Settings, check_call, describe_function, read
+from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
-from zeropp.train.stages import check_ranks, empty_others, own_layers, plan_layers
-from zeropp.types.literals import Recompute, if_auto
+from zeropp.train.stages import Planned, check_sizes, make_plan, measure, own_layers
 
 P = ParamSpec("P")
-Build = Callable[[Sequence[Layer], LossFunction, dict[str, Any]], ParallelModel]
+Build = Callable[..., ParallelModel]
 Call = Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]
 
 
 def _with_keywords_of(settings: Callable[P, object]) -> Callable[[Build], Call[P]]:
-    """A decorator: a function that is given a dict of keywords has the fields of ``settings`` as
-    such, in its signature and for type checkers."""
+    """A decorator: type checkers and the signature show the keywords of ``settings``."""
 
     def decorate(build: Build) -> Call[P]:
-        @wraps(build)
-        def call(
-            layers: Sequence[Layer], loss_fn: LossFunction, /, *args: P.args, **keywords: P.kwargs
-        ) -> ParallelModel:
-            if args:
-                raise TypeError("parallelize: all but layers and loss_fn are keywords (sample=...)")
-            return build(layers, loss_fn, keywords)
-
-        first = list(inspect.signature(build).parameters.values())[:2]
+        layers, loss_fn, _ = inspect.signature(build).parameters.values()
         rest = inspect.signature(settings).parameters.values()
-        call.__signature__ = inspect.Signature([*first, *rest])  # type: ignore[attr-defined]
-        return call
+        signature = inspect.Signature([layers, loss_fn, *rest])
+        build.__signature__ = signature  # type: ignore[attr-defined]
+        return cast("Call[P]", build)
 
     return decorate
 
 
 @_with_keywords_of(Settings)
 def parallelize(
-    layers: Sequence[Layer],
-    loss_fn: LossFunction,
-    keywords: dict[str, Any],
+    layers: Sequence[Layer], loss_fn: LossFunction, /, **keywords: Any
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -75,125 +63,59 @@ def parallelize(
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     meet(keywords)
-    planned = agreed(_planned(layers, loss_fn, keywords))
-    settings, device, sizes, plan, chosen = planned
-    own = partial(own_layers, layers, plan, device, settings.tied)
-    held = preflight.with_equal_values(own)
-    owners = owners_of([held.get(index, layer) for index, layer in enumerate(layers)])
+    settings, auto = ranks.agree(lambda: _settings(layers, loss_fn, keywords))
+    settings, sizes, planned = ranks.agree(lambda: _planned(layers, loss_fn, settings, auto))
+    plan, device = planned.plan, torch.device(settings.device or "cpu")
+    held = own_layers(layers, plan, device, settings.tied)
     loss = Loss(
         loss_fn,
         settings.loss_reduction,
-        owners,
+        [held.get(index, layer) for index, layer in enumerate(layers)],
         settings.sample_keywords,
         plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    named, element_mfu = frozenset(settings.sample_keywords), None
-    if settings.hardware is not None:
-        from zeropp.train.auto import element_mfu_of
-
-        element_mfu = element_mfu_of(settings, settings.hardware, sizes)
-    model = ParallelModel(engine, plan, named, chosen, element_mfu)
-    empty_others(layers, held)  # at last: layers of a call that failed can be given again
+    model = ParallelModel(engine, planned, frozenset(settings.sample_keywords))
+    # At last, as layers of a call that failed can be given again: those that other ranks train are
+    # NaN and without memory from now on, since their first values would look like trained ones.
+    own = {id(parameter) for module in held.values() for parameter in module.parameters()}
+    for layer in layers:
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            if id(parameter) not in own and may_have_gradient(parameter.dtype):
+                parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
     return model
 
 
-class _Planned(NamedTuple):
-    """What a rank makes of the arguments of ``parallelize`` before it meets the others."""
-
-    settings: Settings
-    device: torch.device
-    sizes: Sequence[LayerSizes]
-    plan: Plan
-    chosen: str  # a line about what was ``auto``
+def _settings(
+    layers: Sequence[Layer], loss_fn: LossFunction, keywords: Mapping[str, Any]
+) -> tuple[tuple[Settings, frozenset[str]], dict[str, str]]:
+    """What was asked for, and what is to be chosen; and what of it must be equal on all ranks."""
+    settings, auto = read(keywords, layers, loss_fn)
+    check_call(settings, layers, loss_fn)
+    settings = replace(settings, device=device_of(settings.device, settings.mesh))
+    return (settings, auto), {
+        **settings.described(),
+        "layers": f"{len(layers)} layers",
+        "auto": str(sorted(auto)),
+        "loss_fn": describe_function(loss_fn),
+    }
 
 
 def _planned(
-    layers: Sequence[Layer],
-    loss_fn: LossFunction,
-    keywords: dict[str, Any],
-) -> Generator[dict[str, str], None, _Planned]:
-    """Read, check and plan; yields what must be equal on all ranks."""
-    settings, asked = read_keywords(layers, keywords, loss_fn), asked_for(keywords)
-    preflight.check_layers(layers, settings.weights, settings.tied)
-    yield {
-        **settings.described(),
-        "layers": f"{len(layers)} layers",
-        "auto": str(sorted(asked)),
-        "loss_fn": preflight.describe_function(loss_fn),
-    }
-    device = device_of(settings.device, settings.mesh)
-    settings = replace(settings, device=device)
-    settings, sizes = _sized(layers, loss_fn, settings, asked)
-    plan, chosen = make_plan(settings, asked, sizes, dist.get_world_size())
-    yield {
-        "group_of": str(groups_of(settings, sizes)),
-        "optimizer": str(plan.whole_groups),
-    }
-    return _Planned(settings, device, sizes, plan, chosen)
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, auto: frozenset[str]
+) -> tuple[tuple[Settings, Sequence[LayerSizes], Planned], dict[str, str]]:
+    """Measure the layers, and choose a plan for them; and what must be equal on all ranks."""
+    num_ranks = dist.get_world_size()
+    sizes_of = partial(measure, layers, auto=auto, num_ranks=num_ranks)
+    if "microbatch_size" in auto:
+        from zeropp.train.auto import sized_microbatch
 
-
-def _sized(
-    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
-) -> tuple[Settings, Sequence[LayerSizes]]:
-    """The settings with the size of microbatches, and the sizes of all layers for it."""
-    if "microbatch_size" not in asked:
-        return settings, _sizes(layers, loss_fn, settings, asked)
-    from zeropp.train.auto import sized_microbatch
-
-    sizes_of = partial(_sizes, layers, loss_fn, asked=asked)
-    return sized_microbatch(settings, asked, sizes_of, dist.get_world_size())
-
-
-def _sizes(
-    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
-) -> list[LayerSizes]:
-    """The sizes of all layers; what could not be trained is refused."""
-    preflight.check_loss(loss_fn)
-    recompute: Recompute = if_auto(settings.recompute, "full")
-    recorder = None
-    if _is_priced(settings, asked):
-        from zeropp.emulate.recorder import Recorder  # not loaded where nothing is priced
-
-        recorder = Recorder
-    stages = settings.layout.stage_ranks()
-    if "pp" in asked and (world := dist.get_world_size()) > 1:  # each may have a stage of its own
-        stages = [frozenset([rank]) for rank in range(world)]
-    sizes = walk.walk(
-        layers,
-        *settings.microbatch,
-        recompute,
-        recorder=recorder,
-        measure_saved=bool(asked),
-        tied=settings.tied,
-        context=settings.slicing,
-        stages=stages,
-    )
-    every = frozenset(settings.sample_keywords if takes_all(loss_fn) else ())
-    named = [keywords_of(loss_fn) | every, *(layer.names for layer in sizes)]
-    preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
-    kinds = [layer.kinds for layer in sizes]
-    preflight.check_parameters(kinds, settings.tied, settings.precision)
-    preflight.check_draws([layer.draws for layer in sizes], settings.dropout_seed)
-    return sizes
-
-
-def _is_priced(settings: Settings, asked: frozenset[str]) -> bool:
-    return settings.plan is None and (bool(asked) or settings.hardware is not None)
-
-
-def make_plan(
-    settings: Settings, asked: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> tuple[Plan, str]:
-    """The plan of a step on this many ranks, and one line about the choice of what was ``asked``
-    for as ``auto``; raises InfeasibleError where there is none."""
-    chosen = ""
-    if _is_priced(settings, asked):
-        from zeropp.train import auto  # the tuner and all prices, which nothing else here needs
-
-        plan, chosen = auto.plan_on_cluster(settings, asked, sizes, num_ranks)
+        settings, sizes = sized_microbatch(settings, auto, sizes_of, num_ranks)
     else:
-        check_ranks(settings, num_ranks)
-        plan = plan_layers(settings, sizes)
-    plan.check()
-    return plan, chosen
+        sizes = sizes_of(settings)
+    check_sizes(sizes, settings, loss_fn)
+    planned = make_plan(settings, auto, sizes, num_ranks)
+    return (settings, sizes, planned), {
+        "group_of": str([{n: one.group for n, one in layer.kinds.items()} for layer in sizes]),
+        "optimizer": str(planned.plan.whole_groups),
+    }

@@ -7,13 +7,12 @@ memory; the prices are those of the user's own layers (``zeropp.choose.layer_pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
-
-import torch.distributed as dist
 
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
@@ -21,19 +20,25 @@ from zeropp.choose.planner import fastest
 from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
-from zeropp.emulate.recorder import Recorder
-from zeropp.engine.engine import groups_of
-from zeropp.engine.settings import ParameterName, Settings, asked_for, read_keywords
+from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.users_optimizer import Trial
-from zeropp.engine.walk import Layer, LayerSizes, walk
-from zeropp.price.cluster import Cluster
+from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.price.flops import layer_flops
-from zeropp.schedule.plan import Plan, SizedPlan
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.step_plan import drafts
-from zeropp.train.stages import check_ranks, cut_plan, shape_of, size_layers, trial, whole_groups
+from zeropp.train.stages import (
+    Planned,
+    check_ranks,
+    cut_plan,
+    measure,
+    shape_of,
+    size_layers,
+    trial,
+    whole_groups,
+)
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.literals import Recompute, if_auto
+from zeropp.types.literals import Recompute
 
 Sizes = Sequence[LayerSizes]
 _CHUNKS = (1, 2, 4)
@@ -56,45 +61,38 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
 
     Raises InfeasibleError, in one line, for keywords or layers that do not fit.
     """
-    settings, auto_names = read_keywords(layers, keywords), asked_for(keywords)
+    settings, auto_names = read(keywords, layers)
     if not auto_names:
         return {}
-    recompute: Recompute = if_auto(settings.recompute, "full")
-    settings, sizes = sized_microbatch(
-        settings,
-        auto_names,
-        lambda tried: walk(
-            layers,
-            *tried.microbatch,
-            recompute,
-            recorder=Recorder,
-            tied=tried.tied,
-            context=tried.slicing,
-        ),
-        num_ranks,
-    )
+    sizes_of = partial(measure, layers, auto=auto_names, num_ranks=num_ranks)
+    settings, sizes = sized_microbatch(settings, auto_names, sizes_of, num_ranks)
     chosen, _, _ = choose(settings, auto_names, sizes, num_ranks)
     return {name: getattr(chosen, name) for name in sorted(auto_names)}
 
 
 def plan_on_cluster(
     settings: Settings, auto_names: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> tuple[Plan, str]:
+) -> Planned:
     """The plan of a step, and the line of ``choose``: stages of about equal duration, and the
     faster of the order for equal durations and the one planned with theirs.
 
     Raises InfeasibleError as ``choose`` and ``size_layers`` do.
     """
-    chosen = ""
+    chosen, microbatch = "", settings.microbatch[0]
     if auto_names:
         settings, chosen, _ = choose(settings, auto_names, sizes, num_ranks)
     check_ranks(settings, num_ranks)
-    assert settings.hardware is not None
+    cluster = settings.hardware
+    assert cluster is not None
     sized = _sized(settings, sizes, whole_groups(settings, sizes))
     prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
-    price = _prices_of(prices).of(sized, settings.hardware)
+    price = _prices_of(prices).of(sized, cluster)
     orders = (draft.complete() for draft in drafts(sized, price.stages))
-    return fastest(orders, settings.hardware, price).plan, chosen
+    is_bf16 = settings.precision == "bf16"
+    peak = cluster.device.peak_bf16_tflops if is_bf16 else cluster.device.peak_fp32_tflops
+    flops = sum(layer_flops(layer.operators) for layer in sizes if layer.operators is not None)
+    mfu = peak and flops / microbatch.numel() / (peak * 1e12 * num_ranks)
+    return Planned(fastest(orders, cluster, price).plan, chosen, mfu)
 
 
 def _sized(settings: Settings, sizes: Sequence[LayerSizes], whole: tuple[str, ...]) -> SizedPlan:
@@ -174,19 +172,6 @@ def choose(
     return layers.with_knobs(winner.candidate.knobs), chosen, winner.step_s
 
 
-def element_mfu_of(settings: Settings, cluster: Cluster, sizes: Sizes) -> float | None:
-    """The share of all ranks' dense peak that a model of these layers takes if it trains on one
-    element of its inputs per second, with sequences as long as the sample's; None where the device
-    has no known peak."""
-    device = cluster.device
-    is_bf16 = settings.precision == "bf16"
-    peak = device.peak_bf16_tflops if is_bf16 else device.peak_fp32_tflops
-    if peak is None:
-        return None
-    flops = sum(layer_flops(layer.operators) for layer in sizes if layer.operators is not None)
-    return flops / settings.microbatch[0].numel() / (peak * 1e12 * dist.get_world_size())
-
-
 def _why_none(rejected: dict[str, int], refused: str, task: Task) -> str:
     """Why no setting is left; ``refused`` is what the last one that cannot be cut said."""
     if rejected.get(OOM):
@@ -204,9 +189,9 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        found, groups = trial(settings, sizes), groups_of(settings, sizes)
+        found = trial(settings, sizes)
         self._whole = found.whole
-        self._prices = _prices_of(LayerPrices(sizes, _states(found, groups, sizes)))
+        self._prices = _prices_of(LayerPrices(sizes, _states(found, sizes)))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in auto_names}
@@ -268,17 +253,14 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(
-    trial: Trial, groups: Mapping[ParameterName, str], sizes: Sequence[LayerSizes]
-) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state; what the optimizer keeps, and
-    whether it needs a parameter whole, depends on the parameter's group."""
+def _states(trial: Trial, sizes: Sequence[LayerSizes]) -> list[LayerState]:
+    """The bytes of every layer's gradients and optimizer state, by the groups of its parameters."""
     states = []
-    for index, layer in enumerate(sizes):
-        counts = {name: prod(kind.shape) for name, kind in layer.kinds.items() if kind.trained}
-        kept = sum(trial.state_bytes[groups[index, name]] * n for name, n in counts.items())
-        whole = sum(n for name, n in counts.items() if groups[index, name] in trial.whole)
-        states.append(LayerState(4 * sum(counts.values()), kept, 4 * whole))
+    for layer in sizes:
+        counts = [(kind.group, prod(kind.shape)) for kind in layer.kinds.values() if kind.trained]
+        kept = sum(trial.state_bytes[group] * n for group, n in counts)
+        whole = sum(n for group, n in counts if group in trial.whole)
+        states.append(LayerState(4 * sum(n for _, n in counts), kept, 4 * whole))
     return states
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from zeropp.engine.ranks.errors import agreed
+from zeropp.engine.ranks.errors import agree
 from zeropp.types.layout import InfeasibleError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def make_loader(
 ) -> DataLoader[Any]:
     """See ``ParallelModel.loader``."""
 
-    def made() -> Generator[dict[str, str], None, DataLoader[Any]]:
+    def made() -> tuple[DataLoader[Any], dict[str, str]]:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InfeasibleError(
                 f"dataset: {type(dataset).__name__} has no length or no rows by number (give each "
@@ -72,9 +72,9 @@ def make_loader(
             raise InfeasibleError(
                 f"dataset: has {count} rows, fewer than global_batch={model.plan.global_batch}"
             )
-        told = {"shuffle": shuffle, "seed": seed, "resume": resume}
-        yield {"dataset": f"{count} rows", **{name: str(value) for name, value in told.items()}}
         rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
-        return DataLoader(dataset, batch_sampler=rows, **options)
+        described = {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
+        loader = DataLoader(dataset, batch_sampler=rows, **options)
+        return loader, described | {"resume": str(resume)}
 
-    return agreed(made())
+    return agree(made)

@@ -20,13 +20,13 @@ from zeropp.engine.evaluator import Outputs
 from zeropp.engine.layers.values import Value, cut_rows, split_rows
 from zeropp.engine.loss import Microbatches
 from zeropp.schedule.plan import Plan
-from zeropp.train.loader import make_loader
 from zeropp.types.training import StepResult
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from zeropp.engine.checkpoint import Checkpointer
+    from zeropp.train.stages import Planned
 
 
 class ParallelModel:
@@ -40,17 +40,9 @@ class ParallelModel:
     chosen or are defaults.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        keywords: frozenset[str],
-        chosen: str,
-        element_mfu: float | None,
-    ) -> None:
-        """``keywords`` are the names of the keyword inputs; ``chosen`` is what ``auto`` has become,
-        and the estimate behind it; ``element_mfu`` is the MFU at one element of the inputs per
-        second."""
+    def __init__(self, engine: Engine, planned: Planned, keywords: frozenset[str]) -> None:
+        """``keywords`` are the names of the keyword inputs."""
+        plan, chosen, self._element_mfu = planned
         self.engine, self.plan = engine, plan
         self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
         self.data_parallel_rank = plan.layout.dp_index(dist.get_rank())
@@ -60,7 +52,6 @@ class ParallelModel:
         self.rows = slice(first, first + rows)
         self._keywords = keywords
         self._save_to: Path | str | None = None
-        self._element_mfu = element_mfu
         self._stepped_at = 0.0  # when the last step returned
         self._calls = -1  # how many calls there had been by then
 
@@ -152,6 +143,8 @@ class ParallelModel:
         ``resume=False`` every loop goes over the first epoch from its first row, as over rows that
         are not trained on. ``more`` are options of ``torch.utils.data.DataLoader``. Raises
         InfeasibleError where ranks differ."""
+        from zeropp.train.loader import make_loader
+
         return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **more)
 
     @property

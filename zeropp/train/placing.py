@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine.ranks.collectives import connect_lazily
-from zeropp.engine.ranks.preflight_cuda import check_own_gpu
+from zeropp.engine.ranks.errors import gathered
 from zeropp.types.layout import InfeasibleError
 
 
@@ -66,3 +69,26 @@ def device_of(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torc
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device
+
+
+def check_own_gpu(*, on_cuda: bool) -> None:
+    """Refuse ranks that share a GPU, on all ranks; raises InfeasibleError. All ranks must call it,
+    also those that do not train ``on_cuda``. They compare on the CPU, because NCCL's first
+    collective would fail with less to read. Ranks with hosts of their own by NCCL_HOSTID share one
+    on purpose, and NCCL lets them."""
+    own_gpu = ""
+    if on_cuda and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        own_gpu = f"{device.uuid} of {os.environ.get('NCCL_HOSTID') or socket.gethostname()}"
+    group = dist.new_group(backend="gloo", group_desc="zeropp devices")
+    gpus = gathered(own_gpu, group)
+    dist.destroy_process_group(group)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, gpu in enumerate(gpus):
+        ranks[gpu].append(rank)
+    shared = next((same for gpu, same in ranks.items() if gpu and len(same) > 1), None)
+    if shared is not None:
+        raise InfeasibleError(
+            f"device: ranks {shared} share GPU {gpus[shared[0]]} (call torch.cuda.set_device with "
+            "the local rank, or give device= to parallelize)"
+        )

@@ -7,23 +7,27 @@ step.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.engine.engine import shapes_of
-from zeropp.engine.layers.values import may_have_gradient
+from zeropp.engine.layers.values import keywords_of, takes_all
+from zeropp.engine.ranks.errors import gathered, together
+from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
-from zeropp.engine.walk import Layer, LayerSizes, check_values
+from zeropp.engine.walk import Layer, LayerSizes, check_values, walk
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import if_auto
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
@@ -31,18 +35,118 @@ if TYPE_CHECKING:
     from zeropp.engine.update.users_optimizer import Trial
 
 
-def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
+class Planned(NamedTuple):
+    """The plan of a step, one line about what ``auto`` has become, and the MFU of a step at one
+    element of the inputs per second, where a cluster is named."""
+
+    plan: Plan
+    chosen: str = ""
+    element_mfu: float | None = None
+
+
+# From settings, what is ``auto``, the layers' sizes and the number of ranks.
+Planner = Callable[[Settings, frozenset[str], Sequence[LayerSizes], int], Planned]
+
+
+def measure(
+    layers: Sequence[Layer], settings: Settings, *, auto: frozenset[str], num_ranks: int
+) -> list[LayerSizes]:
+    """The sizes of all layers, with what they compute where that is priced."""
+    recorder = None
+    if auto or settings.hardware is not None:
+        from zeropp.emulate.recorder import Recorder
+
+        recorder = Recorder
+    stages = settings.layout.stage_ranks()
+    if "pp" in auto and num_ranks > 1:  # each may have a stage of its own
+        stages = [frozenset([rank]) for rank in range(num_ranks)]
+    return walk(
+        layers,
+        *settings.microbatch,
+        if_auto(settings.recompute, "full"),
+        recorder=recorder,
+        measure_saved=bool(auto),
+        tied=settings.tied,
+        context=settings.slicing,
+        stages=stages,
+        group_of=settings.group_of,
+    )
+
+
+def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -> None:
+    """Raise InfeasibleError for keyword inputs that nothing takes, that no step can be given, or
+    with other rows than the sample; for parameters of 16 bits where layers compute in fp32; for
+    tied ones that do not exist or differ in kind; and for layers that draw random numbers without a
+    seed, as what is recomputed would have others."""
+    given, tied, rows = settings.sample_keywords, settings.tied, len(settings.sample)
+    known = keywords_of(loss_fn).union(*(layer.names for layer in sizes))
+    for name, value in given.items():
+        if name in ("inputs", "targets", "outputs"):
+            raise InfeasibleError(f"sample_keywords: {name!r} is an argument of every step itself")
+        if name not in known and not takes_all(loss_fn):
+            raise InfeasibleError(
+                f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
+                "function (leave it out, or add a parameter of that name)"
+            )
+        if not value.dim() or len(value) != rows:
+            raise InfeasibleError(
+                f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
+                f"of the sample's {rows} is needed in dimension 0 (expand it)"
+            )
+    for index, layer in enumerate(sizes):
+        for name, kind in layer.kinds.items():
+            narrow = kind.dtype.is_floating_point and kind.dtype.itemsize < 4
+            if settings.precision == "fp32" and narrow:
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} is {kind.dtype}, but precision='fp32' computes in "
+                    "fp32 (call .float() on the layers; for bf16 ask for precision='bf16', too)"
+                )
+    for index, name in tied or ():
+        if name not in sizes[index].kinds:
+            raise InfeasibleError(f"tied={tied}: layers[{index}] has no parameter {name!r}")
+    ends = [sizes[index].kinds[name] for index, name in tied or ()]
+    if ends and ends[0] != ends[1]:
+        raise InfeasibleError(
+            f"tied={tied}: the first is {ends[0]}, but the second {ends[1]}; both must have the "
+            "same shape and type, and both be trained or frozen"
+        )
+    draws = [layer.draws for layer in sizes]
+    if settings.dropout_seed is None and any(draws):
+        raise InfeasibleError(
+            f"dropout_seed=None: layers[{draws.index(True)}] draws random numbers (give a seed)"
+        )
+
+
+def make_plan(
+    settings: Settings, auto: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
+) -> Planned:
+    """The plan of a step on this many ranks; raises InfeasibleError where there is none. The
+    tuner and all prices are loaded only for what is ``auto`` and where a cluster is named."""
+    planner: Planner = plan_layers
+    if auto or settings.hardware is not None:
+        from zeropp.train.auto import plan_on_cluster
+
+        planner = plan_on_cluster
+    planned = planner(settings, auto, sizes, num_ranks)
+    planned.plan.check()
+    return planned
+
+
+def plan_layers(
+    settings: Settings, _: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
+) -> Planned:
     """The plan of a step without a cluster: the one that was given, or stages of about equal
     weight in the order for equal durations.
 
-    Raises InfeasibleError where the plan is not for this many layers or for other tied ones, or
-    where batch and layers do not go together with the degrees.
+    Raises InfeasibleError where the plan is not for this many ranks or layers or for other tied
+    ones, or where batch and layers do not go together with the degrees.
     """
+    check_ranks(settings, num_ranks)
     whole = whole_groups(settings, sizes)
     if settings.plan is None:
         parameters = [max(1, layer.parameters) for layer in sizes]
         sized = cut_plan(size_layers(settings, sizes, whole), settings, parameters)
-        return next(drafts(sized)).complete()
+        return Planned(next(drafts(sized)).complete())
     if settings.plan.cuts[-1] != len(sizes):
         raise InfeasibleError(
             f"plan: is for {settings.plan.cuts[-1]} layers, but there are {len(sizes)}"
@@ -58,7 +162,7 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
             f"plan: updates the parameters of the optimizer groups {settings.plan.whole_groups} "
             f"whole, but this optimizer needs it of {whole} (take a plan that was made with it)"
         )
-    return settings.plan
+    return Planned(settings.plan)
 
 
 def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, ...]:
@@ -71,7 +175,10 @@ def trial(settings: Settings, sizes: Sequence[LayerSizes]) -> Trial:
     """What a trial of the optimizer shows; raises InfeasibleError as ``whole_groups`` does."""
     from zeropp.engine.update.users_optimizer import try_optimizer
 
-    device, shapes = torch.device(settings.device or "cpu"), shapes_of(settings, sizes)
+    shapes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for kind in (kind for layer in sizes for kind in layer.kinds.values() if kind.trained):
+        shapes[kind.group].append(kind.shape)
+    device = torch.device(settings.device or "cpu")
     return try_optimizer(settings.optimizer, shapes, device, elementwise=settings.elementwise)
 
 
@@ -131,9 +238,49 @@ def own_layers(
     device: torch.device,
     tied: tuple[ParameterName, ParameterName] | None,
 ) -> dict[int, nn.Module]:
-    """The layers of this rank's stages, on its device, by their index in the model. Where ``tied``
-    parameters are one object in two stages of this rank, the second gets one of its own, because
-    every stage has a copy."""
+    """The layers of this rank's stages, on its device, by their index in the model; refuses ranks
+    that hold the same layer with other values. All ranks must call it."""
+
+    def made() -> tuple[dict[int, nn.Module], dict[int, dict[str, object]]]:
+        held = _held(layers, plan, device, tied)
+        return held, {index: _values(index, layer) for index, layer in held.items()}
+
+    held, own = together(made)
+    first: dict[int, tuple[int, dict[str, object]]] = {}
+    for rank, others in enumerate(gathered(own)):
+        for index, values in others.items():
+            owner, expected = first.setdefault(index, (rank, values))
+            for name in expected | values:
+                if repr(expected.get(name)) != repr(values.get(name)):  # NaN equals itself here
+                    raise InfeasibleError(
+                        f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
+                        "(seed all ranks alike before the layers are made, or load a checkpoint)"
+                    )
+    return held
+
+
+def _values(index: int, layer: nn.Module) -> dict[str, object]:
+    """What must be equal on all ranks of a layer; refuses what an earlier model has sharded."""
+    values: dict[str, object] = {}
+    parameters = dict(layer.named_parameters())
+    for name, one in {**parameters, **dict(layer.named_buffers())}.items():
+        values[name] = (tuple(one.shape), str(one.dtype), one.requires_grad, int(checksum(one)))
+        some = one.numel() and name in parameters and not one.is_meta
+        if some and math.isnan(float(one.detach().flatten()[0].abs())) and bool(one.isnan().all()):
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
+                "model that parallelize has made, or was copied from it (make a new layer)"
+            )
+    return values
+
+
+def _held(
+    layers: Sequence[Layer],
+    plan: Plan,
+    device: torch.device,
+    tied: tuple[ParameterName, ParameterName] | None,
+) -> dict[int, nn.Module]:
+    """The layers of this rank's stages; a tied parameter of two stages is copied for the second."""
     held: dict[int, nn.Module] = {}
     for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"]):
         for index in plan.pieces_of(stage):
@@ -153,13 +300,3 @@ def own_layers(
             copy = nn.Parameter(second.detach().clone(), second.requires_grad)
             setattr(held[index].get_submodule(path), attribute, copy)
     return held
-
-
-def empty_others(layers: Sequence[Layer], held: Mapping[int, nn.Module]) -> None:
-    """Leave the layers that other ranks train NaN and without memory: their first values would look
-    like trained ones."""
-    own = {id(parameter) for module in held.values() for parameter in module.parameters()}
-    for layer in layers:
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            if id(parameter) not in own and may_have_gradient(parameter.dtype):
-                parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)

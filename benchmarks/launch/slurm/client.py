@@ -96,12 +96,16 @@ class EndedJob:
         return self.word in _OVER
 
     @property
+    def code(self) -> int | None:
+        """The exit code of the batch script; None if Slurm does not say."""
+        code = self.exit_code.partition(":")[0]
+        return int(code) if code.isdigit() else None
+
+    @property
     def signal(self) -> int:
         """The signal that ended the batch script; 0 if none did."""
-        code, _, number = self.exit_code.partition(":")
-        if number.isdigit() and int(number):
-            return int(number)
-        return int(code) - 128 if code.isdigit() and int(code) > 128 else 0
+        number = self.exit_code.partition(":")[2]
+        return int(number) if number.isdigit() and int(number) else max(0, (self.code or 0) - 128)
 
 
 def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:

@@ -1,10 +1,9 @@
 """Why an attempt of a Slurm job ended, and its record from inside the job.
 
-The event files of the ranks say what was measured, and usually why it stopped. Otherwise the reason
-is, in this order: the memory limit, by the line of Slurm's step daemon; Slurm's state of the job;
-the signal that the script caught; the rank that failed first, by srun, with the last line of its
-log or its exit code; the last line of srun's or the job's log. An array's script calls ``main`` at
-its end; if it could not, ``submissions.close_ended`` asks ``reason`` later.
+``EVIDENCE`` names what can tell it, the best witness first: Slurm's state of the job, a time limit,
+the rank that failed first, what the ranks wrote, a signal, and at last the last line of a log. An
+array's script calls ``main`` at its end; if it could not, ``submissions.close_ended`` asks
+``reason`` later.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from benchmarks.launch.attempt import (
     read_object,
     read_ranks,
 )
-from benchmarks.launch.options import seconds_of
 from benchmarks.launch.slurm.client import (
     EndedJob,
     SlurmError,
@@ -41,13 +41,13 @@ from benchmarks.launch.slurm.client import (
     running_on,
     time_limit_s,
 )
+from benchmarks.records.events import Events
 from benchmarks.records.record import RunRecord, Status
 
 _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
 _LATE_S = 120.0  # USR1 may come a minute early, and ranks need some time to exit
 _TIMED_OUT = (124, 137)  # exit codes of timeout(1), the second if it had to kill
 _MEMORY = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
-_FORGOTTEN = re.compile(r"(expired or )?invalid job\b", re.I)  # srun's, of a controller begun anew
 _TASK = re.compile(r"error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
     "OUT_OF_MEMORY": ("oom", False),
@@ -72,50 +72,149 @@ class ScriptEnd:
     elapsed_s: float = 0.0  # since the script began
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the end of an attempt. ``ended`` is what Slurm says of its job, ``log`` the
+    job's; ``end`` is None if the script could not write the record itself."""
+
+    attempt: Path
+    ended: EndedJob | None
+    log: Path
+    end: ScriptEnd | None
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """The number of ranks; raises DamagedError."""
+        return int(frozen(self.attempt)[0]["num_gpus"])
+
+    @cached_property
+    def ranks(self) -> dict[int, Events]:
+        """The events of every rank that wrote any."""
+        return read_ranks(self.attempt)
+
+    @cached_property
+    def by_events(self) -> Ending | None:
+        """The ending that the ranks wrote; None if they did not."""
+        return ending_by_events(self.num_ranks, self.ranks)
+
+    @cached_property
+    def srun(self) -> str:
+        """What srun has said."""
+        return _text(self.attempt / "srun.log")
+
+    @property
+    def where(self) -> str:
+        """Words for a reason: where the script was, if not at its ranks."""
+        return f", in {self.end.stage}" if self.end and self.end.stage != "ranks" else ""
+
+
+def of_state(known: Evidence) -> Ending | None:
+    """By the memory limit, as the step's daemon says it, or by Slurm's state of the job."""
+    if is_complete(known.num_ranks, known.ranks):  # it does not matter what happened later
+        return known.by_events
+    if match := _MEMORY.search(known.srun):
+        return Ending("oom", f"Slurm: {match[1]}")
+    ending = ending_by_state(known.ended) if known.ended else None
+    return ending and replace(ending, reason=ending.reason + known.where)
+
+
+def of_time(known: Evidence) -> Ending | None:
+    """By ``measure.timeout_s``, or after SIGUSR1 by the job's time limit; with much time left the
+    signal has another cause."""
+    end, slurm = known.end, slurm_of(known.attempt)
+    asked = slurm.get("timeout_s", 0)
+    if end is None:
+        return None
+    if end.exit_code in _TIMED_OUT and not end.caught and 0 < asked <= end.elapsed_s:
+        return Ending("timeout", f"not finished after measure.timeout_s={asked}")
+    if end.caught != "USR1":
+        return None
+    limit = time_limit_s(str(slurm.get("job", "")), _CLIENT_TIMEOUT_S)
+    left = 0.0 if limit is None else limit - end.elapsed_s
+    if left <= slurm.get("grace_s", 60) + _LATE_S:
+        return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){known.where}")
+    words = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"
+    return Ending("preempted", words, interrupted=True)
+
+
+def of_first_rank(known: Evidence) -> Ending | None:
+    """By the rank that failed first, as srun says it: how it ended, or, if it ended by itself
+    without a word, the last line of its log or its exit code. After a signal to the script, srun
+    itself has ended the ranks."""
+    match, end, ended = _TASK.search(known.srun), known.end, known.ended
+    if match is None or (end.caught if end else ended and killed_script(ended)):
+        return None
+    rank, how = int(match[1]), match[2]
+    if code := re.match(r"Exited with exit code (\d+)", how):
+        events = known.ranks.get(rank)
+        line = "" if events else last_words(known.attempt / f"rank_{rank:03d}.log")
+        return failed(f"rank {rank}: {line}") if line else exited(rank, int(code[1]), events)
+    hint = HINTS[9] if how.startswith("Killed") else ""
+    return Ending("failed", f"rank {rank}: {how} (srun){hint}", interrupted=True)
+
+
+def of_events(known: Evidence) -> Ending | None:
+    """By an error that a rank wrote, which no signal caused."""
+    return known.by_events if known.by_events and not known.by_events.interrupted else None
+
+
+def of_signal(known: Evidence) -> Ending | None:
+    """By a signal to the script or to the ranks for which Slurm has no reason: ``scancel`` with a
+    signal, or the site's tools."""
+    cause = known.by_events.reason if known.by_events else ""
+    if known.end and known.end.caught:
+        cause = f"the script was sent SIG{known.end.caught}"
+    elif known.ended and not known.end and (by_script := killed_script(known.ended)):
+        return by_script
+    elif " left on SIG" not in cause:
+        return known.by_events
+    state = f"Slurm: {known.ended.state}" if known.ended else "Slurm does not know the job"
+    return Ending("failed", f"{cause}, sent by hand or by a tool of the site ({state})", True)
+
+
+def of_log(known: Evidence) -> Ending | None:
+    """By the last line of srun's or of the job's log where no rank wrote anything, or else by the
+    exit code."""
+    end, code = known.end, known.end.exit_code if known.end else None
+    if any(known.ranks.values()):
+        return None
+    if known.ended and end is None and known.ended.word in ("COMPLETED", "FAILED"):
+        code = known.ended.code  # of a script that ended by itself
+    where = (
+        f"in {end.stage}" if end and end.stage.startswith("setup") else "before the ranks started"
+    )
+    logs = (known.attempt / "srun.log", known.log) if code != 0 else ()
+    if line := next(filter(None, map(last_words, logs)), ""):
+        ending = failed(f"{where}: {line}")
+        # 128 + a signal: a command that was killed, as when the controller forgot the job
+        was_killed = end is not None and end.exit_code > 128 and end.stage != "ranks"
+        return replace(ending, interrupted=ending.interrupted or was_killed)
+    # The script itself ends with 1 where it cannot write the record, as on a full disk.
+    if end is None and code in (None, 1):
+        return None
+    return failed(f"{where}: ended with exit code {code}")
+
+
+EVIDENCE: tuple[Callable[[Evidence], Ending | None], ...] = (
+    *(of_state, of_time, of_first_rank, of_events, of_signal, of_log),
+)
+
+
+def reason(
+    attempt: Path, ended: EndedJob | None, log: Path, end: ScriptEnd | None = None
+) -> Ending | None:
+    """How an attempt ended, and why, by the fields of an ``Evidence``; None if nothing says it.
+    Raises DamagedError."""
+    known = Evidence(attempt, ended, log, end)
+    return next(filter(None, (of(known) for of in EVIDENCE)), None)
+
+
 def slurm_of(attempt: Path) -> dict[str, Any]:
     """What the script wrote about its job when the attempt began; empty if that is damaged."""
     try:
         return read_object(attempt / "slurm.json")
     except DamagedError:
         return {}
-
-
-def reason(
-    attempt: Path, ended: EndedJob | None, log: Path, end: ScriptEnd | None = None
-) -> Ending | None:
-    """How an attempt ended, and why; None if nothing says it.
-
-    ``ended`` is what Slurm says of its job, ``log`` the job's; ``end`` is None if the script could
-    not write the record itself. Raises DamagedError.
-    """
-    number, ranks = int(frozen(attempt)[0]["num_gpus"]), read_ranks(attempt)
-    if is_complete(number, ranks):
-        return ending_by_events(number, ranks)
-    if match := _MEMORY.search(_text(attempt / "srun.log")):
-        return Ending("oom", f"Slurm: {match[1]}")
-    where = f", in {end.stage}" if end and end.stage != "ranks" else ""
-    if by_state := ended and ending_by_state(ended):
-        if by_state.status == "timeout" and not ranks and not where and (line := last_words(log)):
-            where = f", before the ranks started: {line}"
-        return replace(by_state, reason=by_state.reason + where)
-    if end and (by_clock := _time_limit(attempt, end, where)):
-        return by_clock
-    by_script = killed_script(ended) if ended and end is None else None
-    first = None if by_script or (end and end.caught) else _first_failure(attempt)
-    if first:  # errors of the other ranks are its consequences
-        return first
-    by_events = ending_by_events(number, ranks)
-    if by_events and not by_events.interrupted:
-        return by_events
-    if end and end.caught:
-        return _by_hand(f"the script was sent SIG{end.caught}", ended)
-    if by_script:
-        return by_script
-    if by_events and " left on SIG" in by_events.reason:
-        return _by_hand(by_events.reason, ended)
-    if any(ranks.values()):
-        return by_events
-    return _before_the_ranks(attempt, log, ended, end)
 
 
 def ending_by_state(ended: EndedJob) -> Ending | None:
@@ -143,78 +242,6 @@ def killed_script(ended: EndedJob) -> Ending | None:
         return Ending("failed", f"Slurm: BadConstraints: {words}", interrupted=True)
     words = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
     return Ending("failed", words, interrupted=True) if ended.signal else None
-
-
-def _by_hand(cause: str, ended: EndedJob | None) -> Ending:
-    """A signal for which Slurm has no reason: scancel with a signal, or the site's tools."""
-    state = f"Slurm: {ended.state}" if ended else "Slurm does not know the job"
-    return Ending("failed", f"{cause}, sent by hand or by a tool of the site ({state})", True)
-
-
-def _time_limit(attempt: Path, end: ScriptEnd, where: str) -> Ending | None:
-    """The ending by ``measure.timeout_s``, or after SIGUSR1: the job's time limit if little time is
-    left, otherwise something else. None if it was neither."""
-    slurm = slurm_of(attempt)
-    asked = slurm.get("timeout_s", 0)
-    if end.exit_code in _TIMED_OUT and not end.caught and 0 < asked <= end.elapsed_s:
-        return Ending("timeout", f"not finished after measure.timeout_s={asked}")
-    if end.caught != "USR1":
-        return None
-    limit = time_limit_s(str(slurm.get("job", "")), _CLIENT_TIMEOUT_S)
-    if limit is None:  # Slurm did not answer: the limit as it was at the start
-        limit = seconds_of(str(slurm.get("time_limit", "")))
-    left = 0.0 if limit is None else limit - end.elapsed_s
-    if left <= slurm.get("grace_s", 60) + _LATE_S:
-        return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){where}")
-    words = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"
-    return Ending("preempted", words, interrupted=True)
-
-
-def _first_failure(attempt: Path) -> Ending | None:
-    """The ending by the rank that srun says failed first: how it ended, or, if it ended by itself
-    without a word, the last line of its log or its exit code. None if its own event says it."""
-    match = _TASK.search(_text(attempt / "srun.log"))
-    if match is None:
-        return None
-    rank, how = int(match[1]), match[2]
-    if code := re.match(r"Exited with exit code (\d+)", how):
-        events = read_ranks(attempt).get(rank)
-        line = "" if events else last_words(attempt / f"rank_{rank:03d}.log")
-        return failed(f"rank {rank}: {line}") if line else exited(rank, int(code[1]), events)
-    hint = HINTS[9] if how.startswith("Killed") else ""
-    return Ending("failed", f"rank {rank}: {how} (srun){hint}", interrupted=True)
-
-
-def _before_the_ranks(
-    attempt: Path, log: Path, ended: EndedJob | None, end: ScriptEnd | None
-) -> Ending | None:
-    """The ending of an attempt in which no rank wrote anything: the last line of srun's or the
-    job's log that may be a cause, but not after a success; otherwise the exit code. Slurm's step
-    daemon writes to the job's log at any time, so its lines count only if there are no others, or
-    if they name a fault of the node."""
-    code = end.exit_code if end else None
-    if ended and not end and ended.word in ("COMPLETED", "FAILED"):  # it ended by itself
-        number = ended.exit_code.partition(":")[0]
-        code = int(number) if number.isdigit() else None
-    in_setup = end is not None and end.stage.startswith("setup")
-    where = f"in {end.stage}" if end and in_setup else "before the ranks started"
-    for path in (attempt / "srun.log", log) if code != 0 else ():
-        line = last_words(path, lambda x: not x.startswith("slurmstepd") or failed(x).interrupted)
-        if line := line or last_words(path):
-            ending = failed(f"{where}: {line}")
-            if _FORGOTTEN.search(line):
-                return replace(ending, status="lost", interrupted=True)
-            # 128 + a signal: a command that was killed, as when the controller forgot the job
-            was_killed = end is not None and end.exit_code > 128 and end.stage != "ranks"
-            return replace(ending, interrupted=ending.interrupted or was_killed)
-    if end and in_setup:
-        return failed(f"{where}: exit {end.exit_code}")
-    if end and code == 0:
-        return failed("the ranks wrote nothing, and ended with exit code 0")
-    # The script itself ends with 1 where it cannot write the record, as on a full disk.
-    if end is None and code not in (None, 1):  # another program, by an exec in launcher.setup
-        return failed(f"the script ended with exit code {code}, before its ranks")
-    return None
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,13 +23,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.launch.alive import is_alive, is_open
 from benchmarks.launch.attempt import (
     PROVENANCE,
     DamagedError,
     Ending,
     close_attempt,
     frozen,
+    is_alive,
+    is_open,
     make_record,
 )
 from benchmarks.launch.slurm.client import (
@@ -48,10 +48,8 @@ from benchmarks.launch.slurm.endings import ending_by_state, killed_script, reas
 from benchmarks.records.record import RecordError, RunRecord, read_record, write_atomically
 from benchmarks.specification.reading import adapter
 
-_REPEAT = re.compile(r"\.\d+$")  # which run of its point an attempt is, see script.group
 _LOST = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
 _UNSEEN = Ending("lost", "left the queue before it began: CANCELLED, or forgotten", True)
-_ORPHANED = Ending("lost", "its script is gone, and no submission tells of it", interrupted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +228,9 @@ class View:
             return "" if is_over else f"job {job.job} is {job.state.lower()}"
         if self.sees(point):
             return ""
-        if point.submission is None:  # its attempts have records, and its job may begin another
-            return self._unseen(point) if record is None or comes_again else ""
-        recorded = bool(attempts) and _is_recorded(attempts[-1])
-        preempted = record is not None and record.status == "preempted"
-        return self._unseen(point) if not recorded or preempted else ""
+        # A job that was preempted may begin another attempt.
+        is_open = record is None or record.status == "preempted"
+        return self._unseen(point) if is_open else ""
 
     @staticmethod
     def _unseen(point: SubmittedPoint) -> str:
@@ -299,9 +295,8 @@ def _with_lost_jobs(directory: Path, submission: Submission | None) -> Submissio
 
 def close_ended(view: View) -> list[RunRecord]:
     """Write the record, with Slurm's reason, of every attempt whose own script can no longer do it,
-    and of points whose job ended before it began; without Slurm's reason also of attempts whose
-    submission is damaged or removed. What cannot be recorded becomes a line of ``view.problems``.
-    """
+    and of points whose job ended before it began. What cannot be recorded becomes a line of
+    ``view.problems``."""
     open_points = [point for point in view.points if _may_be_over(point, view)]
     known = endings([p.job for p in open_points if p.job and view.sees(p)])
     closed = []
@@ -310,29 +305,7 @@ def close_ended(view: View) -> list[RunRecord]:
             closed += list(_close(point, view, known.get(point.job, [])))
         except (DamagedError, OSError) as error:
             view.problems.append(str(error))
-    for attempt in _orphans(view):
-        try:
-            ending = reason(attempt, None, Path("/nonexistent")) or _ORPHANED
-            record = close_attempt(attempt, ending, slurm_of(attempt))
-            closed += [record] if record else []
-        except (DamagedError, OSError) as error:
-            view.problems.append(str(error))
     return closed
-
-
-def _orphans(view: View) -> list[Path]:
-    """The attempts without a record that are in no submission that can be read, and whose script
-    beats no more. What their ranks wrote says what was measured."""
-    sweeps = {attempt_name(path) for path, submission in view.submissions.items() if submission}
-    return [
-        attempt
-        for attempt in sorted(view.runs_dir.glob("*/slurm-*"))
-        if _REPEAT.sub("", attempt.name.rpartition("-")[0]) not in sweeps
-        and is_open(attempt)
-        and any(attempt.iterdir())
-        and not _is_recorded(attempt)
-        and not is_alive(attempt)
-    ]
 
 
 def _may_be_over(point: SubmittedPoint, view: View) -> bool:

@@ -22,7 +22,7 @@ from benchmarks import CHECKOUT
 from benchmarks.launch.attempt import Ending, freeze, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import Flags, SlurmOptions, words
 from benchmarks.launch.points import Point, records_of
-from benchmarks.launch.running import LaunchError, SweepProgress, refuse
+from benchmarks.launch.running import LaunchError, Sweep, SweepProgress, check_rank, refuse
 from benchmarks.launch.slurm.client import (
     ClusterFacts,
     NoAnswerError,
@@ -86,9 +86,13 @@ class SlurmSweep:
         return scripts | {_report_script(self.directory): report} if arrays else {}
 
 
-def check(points: Sequence[Point], options: SlurmOptions) -> None:
+def check(points: Sequence[Point], options: SlurmOptions, sweep: Sweep) -> None:
     """Raise SpecError if there is no Slurm here, or if the ranks of a point do not divide among its
     nodes."""
+    for point in points:
+        check_rank(point, here=False)
+    if sweep.retries and not options.wait:
+        raise SpecError(f"retries={sweep.retries}: needs launcher.wait=true, or nobody tries again")
     if not options.dry_run and (why := absence()):
         raise SpecError(
             f"launcher=slurm: {why} (use a login node of the cluster, "
@@ -132,7 +136,22 @@ def launch(
     if options.dry_run:
         for point in refused:
             say(f"  infeasible  {point.spec.spec_id}: {reasons[point.spec.spec_id]}")
-        _show(todo, sweep)
+        # Print each point's resources and every script, without writing or submitting anything
+        try:
+            facts = cluster_facts()
+        except SlurmError:
+            facts = ClusterFacts()
+        arrays = sweep.arrays(todo, facts.max_array_size)
+        hidden = ("job-name", "array", "output", "open-mode", "signal")
+        for array in arrays:
+            flags = array_flags(array, sweep.options)
+            asks = " ".join(words({k: v for k, v in flags.items() if k not in hidden}))
+            for index, spec_id in enumerate(array.spec_ids):
+                say(f"  {spec_id}: task {index} of {array.name}: {asks}")
+        for array in arrays[:1]:
+            _say_site_defaults(array_flags(array, sweep.options))
+        for path, script in sweep.scripts(arrays).items():
+            say(f"# --- {path}\n{script}")
         return []
     records = [refuse(p, options, runs_dir, reasons[p.spec.spec_id]) for p in refused]
     try:
@@ -172,25 +191,6 @@ def wait(points: Sequence[Point], runs_dir: Path, before: Collection[str]) -> li
 def say(line: str) -> None:
     """Print one line without wrapping it."""
     _OUT.print(line)
-
-
-def _show(points: Sequence[Point], sweep: SlurmSweep) -> None:
-    """Print each point's resources and every script, without writing or submitting anything."""
-    try:
-        facts = cluster_facts()
-    except SlurmError:
-        facts = ClusterFacts()
-    arrays = sweep.arrays(points, facts.max_array_size)
-    hidden = ("job-name", "array", "output", "open-mode", "signal")
-    for array in arrays:
-        flags = array_flags(array, sweep.options)
-        asks = " ".join(words({k: v for k, v in flags.items() if k not in hidden}))
-        for index, spec_id in enumerate(array.spec_ids):
-            say(f"  {spec_id}: task {index} of {array.name}: {asks}")
-    for array in arrays[:1]:
-        _say_site_defaults(array_flags(array, sweep.options))
-    for path, script in sweep.scripts(arrays).items():
-        say(f"# --- {path}\n{script}")
 
 
 def _say_site_defaults(flags: Flags) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
 from zeropp.engine.layers.values import (
     TensorShape,
@@ -32,6 +31,9 @@ from zeropp.engine.layers.values import (
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.types.literals import Recompute
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
@@ -94,9 +96,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def _policy(
     widest: float, context: Any, operator: Any, *arguments: Any, **keywords: Any
 ) -> CheckpointPolicy:
-    """Keep what matrix products and attention give (each backend of attention is an operator of
-    its own, with these words in its name), and recompute the rest. Products whose factors have rows
-    or columns of more than ``widest`` elements belong to the rest."""
+    """Keep attention's outputs, and products of factors of at most ``widest`` columns."""
     del context, keywords
     if operator in _PRODUCTS:
         keeps = max(factor.shape[-1] for factor in arguments[-2:]) <= widest
@@ -128,11 +128,7 @@ def run_recomputed(
 
 @dataclass
 class _Live:
-    """What one microbatch keeps between its forward and its backward.
-
-    The outputs themselves are not kept, only where their gradients enter the graph: their memory
-    is free once they are sent. An output that depends on nothing trained has None.
-    """
+    """What a microbatch keeps until its backward: of outputs, where gradients enter the graph."""
 
     inputs: tuple[Tensor, ...]
     outputs: Sequence[GradientEdge | None]  # one per output that may have a gradient
@@ -148,7 +144,8 @@ class Chunk:
     stage before and go to the next stage; None at an end of the model. ``seed`` is called before
     every module with its index in the chunk and the microbatch; None: modules draw no random
     numbers, so that what is recomputed need not draw the same ones again. ``compute``:
-    floating-point inputs of a module are cast to this type; None leaves them as they are.
+    floating-point inputs of a module are cast to this type, but for the ``fp32_modules`` inside,
+    until ``undo``; None leaves them as they are.
     ``context``: the ranks that divide sequences, if there are several.
     """
 
@@ -166,6 +163,8 @@ class Chunk:
         leaving: Sequence[TensorShape] | None,
         seed: Callable[[int, int], None] | None,
         compute: torch.dtype | None,
+        fp32_modules: tuple[type[nn.Module], ...],
+        undo: ExitStack,
         context: Context | None,
     ) -> None:
         self.modules, self.flats, self.recomputed = modules, flats, recomputed
@@ -177,6 +176,12 @@ class Chunk:
         self._names = names
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
+        every = [part for module in modules for part in module.modules()]
+        wide = [part for part in every if compute and isinstance(part, fp32_modules)]
+        inner = {part for module in wide for part in module.modules() if part is not module}
+        for module in wide:
+            if compute is not None and module not in inner:
+                undo.enter_context(_computing_in_fp32(module, compute))
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
@@ -285,8 +290,7 @@ class Chunk:
             flat.wait()
 
     def _make_gradients(self, *, deferred: bool) -> None:
-        """Give parameters gradients to which backwards add; those whose gradients may be delayed
-        get them only if ``deferred``."""
+        """Give parameters gradients to add to; those that may be delayed only if ``deferred``."""
         for flat in self.flats:
             if deferred or not flat.deferred:
                 flat.make_gradients()
@@ -304,8 +308,7 @@ class Chunk:
         return dict(zip(inputs, cast(list(inputs.values()), self._compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
-        """Outputs in the types in which the next stage receives them. One that lies in gathered
-        parameters is copied: their memory is given back while the next stage may still need it."""
+        """Outputs in the next stage's types, copied if they lie in parameters that are freed."""
         assert self.leaving is not None
         outputs = zip(tensors_of(value), self.leaving, strict=True)
         converted = [x.to(shape.dtype) for x, shape in outputs]
@@ -327,9 +330,33 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
             flat.hide()
 
 
+@contextmanager
+def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
+    """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
+    the type ``outside``."""
+
+    def to(dtype: torch.dtype, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(to(dtype, part) for part in value)
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_number else value
+
+    def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
+
+    hooks = (
+        module.register_forward_pre_hook(widen, with_kwargs=True),
+        module.register_forward_hook(lambda _, args, output: to(outside, output)),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class _Alias(torch.autograd.Function):
-    """The same values in the same memory. It is no leaf and no view, so a layer may work on it in
-    place; as it shares the version counter, torch still notices where that was not allowed."""
+    """The same values and memory, neither leaf nor view, with torch's count of changes in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ than the slice's is refused at any length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import gcd
@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from zeropp.engine.layers.values import Value, tensors_of, without_scalars
-from zeropp.engine.ranks.collectives import DataGroups, all_gather_single, as_sent
-from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.engine.layers.values import POSITIONS, Value, tensors_of, without_scalars
+from zeropp.engine.ranks.collectives import all_gather_single, as_sent
+from zeropp.types.layout import InfeasibleError
 
 _none: Any = None
 # For all threads, as the stand-ins are: on a GPU autograd recomputes layers in threads of its own.
 _active: Context | None = None
 _COMPARED = 1024  # tokens of a microbatch that layers are tried with, and at least 32 of a slice
-POSITIONS = "position_ids"  # a keyword input that layers are given if they name it
 
 
 def active() -> Context | None:
@@ -61,18 +60,6 @@ class Context:
         self._tokens, self.drops = 0, False  # of a slice; whether a mask for all tokens is drawn
         # One object each, as torch.compile compiles again where it meets others.
         self._stand_ins = torch.compiler.disable(self._attend), self._drop  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def of(
-        cls, layout: Layout, groups: DataGroups, given: Iterable[str], named: Iterable[str]
-    ) -> Context | None:
-        """That of this rank, by the keyword inputs of batches and those that layers name; None
-        where it has whole sequences."""
-        if layout.context == 1:
-            return None
-        place = layout.coordinates(dist.get_rank())["context"]
-        positions, packs = POSITIONS in named, POSITIONS in given
-        return cls(layout.context, place, groups.context, positions=positions, packs=packs)
 
     def part(self, value: Tensor, length: int) -> Tensor:
         """This rank's tokens of a tensor [rows, length, ...]; one without ``length`` tokens in
@@ -214,8 +201,7 @@ class Context:
         return input.mul_(factor) if inplace else input * factor
 
     def _to_heads(self, *given: Tensor) -> list[Tensor]:
-        """Queries, keys and values [rows, heads, tokens, width] of all tokens, for this rank's
-        heads. Keys and values of fewer heads than there are ranks are repeated."""
+        """Queries, keys, values [rows, heads, tokens, width] of all tokens for own heads."""
         query, key, _ = given
         if query.dim() != 4 or query.shape[2] != key.shape[2]:
             raise InfeasibleError(
@@ -250,8 +236,7 @@ class Context:
         return exchanged
 
     def _whole_mask(self, mask: Tensor, length: int, heads: int) -> Tensor:
-        """A mask [.., queries, keys] for all tokens and this rank's heads; ``length``: the tokens
-        of a slice; a mask may have only its keys."""
+        """A mask [.., queries, keys] of all tokens for own heads; it may have only keys."""
         rows, columns = mask.shape[-2:]
         if rows == 1 and columns == length:
             mask = self.whole(mask, mask.dim() - 1)

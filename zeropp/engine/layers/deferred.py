@@ -77,10 +77,10 @@ class WeightGradStore:
                 pending.popleft()()
 
 
+# [rows, out] with a bias, because torch would return a view of these rows, which the next layer
+# could not change in place.
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer, from [..., in] to [..., out], or to [rows, out] with a bias, because torch
-    would return a view of these rows, which the next layer could not change in place. ``early``:
-    without its product, for which a single number stands that has the output's shape."""
+    """A linear layer, [..., in] to [..., out] or [rows, out]; ``early``: a stand-in."""
 
     @staticmethod
     def forward(
@@ -124,10 +124,10 @@ class _DeferredLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+# The early node's inputs are saved before the product runs, so that where these are the last ones
+# of a recomputed block, torch's checkpoint leaves the product out.
 class _Product(torch.autograd.Function):
-    """The product of a linear layer whose ``early`` node takes its gradient. That node's inputs are
-    saved before the product runs, and where they are a recomputed block's last ones, torch's
-    ``checkpoint`` leaves the product out."""
+    """The product of an ``early`` layer; torch's ``checkpoint`` skips a last one."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -275,8 +275,7 @@ def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
 
 @cache
 def _delaying(kind: type[Any]) -> type[Any] | None:
-    """The class with which a module of class ``kind`` delays its weight gradients; None if it
-    cannot."""
+    """The class with which a ``kind`` of module delays its weight gradients; None if it cannot."""
     if issubclass(kind, DeferredLinear | DeferredConv1D):
         return kind
     if kind is nn.Linear:

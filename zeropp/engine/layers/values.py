@@ -9,8 +9,7 @@ those of its own rows, and each layer gets the ones that its ``forward`` names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 Value = Tensor | tuple[Tensor, ...]
 Tensors = Sequence[Tensor]
 Key = tuple[int, int]  # stage, microbatch
+POSITIONS = "position_ids"  # a keyword input that layers are given if they name it
 
 
 @dataclass(frozen=True)
@@ -110,31 +110,6 @@ def split_rows(
     parts = {name: cut_rows(value, microbatch_size) for name, value in keywords.items()}
     count = len(next(iter(parts.values()), ()))
     return [{name: part[index] for name, part in parts.items()} for index in range(count)]
-
-
-@contextmanager
-def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
-    """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
-    the type ``outside``."""
-
-    def to(dtype: torch.dtype, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(to(dtype, part) for part in value)
-        is_number = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_number else value
-
-    def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
-
-    hooks = (
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(lambda _, args, output: to(outside, output)),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def cast(values: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
-from zeropp.engine.parameters.whole import WholeParameters
 from zeropp.engine.ranks.collectives import (
     DataGroups,
     all_gather_single,
@@ -38,6 +38,9 @@ from zeropp.engine.ranks.collectives import (
     reduce_scatter_single,
 )
 from zeropp.engine.ranks.lanes import Lanes, Ticket
+
+if TYPE_CHECKING:
+    from zeropp.engine.parameters.whole import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ class FlatParameters:
                 for slot in layout.whole_slots()
             ]
         elif layout.spans:
+            from zeropp.engine.parameters.whole import WholeParameters
+
             assert groups.owners is not None
             self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
 
@@ -346,8 +351,7 @@ class FlatParameters:
         return buffer
 
     def _make_views(self) -> None:
-        """Make the views of the buffer that parameters are inside steps, and what they are outside
-        of them."""
+        """Make what parameters are inside steps (views of the buffer) and outside of them."""
         slots = [
             (member.slot, parameter) for member in self.members for parameter in member.parameters
         ]
@@ -412,9 +416,7 @@ class FlatParameters:
 def _reduce_scatter(
     source: Tensor, sent: Tensor, place: slice, total: Tensor, first: bool, group: dist.ProcessGroup
 ) -> None:
-    """Reduce-scatter ``source`` into ``total`` if it is the ``first``, otherwise add the result to
-    ``total``. ``place`` is this rank's part of the source. If the buffer ``sent`` is another one,
-    the source is first cast into it."""
+    """Reduce-scatter ``source``, cast into ``sent``, into ``total``, or add it to that."""
     cast = sent is not source
     if cast:
         sent.copy_(source)

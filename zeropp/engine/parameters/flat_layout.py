@@ -159,9 +159,7 @@ def lay_out(
 
 
 def _shared_out(members: Sequence[Member], ranks: int) -> list[list[Member]]:
-    """Share whole parameters out among ranks, so that all have about as many elements: the largest
-    first, each to the rank with the least. The first one's layer says with which rank to begin, so
-    that the ranks have about as much of all buffers, too."""
+    """Share whole parameters out, the largest first, each to the rank with the fewest elements."""
     lists: list[list[Member]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     first = members[0][0][0][0] if members else 0

@@ -1,2 +1,2 @@
 """How ranks meet: ``collectives`` (groups, messages), ``lanes`` (overlap), ``given_rows`` (data),
-``errors`` (one rank's error reaches all), ``cuda_settings`` and ``preflight_cuda``."""
+``errors`` (one rank's error reaches all) and ``cuda_settings``."""

@@ -193,8 +193,7 @@ class Channels:
             dist.destroy_process_group(self._made.pop())
 
     def _connect(self, source: int, target: int, device: torch.device) -> None:
-        """Send one message through a pair. NCCL connects a pair on its first use, which would block
-        ranks that first use their pairs in different orders."""
+        """Send one message through a pair, as NCCL connects on first use and waits there."""
         group = self._groups[source, target]
         probe = torch.zeros(1, device=device)
         if self._rank == source:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -68,33 +68,21 @@ def together(work: Callable[[], T]) -> T:
     return result[0]
 
 
-def agreed(steps: Generator[Mapping[str, str], None, T]) -> T:
-    """What ``steps`` returns on this rank, once all ranks have run theirs and met once.
+def agree(work: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
+    """What ``work`` gives on this rank, once it has succeeded on all ranks and what it describes
+    beside it, by field, is the same on all of them. All ranks must call it.
 
-    ``steps`` looks at what this rank was given, without collectives, and yields descriptions by
-    field, which must be equal on all ranks. Every rank raises for what comes first in it: an error
-    before a description as in ``together``, and InfeasibleError, with the field's name, for a
+    Raises what ``together`` raises, and InfeasibleError, with the field's name, on every rank for a
     description that differs.
     """
-    own: list[Mapping[str, str]] = []
-
-    def run() -> T:
-        while True:
-            try:
-                own.append(next(steps))
-            except StopIteration as end:
-                value: T = end.value
-                return value
-
-    result, failure = _attempt(run)
-    ranks = gathered((own, _report(failure)))
-    for place in range(1 + max(len(descriptions) for descriptions, _ in ranks)):
-        reports = [report if len(before) == place else _report(None) for before, report in ranks]
-        if any(summary for _, summary in reports):
-            _raise_everywhere(failure if len(own) == place else None, reports)
-        if all(len(descriptions) > place for descriptions, _ in ranks):
-            _compare([descriptions[place] for descriptions, _ in ranks])
-    return result[0]
+    result, failure = _attempt(work)
+    reports, descriptions = zip(
+        *gathered((_report(failure), result[0][1] if result else {})), strict=True
+    )
+    if any(summary for _, summary in reports):
+        _raise_everywhere(failure, reports)
+    _compare(descriptions)
+    return result[0][0]
 
 
 def _compare(fields: Sequence[Mapping[str, str]]) -> None:
@@ -247,7 +235,6 @@ def _raise_everywhere(error: Exception | None, reports: Sequence[tuple[str, str]
 
 
 def _control_device() -> torch.device:
-    """The device for small collectives of the default group: the CPU if its backend accepts CPU
-    tensors, otherwise this process's CUDA device."""
+    """The device for small collectives: the CPU if its backend takes CPU tensors, else CUDA."""
     devices = {entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")}
     return torch.device("cpu" if "cpu" in devices else "cuda")

@@ -77,8 +77,7 @@ class _StreamLane:
 
 
 class _ThreadTicket:
-    """As that of a stream; its ``wait`` lets the calling thread wait, and raises what the work has
-    raised."""
+    """As that of a stream; ``wait`` blocks the thread, and raises what the work has raised."""
 
     def __init__(self, work: Work, after: Sequence[Ticket]) -> None:
         self._work, self._after = work, after

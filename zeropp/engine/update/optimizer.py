@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from zeropp.engine.parameters.flat import FlatParameters
-from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of, square_norm
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.parameters.tied import TiedWeights
 
 
 @dataclass
@@ -244,8 +246,7 @@ class ParameterUpdate:
             flat.scale_gradients(factor)
 
     def _gradients(self) -> Iterator[tuple[Tensor, float]]:
-        """The gradients of what this rank updates, each with the number of ranks that have the
-        same. Of tied weights one copy counts."""
+        """The gradients of what this rank updates, and how many ranks have the same."""
         copies = 1 if self.layout.replicate_zero else self.layout.replicate
         for flat in self.flats:
             for shard in flat.owned if self.tied is None or flat is not self.tied.copy else ():

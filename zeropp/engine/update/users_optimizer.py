@@ -90,9 +90,7 @@ def try_optimizer(
 def _alike(
     asked: OptimizerConfig | MakeOptimizer, shapes: Shapes, device: torch.device
 ) -> dict[str, bool]:
-    """Of the groups whose tensors are given the same settings, whatever their shapes: whether the
-    optimizer is one of torch's that work element by element, without hooks. Raises InfeasibleError
-    where settings depend on a tensor's place among the others, since ranks have parts of them."""
+    """Of groups with the same settings for any shape: is the optimizer known to be element-wise?"""
 
     def settings(order: int) -> dict[str, list[tuple[bool, str]]]:
         def made(where: torch.device) -> tuple[Groups, optim.Optimizer]:
@@ -153,8 +151,7 @@ def _check_alone(
 def _steps(
     asked: OptimizerConfig | MakeOptimizer, shapes: Shapes, device: torch.device
 ) -> tuple[optim.Optimizer, Groups]:
-    """An optimizer of tensors of these shapes, by group, after two steps. The numbers of a group
-    are the same in any shapes."""
+    """An optimizer of tensors of these shapes, by group, after two steps; numbers do not vary."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parts in shapes.items():
         generator, sizes = torch.Generator().manual_seed(0), [prod(shape) for shape in parts]
@@ -180,8 +177,7 @@ def _works_cut(
     tensors: Sequence[Tensor],
     device: torch.device,
 ) -> bool:
-    """Whether flat halves of a group's ``few`` tensors are updated like the tensors, and can be cut
-    elsewhere: the optimizer keeps one number per element of a half, or one for all."""
+    """Whether flat halves of a group's tensors are updated like the tensors, and may be cut."""
     halves = [((prod(shape) + more) // 2,) for shape in few[name] for more in (0, 1)]
     try:
         optimizer, groups = _steps(asked, {**few, name: halves}, device)
@@ -217,8 +213,7 @@ def _check_beside(optimizer: optim.Optimizer, kind: str) -> None:
 
 
 def _state_bytes(optimizer: optim.Optimizer, tensor: nn.Parameter, kind: str) -> float:
-    """Bytes that an optimizer keeps of each element of a tensor; raises InfeasibleError for what no
-    checkpoint could hold."""
+    """Bytes kept of each element of a tensor; refuses what no checkpoint could hold."""
     values = optimizer.state.get(tensor, {})
     for name, value in values.items():
         if not (value is None or isinstance(value, bool | int | float | Tensor)):

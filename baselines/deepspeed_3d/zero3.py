@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from baselines.deepspeed_3d.contender import programs
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D, RECOMPUTE, check_types
 from zeropp.choose.contender import Contender
-from zeropp.choose.planner import (
-    check_context,
-    one_order,
-    recomputed_blocks,
-    resolve_degrees,
-)
+from zeropp.choose.planner import check_context, recomputed_blocks, resolve_degrees
 from zeropp.choose.space import (
     SearchPoint,
     Space,
@@ -29,7 +24,7 @@ from zeropp.price.programs import program_named
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
-from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, Recompute, WireType, if_auto
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, WireType, if_auto
 
 ALL = 10**12  # more elements than any model of the suite has
 
@@ -73,13 +68,7 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
     check_context(task.shape, layout)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
-    for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
-        if task.precision == "fp32" and kind == "bf16":
-            raise InfeasibleError(
-                f"contender.{name}=bf16: gradients of fp32 parameters are added and sent in fp32 "
-                "(use fp32, or precision=bf16)",
-                "bf16 gradients need bf16",
-            )
+    check_types(task.precision, sums=sums, sent=sent)
     near = if_auto(knobs.zero_hpz_partition_size, 1)
     if near > 1 and (near >= layout.shards or layout.shards % near):
         raise InfeasibleError(
@@ -127,7 +116,6 @@ def _program(knobs: Zero3Knobs, task: Task, sums: WireType) -> str:
     return "+".join(("deepspeed_zero3", *(f"{name}={value}" for name, value in chosen.items())))
 
 
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _BUCKETS = (1_000_000, 50_000_000, 200_000_000, 500_000_000)
 _PREFETCHES = (50_000_000, 500_000_000)
 
@@ -141,7 +129,7 @@ def families(point: SearchPoint[Zero3Knobs]) -> Iterator[Zero3Knobs]:
     known = (1, node) if shards > node > 1 and shards % node == 0 else (1,)
     copies = choices(asked.zero_hpz_partition_size, known)
     recomputed = recompute_choices(
-        asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
+        asked.recompute, asked.recompute_blocks, RECOMPUTE, point.task.shape.layers
     )
     for kept, live, near, (alone, together), bucket, sums, sent, (recompute, blocks) in product(
         choices(asked.param_persistence_threshold, (0, 100_000, ALL)),
@@ -185,26 +173,18 @@ def _gathers(asked: Zero3Knobs) -> list[tuple[bool, int]]:
     ]
 
 
-DEEPSPEED_ZERO3 = Contender(
+DEEPSPEED_ZERO3: Contender[Any] = replace(
+    cast("Any", DEEPSPEED_3D),
     name="deepspeed_zero3",
     label="DeepSpeed ZeRO-3",
     knobs=Zero3Knobs,
     size=size,
-    orders=one_order(programs),
     space=Space(
         families=families, members=one_member, pipelines=(1, 1), shards=(2, 0), contexts=True
     ),
-    gradient_types=("grad_accum_dtype", "reduce_dtype"),
-    trainer="baselines.deepspeed_zero3.trainer:Zero3Trainer",
     # Blocks that are compiled one by one under ZeRO-3's hooks have other gradients than one process
     # (torch 2.13).
     runs_with={"context": 1, "compile": False},
-    late_imports=(
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.comm.mori",
-        "deepspeed.module_inject.auto_ep_layer",
-        "distutils.ccompiler",
-    ),
     unrecorded="gathers and reductions",
-    emulation="baselines.deepspeed_3d.emulated:stand_ins",
+    filler="",
 )

@@ -1,13 +1,12 @@
 """Measures what the engine costs on one device beside a plain loop, and writes it as JSON.
 
-``one_rank``: a step of ZeroPP over a plain loop on the same layers. ``split_backward``: B + W over
-a full backward of one block, with the weight-gradient store and with a split of the autograd graph.
-All ways of a size run in turn, so that other work on the machine slows all alike.
+A step of ZeroPP over one of a plain loop on the same layers. Both run in turn, so that other work
+on the machine slows both alike.
 
 ``scripts/gpu/run.sh`` runs it on a GPU. The committed record of CPUs, which also has FSDP2 on
 two ranks, was made by the program of 09d4f5b9.
 
-    python -m benchmarks.evidence.engine_overhead --out overhead.json
+    PYTHONPATH=. python scripts/gpu/overhead.py --out overhead.json
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from torch import Tensor, nn
 
 import zeropp
 from baselines.model import build_piece, cross_entropy
-from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
 from benchmarks.specification.command import CommandParser, command
-from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
@@ -75,9 +72,8 @@ SIZES: tuple[Size, ...] = (
     Size("small", 256, 64, 4),
     Size("mid", 512, 128, 1),
 )
-BLOCK = Size("block", 1024, 256, 1)
 if DEVICE.type == "cuda":  # where the host needs longer than kernels of such sizes
-    SIZES, BLOCK = (Size("wide", 4096, 2048, 1),), Size("block", 4096, 2048, 1)
+    SIZES = (Size("wide", 4096, 2048, 1),)
 
 
 def timed(step: Callable[[], object]) -> tuple[float, float]:
@@ -143,55 +139,13 @@ def one_rank(size: Size) -> dict[str, Any]:
     return row
 
 
-Backward = Callable[[Tensor, Tensor], None]
-
-
-def split_backward() -> dict[str, Any]:
-    """The ratios of a split backward to a full one, for one transformer block."""
-    size = BLOCK
-    plain, split = (build_piece(size.shape, 1, 0, DEVICE) for _ in range(2))
-    store = WeightGradStore()
-    defer_weight_grads([split], store)
-    x = torch.randn(1, size.seq, size.hidden, device=DEVICE)
-    gradient = torch.randn_like(x)
-
-    def full(_: Tensor, output: Tensor) -> None:
-        output.backward(gradient)  # type: ignore[no-untyped-call]
-
-    def by_graph(source: Tensor, output: Tensor) -> None:
-        _, groups = stage_backward_input([output], [gradient], [source], plain.parameters())
-        stage_backward_weight(plain.parameters(), groups)
-
-    def by_store(_: Tensor, output: Tensor) -> None:
-        store.begin(0)
-        output.backward(gradient)  # type: ignore[no-untyped-call]
-        store.end()
-        store.run(0)
-
-    def backward_s(block: nn.Module, way: Backward) -> float:
-        source = x.clone().requires_grad_()
-        output = block(source)
-        return timed(lambda: way(source, output))[0]
-
-    ways: list[tuple[nn.Module, Backward]] = [(plain, full), (plain, by_graph), (split, by_store)]
-    rows = [[backward_s(block, way) for block, way in ways] for _ in range(WARMUP + REPEATS)]
-    rows = rows[WARMUP:]
-    return {
-        "hidden": size.hidden,
-        "seq": size.seq,
-        "full_s": statistics.median(row[0] for row in rows),
-        "graph_over_full": quartiles([row[1] / row[0] for row in rows]),
-        "store_over_full": quartiles([row[2] / row[0] for row in rows]),
-    }
-
-
 @command
 def main() -> int:
     """Measure and write; see ``--help``."""
     parser = CommandParser(
         description="Measure what the engine costs over a plain loop on one device, a GPU if there "
         "is one; ratios are printed and written as JSON.",
-        epilog="example: python -m benchmarks.evidence.engine_overhead --out /tmp/overhead.json",
+        epilog="example: python scripts/gpu/overhead.py --out /tmp/overhead.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
     out = parser.parse_args().out
@@ -207,7 +161,6 @@ def main() -> int:
         "threads": 1,
         "sizes": [asdict(size) for size in SIZES],
         "one_rank": [one_rank(size) for size in SIZES],
-        "split_backward": [split_backward()],
     }
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
