@@ -22,15 +22,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
 
-from baselines.torch_pp.private_names import PlannedStage
 from baselines.torch_pp.trainer import TorchPipelineTrainer
 from tests.gloo.cases import CPU, SEED, local_batch, request
 from tests.gloo.world import World, on_ranks
 from tests.streams.cases import CASES, CONTROLS, FAULTS, Case, Found, built, run_case, watch_case
+from tests.streams.torch_orders import torch_schedule
 from tests.unit.device_orders import check, logs_of, one_group
 from zeropp import emulate
 from zeropp.emulate import emulation, watch
@@ -665,35 +664,12 @@ def test_torchs_pipelines_over_fsdp2_are_clean(schedule: str, world: World) -> N
     assert found == [("no race, no hang", ())] * 4
 
 
-def torch_schedule(name: str, ranks: int) -> Schedule:
-    """Torch's order with torch's own transfers and gathers."""
-    count = 2 * ranks
-    on_a_v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    held = (0, count - 1) if on_a_v else range(0, count, ranks)
-    stages = [PlannedStage(index, count, ranks) for index in held]
-    source = getattr(torch_schedules, name)(stages, 2 * ranks, loss_fn=lambda *_: None)
-    programs = tuple(
-        tuple(
-            parse_action(str(part))
-            for cell in source.pipeline_order_with_comms[rank]
-            for part in cell.sub_actions or (cell,)
-        )
-        for rank in range(ranks)
-    )
-    stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
-    return Schedule(
-        name=name,
-        num_microbatches=2 * ranks,
-        unit=2 * ranks,
-        stage_rank=stage_rank,
-        programs=programs,
-    )
-
-
 PEERS = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_pipelines_end(name: str, ranks: int) -> None:
-    check(logs_of(torch_schedule(f"Schedule{name}", ranks), one_group), waits_of=ranks)
+    check(
+        logs_of(torch_schedule(f"Schedule{name}", ranks, 2, 2 * ranks), one_group), waits_of=ranks
+    )
