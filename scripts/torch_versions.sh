@@ -22,12 +22,12 @@ tests_of_torch=(
     tests/gloo/test_engine_memory.py
     tests/gloo/test_errors_on_one_rank.py
     tests/gloo/test_optimizers.py
-    tests/gloo/test_lone_rank.py
+    tests/gloo/test_cuda_settings.py
     tests/streams
 )
 tests_of_a_minute=(
     tests/gloo/test_private_names.py
-    tests/gloo/test_lone_rank.py::test_a_lone_rank_reads_nothing_that_was_never_written
+    tests/gloo/test_cuda_settings.py::test_a_lone_rank_reads_nothing_that_was_never_written
     tests/gloo/test_engine.py::test_torch_runs_our_program_to_the_same_gradients
 )
 tests_of_megatron=(

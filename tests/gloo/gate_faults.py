@@ -11,6 +11,7 @@ import math
 import os
 import pkgutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -47,10 +48,7 @@ from tests.gloo.subtle_faults import (
     SUBTLE_FAULTS,
     SUBTLE_LATER,
     SUBTLE_OPTIMIZER_FAULTS,
-    Edit,
     Fault,
-    Feed,
-    Hook,
     Place,
     Prepare,
     beside_steps,
@@ -329,49 +327,40 @@ def _kept_groups() -> Iterator[None]:
 def _idle(where: Callable[[Place, int], bool]) -> Fault:
     """The optimizer changes nothing on some ranks, or in some steps."""
 
-    def edit(place: Place) -> Edit:
-        def apply(gradients: list[Tensor], step: int) -> None:
-            for gradient in gradients:
-                gradient.mul_(0.0 if where(place, step) else 1.0)
-
-        return apply
+    def edit(place: Place, gradients: list[Tensor], step: int) -> None:
+        for gradient in gradients:
+            gradient.mul_(0.0 if where(place, step) else 1.0)
 
     return editing(edit)
 
 
-def _not_zeroed(place: Place) -> Edit:
-    before: list[Tensor] = []
-
-    def apply(gradients: list[Tensor], step: int) -> None:
-        for gradient, old in zip(gradients, before, strict=False):
-            gradient.add_(old)
-        before[:] = [gradient.clone() for gradient in gradients]
-
-    return apply
+_BEFORE: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
-def _swapped_targets(place: Place) -> Feed:
+def _not_zeroed(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    """Gradients are added to those of the step before."""
+    gradients = gradients_of(optimizer)
+    for gradient, old in zip(gradients, _BEFORE.get(optimizer, ()), strict=False):
+        gradient.add_(old)
+    _BEFORE[optimizer] = [gradient.clone() for gradient in gradients]
+
+
+def _swapped_targets(place: Place, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The first two microbatches of the first data-parallel rank have each other's targets."""
     size = place.plan.microbatch_size
-
-    def swap(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        first, second, *rest = torch.split(targets, size)
-        pair = (second, first) if place.dp_index == 0 else (first, second)
-        return inputs, torch.cat((*pair, *rest))
-
-    return swap
+    first, second, *rest = torch.split(targets, size)
+    pair = (second, first) if place.dp_index == 0 else (first, second)
+    return inputs, torch.cat((*pair, *rest))
 
 
-def _replica_left_out(place: Place) -> Feed:
+def _replica_left_out(place: Place, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The second data-parallel rank repeats its first microbatch and leaves out the others."""
     size, count = place.plan.microbatch_size, place.plan.num_microbatches
-
-    def repeat(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if place.dp_index != 1:
-            return inputs, targets
-        return inputs[:size].repeat(count, 1), targets[:size].repeat(count, 1)
-
-    return repeat
+    if place.dp_index != 1:
+        return inputs, targets
+    return inputs[:size].repeat(count, 1), targets[:size].repeat(count, 1)
 
 
 def _scaled_norm_weight(factor: float) -> Fault:
@@ -436,39 +425,33 @@ def _other_masks(place: Place, original: Callable[..., None]) -> Callable[..., N
     return shifted
 
 
-def _one_step_ahead(place: Place, asked: OptimizerConfig) -> Hook:
+def _one_step_ahead(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """From the second step on, Adam's bias correction is that of the step after."""
-
-    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == 2:
-            for state in optimizer.state.values():
-                state["step"] = state["step"] + 1
-
-    return hook
+    if step == 2:
+        for state in optimizer.state.values():
+            state["step"] = state["step"] + 1
 
 
-def _clipped_per_rank(place: Place, asked: OptimizerConfig) -> Hook:
+def _clipped_per_rank(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """Every rank clips to the norm of the gradients that it holds."""
-
-    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        held = gradients_of(optimizer)
-        norm = math.sqrt(sum(float(each.double().square().sum()) for each in held))
-        for gradient in held:
-            gradient.mul_(asked.clip_norm / norm)
-
-    return hook
+    held = gradients_of(optimizer)
+    norm = math.sqrt(sum(float(each.double().square().sum()) for each in held))
+    for gradient in held:
+        gradient.mul_(asked.clip_norm / norm)
 
 
-def _small_ones_keep(place: Place, asked: OptimizerConfig) -> Hook:
+def _small_ones_keep(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """A twentieth of this rank's elements, as many as norms and biases are, have no weight
     decay."""
-
-    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        held = [local(parameter.detach()) for parameter in parameters_of(optimizer)]
-        for piece in pieces(held, 0.5, 0.55):
-            piece.div_(1 - asked.lr * asked.weight_decay)
-
-    return hook
+    held = [local(parameter.detach()) for parameter in parameters_of(optimizer)]
+    for piece in pieces(held, 0.5, 0.55):
+        piece.div_(1 - asked.lr * asked.weight_decay)
 
 
 OPTIMIZER_FAULTS: dict[str, Fault] = {
@@ -506,7 +489,7 @@ FAULTS: dict[str, Fault] = {
     "a norm's gradient doubled": _scaled_norm_weight(2.0),
     "a norm's gradient times 1.05": _scaled_norm_weight(1.05),
     "the optimizer idle from step 2": _idle(lambda place, step: step > 1),
-    "gradients not zeroed": editing(_not_zeroed),
+    "gradients not zeroed": beside_steps(_not_zeroed),
     "targets of two microbatches swapped": feeding(_swapped_targets),
     "input gradients of two microbatches mixed": _swapped_input_gradients,
     "one data-parallel rank never updated": _idle(lambda place, step: place.dp_index == 1),

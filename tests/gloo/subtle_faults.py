@@ -46,9 +46,10 @@ class Place:
 
 Prepare = Callable[[Any], Any]  # a trainer, made faulty
 Fault = Callable[[Place], AbstractContextManager[Prepare]]
-Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
-Hook = Callable[[torch.optim.Optimizer, int], None]  # beside a step, which is counted from 1
-Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # inputs, targets
+Edit = Callable[[Place, list[Tensor], int], None]  # gradients about to be applied, step from 1
+# Beside a step, which is counted from 1.
+Hook = Callable[[Place, OptimizerConfig, torch.optim.Optimizer, int], None]
+Feed = Callable[[Place, Tensor, Tensor], tuple[Tensor, Tensor]]  # inputs, targets
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -97,17 +98,15 @@ def with_settings(**changes: Callable[[OptimizerConfig], float]) -> Fault:
     return _building(make)
 
 
-def beside_steps(
-    hook_of: Callable[[Place, OptimizerConfig], Hook], *, after: bool = False
-) -> Fault:
+def beside_steps(hook: Hook, *, after: bool = False) -> Fault:
     """Something is done to the optimizer of this rank right before, or after, each of its steps."""
 
     def make(place: Place, asked: OptimizerConfig, parameters: Any) -> torch.optim.Optimizer:
-        optimizer, steps, hook = build_optimizer(parameters, asked), [0], hook_of(place, asked)
+        optimizer, steps = build_optimizer(parameters, asked), [0]
 
         def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             steps[0] += 1
-            hook(optimizer, steps[0])
+            hook(place, asked, optimizer, steps[0])
 
         if after:
             optimizer.register_step_post_hook(run)
@@ -118,24 +117,21 @@ def beside_steps(
     return _building(make)
 
 
-def editing(edit: Callable[[Place], Edit]) -> Fault:
+def editing(edit: Edit) -> Fault:
     """Edit this rank's gradients right before its optimizer applies them."""
-
-    def hook_of(place: Place, asked: OptimizerConfig) -> Hook:
-        apply = edit(place)
-        return lambda optimizer, step: apply(gradients_of(optimizer), step)
-
-    return beside_steps(hook_of)
+    return beside_steps(
+        lambda place, _, optimizer, step: edit(place, gradients_of(optimizer), step)
+    )
 
 
 def scaled_part(begin: float, end: float, factor: float) -> Fault:
     """Scale a part of the gradients: from ``begin`` to ``end`` of all elements on this rank."""
 
-    def apply(gradients: list[Tensor], step: int) -> None:
+    def apply(place: Place, gradients: list[Tensor], step: int) -> None:
         for piece in pieces(gradients, begin, end):
             piece *= factor
 
-    return editing(lambda place: apply)
+    return editing(apply)
 
 
 def pieces(tensors: list[Tensor], begin: float, end: float) -> Iterator[Tensor]:
@@ -161,12 +157,12 @@ def prepared(change: Callable[[Place, Any], None]) -> Fault:
     return fault
 
 
-def feeding(make: Callable[[Place], Feed]) -> Fault:
+def feeding(feed: Feed) -> Fault:
     """What a rank is given is changed."""
 
     def change(place: Place, trainer: Any) -> None:
-        step, feed = trainer.step, make(place)
-        trainer.step = lambda inputs, targets: step(*feed(inputs, targets))
+        step = trainer.step
+        trainer.step = lambda inputs, targets: step(*feed(place, inputs, targets))
 
     return prepared(change)
 
@@ -197,7 +193,7 @@ def _rounded(tensor: Tensor) -> None:
 
 def _after_steps(act: Callable[[torch.optim.Optimizer], None]) -> Fault:
     """Something is done to a bf16 run's optimizer right after each of its steps."""
-    return _in_bf16(beside_steps(lambda *_: lambda optimizer, step: act(optimizer), after=True))
+    return _in_bf16(beside_steps(lambda _, asked, optimizer, step: act(optimizer), after=True))
 
 
 @torch.no_grad()
@@ -215,7 +211,7 @@ def _narrow_moments(*names: str) -> Callable[[torch.optim.Optimizer], None]:
     return act
 
 
-def _narrow_gradients(gradients: list[Tensor], step: int) -> None:
+def _narrow_gradients(place: Place, gradients: list[Tensor], step: int) -> None:
     for gradient in gradients:
         _rounded(gradient)
 
@@ -317,59 +313,43 @@ def _scaled_loss(factor: float) -> Fault:
     return patched(F, "cross_entropy", make)
 
 
-def _token(place: Place) -> Feed:
-    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = inputs.clone()
-        inputs[0, 0] = (inputs[0, 0] + (place.dp_index == 0)) % place.plan.shape.vocab
-        return inputs, targets
-
-    return change
+def _token(place: Place, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    inputs = inputs.clone()
+    inputs[0, 0] = (inputs[0, 0] + (place.dp_index == 0)) % place.plan.shape.vocab
+    return inputs, targets
 
 
-def _target(place: Place) -> Feed:
-    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        targets = targets.clone()
-        targets[-1] = targets[-1].roll(1) if place.dp_index == 0 else targets[-1]
-        return inputs, targets
-
-    return change
+def _target(place: Place, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    targets = targets.clone()
+    targets[-1] = targets[-1].roll(1) if place.dp_index == 0 else targets[-1]
+    return inputs, targets
 
 
-def _dropped(place: Place) -> Feed:
+def _dropped(place: Place, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The last microbatch is that before it again."""
     size = place.plan.microbatch_size
-
-    def change(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        pair = (torch.cat([x[:-size], x[-2 * size : -size]]) for x in (inputs, targets))
-        return next(pair), next(pair)
-
-    return change
+    pair = (torch.cat([x[:-size], x[-2 * size : -size]]) for x in (inputs, targets))
+    return next(pair), next(pair)
 
 
-def _coupled_decay(place: Place, asked: OptimizerConfig) -> Hook:
+def _coupled_decay(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """Weight decay is added to the gradient, as in Adam's first form (L2)."""
-
-    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.0
-        for parameter, gradient in zip(
-            parameters_of(optimizer), gradients_of(optimizer), strict=True
-        ):
-            gradient.add_(local(parameter.detach()), alpha=asked.weight_decay)
-
-    return hook
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    for parameter, gradient in zip(parameters_of(optimizer), gradients_of(optimizer), strict=True):
+        gradient.add_(local(parameter.detach()), alpha=asked.weight_decay)
 
 
-def _without_second_correction(place: Place, asked: OptimizerConfig) -> Hook:
+def _without_second_correction(
+    place: Place, asked: OptimizerConfig, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """The second moment is not corrected for its bias."""
-
-    def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
-        root = (1 - asked.beta2**step) ** 0.5
-        for group in optimizer.param_groups:
-            group["eps"], group["lr"] = asked.eps / root, asked.lr / root
-            group["weight_decay"] = asked.weight_decay * root
-
-    return hook
+    root = (1 - asked.beta2**step) ** 0.5
+    for group in optimizer.param_groups:
+        group["eps"], group["lr"] = asked.eps / root, asked.lr / root
+        group["weight_decay"] = asked.weight_decay * root
 
 
 SUBTLE_OPTIMIZER_FAULTS: dict[str, Fault] = {
@@ -390,7 +370,7 @@ SUBTLE_FAULTS: dict[str, Fault] = {
     "the last tenth of the gradients 3 % too large": scaled_part(0.9, 1.0, 1.03),
     "a hundredth of the gradients halved": scaled_part(0.5, 0.51, 0.5),
     "a thousandth of the parameters never updated": scaled_part(0.5, 0.501, 0.0),
-    "gradients in bf16": _in_bf16(editing(lambda place: _narrow_gradients)),
+    "gradients in bf16": _in_bf16(editing(_narrow_gradients)),
     "sums in bf16": _in_bf16(_narrow_sums),
     "reductions sent in bf16": _in_bf16(patched(sharding, "Types", _narrow_wire)),
     "masters in bf16": _after_steps(_narrow_masters),

@@ -4,7 +4,7 @@ Durations are those of the operators that the walk over the layers has recorded,
 torch's cross-entropy over the last layer's outputs. Every operator has the price that it has in the
 suite's models (``zeropp.price.kernels``), whose operators are known by the model's shape. On these
 models the prices of stages agree to 2 %, except a stage of the embedding alone
-(``tests/gloo/test_layer_prices.py``). Communication has the formulas of the suite's plans.
+(``tests/gloo/test_engine_memory.py``). Communication has the formulas of the suite's plans.
 
 A stage keeps of a microbatch what autograd keeps of its layers, until its weight gradients are
 made; recomputed layers keep their inputs alone. Selective recomputation counts like none, which
