@@ -12,7 +12,7 @@ it slow, and what would be better. Every number is simulated.
         --measured "5120tokens/s/GPU num_gpus=64" --tokens 1e12
 
 A file is a torchtitan TOML, a script or a log of Megatron-LM, the YAML of Megatron-LM's tests or of
-Megatron-Bridge, or a config.json, alone or with DeepSpeed's JSON;
+Megatron-Bridge, or a config.json, alone or with DeepSpeed's JSON or Accelerate's YAML;
 MODULE:FUNCTION, such as llama3:llama3_8b, is one of torchtitan 0.3's configurations. Behind --
 stand the arguments of a script, of torchtitan, or of Megatron-LM where there is no file.
 

@@ -83,11 +83,7 @@ def arguments_of_script(
             f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
             "behind the backslash of the line before it?)"
         )
-    started = [
-        (words, behind)
-        for words in (*launches, *alone)
-        if (behind := arguments_of(words[_program(words) + 1 :]))
-    ]
+    started = [(words, behind) for words in (*launches, *alone) if (behind := _behind(words))]
     of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
     if not started:
         raise SpecError(
@@ -115,6 +111,10 @@ def arguments_of_script(
 def _program(words: Sequence[str]) -> int:
     """The place of the Python file in the words of a command, -1 if there is none."""
     return next((place for place, word in enumerate(words) if word.endswith(".py")), -1)
+
+
+def _behind(words: Sequence[str]) -> Arguments:
+    return arguments_of(words[_program(words) + 1 :])
 
 
 def _expanded(

@@ -1,5 +1,5 @@
 """Reads a Hugging Face ``config.json``, which has the sizes of a model and nothing of how it is
-trained, and DeepSpeed's JSON, which stands beside it.
+trained, and the files that stand beside it: DeepSpeed's JSON and Accelerate's YAML.
 """
 
 from __future__ import annotations
@@ -120,6 +120,24 @@ _DEEPSPEED_HARMLESS = (
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
+_DEGREES = "parallelism_config.parallelism_config_"
+_ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
+    "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
+    "fsdp_config.fsdp_auto_wrap_policy": (
+        "TRANSFORMER_BASED_WRAP",
+        "priced with a unit per block",
+    ),
+    "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "downcast_bf16": ("no", "parameters in another type"),
+}
+_ACCELERATE_HARMLESS = (
+    f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
+    *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
+    *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
+    *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
+)
 
 
 def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -> Reading:
@@ -160,11 +178,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     if keys.number("pipeline.activation_checkpoint_interval", 0):
         reading.knobs["recompute"] = "full"
     else:
-        reading.knobs["recompute"] = "none"
-        reading.derived.append(
-            "recomputation: the file does not say it, priced without (give "
-            "contender.recompute=full)"
-        )
+        _without_recomputation(reading)
     size, batch = keys.number("train_micro_batch_size_per_gpu"), keys.number("train_batch_size")
     steps = keys.number("gradient_accumulation_steps", 1) or 1
     if size is not None and batch is None:
@@ -176,3 +190,64 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     reading.settings["precision"] = own
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
+
+
+def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
+    """What Accelerate's YAML for FSDP says of a ``model`` that was read before; raises SpecError,
+    in one line, for what has no price."""
+    keys = Keys(flat(tree))
+    if (kind := keys.take("distributed_type")) != "FSDP":
+        raise SpecError(
+            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, or "
+            "Megatron-LM's arguments after --)"
+        )
+    strategies = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+    strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
+    strategy = strategies.get(strategy, strategy)
+    again = keys.take("fsdp_config.fsdp_reshard_after_forward", True)
+    if strategy not in ("FULL_SHARD", "HYBRID_SHARD") or again in (False, "SHARD_GRAD_OP"):
+        raise SpecError(
+            f"fsdp_sharding_strategy={strategy}, fsdp_reshard_after_forward={again}: no price "
+            "(there is one for FULL_SHARD and HYBRID_SHARD, which gather again in the backward)"
+        )
+    if keys.take("fsdp_config.fsdp_version", 1) == 1:
+        model.named.append("fsdp_version=1: priced as FSDP2")
+    machines = keys.number("num_machines", 1) or 1
+    gpus = keys.number("num_processes", num_gpus)
+    if not (gpus := num_gpus or gpus):
+        raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
+    own, tp, cp = (
+        keys.number(f"{_DEGREES}{name}_size", 1) or 1 for name in ("dp_replicate", "tp", "cp")
+    )
+    if tp > 1:
+        raise SpecError(
+            f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "
+            f"contender=torchtitan contender.tp={tp} with the config.json alone)"
+        )
+    replicate = machines if strategy == "HYBRID_SHARD" else own
+    model.contender, model.free = "fsdp", "shard"
+    shard = share_of_ranks(gpus, {"replicate": replicate, "cp": cp})
+    model.knobs = {"shard": shard, "replicate": replicate}
+    model.slice_sequences(f"{_DEGREES}cp_size", cp)
+    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    model.traits["eager"] = model.code  # where it is not compiled
+    if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
+        model.knobs["recompute"] = "full"
+    else:
+        _without_recomputation(model)
+    if (precision := str(keys.take("mixed_precision", "no"))) == "no":
+        model.derived.append(
+            "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
+        )
+    model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
+    if precision == "fp8":
+        model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
+    keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
+    return model
+
+
+def _without_recomputation(reading: Reading) -> None:
+    reading.knobs["recompute"] = "none"
+    reading.derived.append(
+        "recomputation: the file does not say it, priced without (give contender.recompute=full)"
+    )

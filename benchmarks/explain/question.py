@@ -72,8 +72,9 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         reading = _read_pair([Path(file) for file in files], num_gpus)
     else:
         raise SpecError(
-            "give one file, DeepSpeed's with the model's config.json, or Megatron-LM's arguments "
-            "after --, where MODULE:FUNCTION of torchtitan has its own (see --help)"
+            "give one file, DeepSpeed's or Accelerate's file with the model's config.json, or "
+            "Megatron-LM's arguments after --, where MODULE:FUNCTION of torchtitan has its own "
+            "(see --help)"
         )
     return _question(reading, given)
 
@@ -134,16 +135,19 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
 
 def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
     tree = _tree(path, text)
+    if "distributed_type" in tree:
+        raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
     if named := {"base_model", "model_name_or_path"} & set(tree):
         raise SpecError(
             f"{path}: a file of axolotl or LLaMA-Factory names its model alone ({named.pop()}): "
-            "give the model's config.json with DeepSpeed's JSON, or with contender=fsdp"
+            "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
+            "contender=fsdp"
         )
     if not all(isinstance(tree.get(key), dict) for key in ("model", "train")):
         raise SpecError(
-            f"{path}: not a YAML file of Megatron-Bridge (model, train) or of Megatron-LM's tests "
-            "(MODEL_ARGS); of Accelerate, GPT-NeoX, nanotron and NeMo, give the model's "
-            "config.json, or Megatron-LM's arguments after --"
+            f"{path}: not a YAML file of Megatron-Bridge (model, train), of Megatron-LM's tests "
+            "(MODEL_ARGS) or of Accelerate (distributed_type); of GPT-NeoX, nanotron and NeMo, "
+            "give the model's config.json, or Megatron-LM's arguments after --"
         )
     return megatron.read_bridge(tree, num_gpus)
 
@@ -155,12 +159,11 @@ def _read_pair(paths: list[Path], num_gpus: int | None) -> Reading:
         zip(paths, trees, strict=True), key=lambda pair: "model_type" not in pair[1]
     )
     model = huggingface.read(config, num_gpus)
-    if not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
-        raise SpecError(
-            f"{trainer}: beside a config.json, must be of DeepSpeed (of Accelerate, give the "
-            "config.json alone, with contender=fsdp)"
-        )
-    return huggingface.deepspeed(tree, model, num_gpus)
+    if "distributed_type" in tree:
+        return huggingface.accelerate(tree, model, num_gpus)
+    if {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"} & set(tree):
+        return huggingface.deepspeed(tree, model, num_gpus)
+    raise SpecError(f"{trainer}: beside a config.json, must be of DeepSpeed or of Accelerate")
 
 
 def _record(values: Mapping[str, Any]) -> Reading | None:

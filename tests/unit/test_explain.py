@@ -365,6 +365,16 @@ def test_what_bash_could_not_follow_is_named() -> None:
 
 DEEPSPEED = """{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,
   "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "made_up": 1}"""
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD, fsdp_version: 2, made_up: 1}
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
+  parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2, made_up: null}
+"""
 
 
 def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
@@ -377,22 +387,26 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
 
 
 @pytest.mark.parametrize(
-    ("text", "contender", "degrees"),
+    ("name", "text", "contender", "degrees", "batch"),
     [
-        (DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}),
-        (DEEPSPEED.replace(': 2}', ': 3, "stage3_prefetch_bucket_size": 15e6}'),
-         "deepspeed_zero3", {"shard": 16, "prefetch_bucket_size": 15_000_000}),
-        (DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}),
+        ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 3, "stage3_prefetch_bucket_size": 15e6}'),
+         "deepspeed_zero3", {"shard": 16, "prefetch_bucket_size": 15_000_000}, 64),
+        ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
+        ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),
     ],
 )  # fmt: skip
-def test_deepspeed_around_a_model_of_hugging_face(
-    text: str, contender: str, degrees: dict[str, int], tmp_path: Path
+def test_trainers_around_a_model_of_hugging_face(
+    name: str, text: str, contender: str, degrees: dict[str, int], batch: int, tmp_path: Path
 ) -> None:
-    asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
+    words = ["num_gpus=16", *["global_batch=128"] * (name == "a.yaml")]
+    asked = beside_llama(tmp_path, name, text, *words)
     assert asked.contender.name == contender
     assert asked.reading.traits["eager"] == "llama"  # the model's own code
     assert {key: getattr(asked.knobs, key) for key in degrees} == degrees
-    assert asked.task.global_batch == 64
+    assert asked.task.global_batch == batch
     assert sizes(asked.reading.model) == SHAPE_8B
     assert any("made_up=1: not known here" in line for line in asked.reading.named)
     assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
@@ -417,14 +431,31 @@ def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
         (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
         (DEEPSPEED.replace("true", "false"), "fp32", ""),
         (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
+        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
     ],
 )
 def test_precision_that_the_file_leaves_to_the_script(
     text: str, precision: str, derived: str, tmp_path: Path
 ) -> None:
-    asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16", "global_batch=128")
+    name = "d.json" if text[0] == "{" else "a.yaml"
+    asked = beside_llama(tmp_path, name, text, "num_gpus=16", "global_batch=128")
     assert asked.task.precision == precision
     assert any(derived in line for line in asked.reading.derived)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
+        (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
+    ],
+)
+def test_what_accelerate_leaves_open_is_refused(
+    changed: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    text = (ACCELERATE + DEGREES).replace(*changed)
+    with pytest.raises(SpecError, match=said):
+        beside_llama(tmp_path, "a.yaml", text, "global_batch=64")
 
 
 @pytest.mark.parametrize(
@@ -442,11 +473,10 @@ def test_precision_that_the_file_leaves_to_the_script(
         (
             "x.yaml",
             "model: {seq_length: 8192}\ntrainer: {}",
-            "GPT-NeoX, nanotron and NeMo, give",
+            "of GPT-NeoX, nanotron and NeMo, give",
         ),
-        ("x.yaml", "distributed_type: FSDP", "of Accelerate, GPT-NeoX, nanotron"),
-        ("x.yaml", "pipe-parallel-size: 4", "GPT-NeoX, nanotron and NeMo, give"),
-        ("x.yaml", "parallelism: {}\ntokens: {}", "GPT-NeoX, nanotron and NeMo, give"),
+        ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
+        ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("a.toml", "# nothing\n", "a TOML without keys"),
     ],
