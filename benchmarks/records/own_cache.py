@@ -61,6 +61,6 @@ def fill(
     return lines
 
 
-def write(path: Path, lines: list[Line]) -> None:
+def write(path: Path, lines: list[Line] | pd.DataFrame) -> None:
     """Write a table of lines, with six digits of each number."""
     write_atomically(path, pd.DataFrame(lines).to_csv(index=False, float_format="%.6g"))

@@ -156,7 +156,7 @@ def simulate_cells(
     places = {name: place for place, name in enumerate(ROWS)}
     table = with_shared_plans(with_own(pd.DataFrame(lines)))
     table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
-    write(out / TABLE, table.drop(columns="place").to_dict("records"))
+    write(out / TABLE, table.drop(columns="place"))
     return out
 
 
