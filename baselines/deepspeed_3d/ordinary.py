@@ -36,20 +36,23 @@ class OrdinaryTrainer(DeepSpeedTrainer):
         shape, pieces = self._plan.shape, list[nn.Module]()
         # What DeepSpeed calls an mpu: the groups of the topology, which says who is replicated.
         mpu = PipelineParallelGrid(self._topology)
+        ranks = self._program.zero_hpz_partition_size
+        near = neighbours(ranks) if ranks > 1 else None  # one group for all pieces
         with mock.patch.object(F, "linear", F.linear):
             for index in range(shape.num_pieces):
                 piece = self._piece(index, seed)
                 if shape.tied_embeddings and index == shape.num_pieces - 1:
                     piece.output.weight = pieces[0].tokens.weight  # type: ignore[union-attr]
                 if self._zero3:
-                    self._shard(piece, mpu)
+                    self._shard(piece, mpu, near)
                 pieces.append(piece)
         return {"model": nn.Sequential(*pieces), "mpu": mpu}
 
-    def _shard(self, piece: nn.Module, mpu: PipelineParallelGrid) -> None:
+    def _shard(
+        self, piece: nn.Module, mpu: PipelineParallelGrid, near: dist.ProcessGroup | None
+    ) -> None:
         arguments = {"data_parallel_group": mpu.get_data_parallel_group(), "mpu": mpu}
-        if (ranks := self._program.zero_hpz_partition_size) > 1:
-            arguments["zero_param_parallel_group"] = neighbours(ranks)
+        arguments |= {"zero_param_parallel_group": near} if near is not None else {}
         if self._plan.precision == "bf16":
             piece.bfloat16()
         deepspeed.zero.Init(module=piece, config_dict_or_path=self._config(0), **arguments)
