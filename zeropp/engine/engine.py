@@ -73,7 +73,7 @@ class Engine:
         loss: Loss,
         device: torch.device,
     ) -> None:
-        layout, schedule = plan.layout, plan.schedule
+        layout, schedule, divisor = plan.layout, plan.schedule, _divisor(plan, settings)
         self._layout, self._device = layout, device
         self._layers = dict(sorted(layers.items()))
         self.steps_done, self._global_batch = 0, plan.global_batch
@@ -85,7 +85,6 @@ class Engine:
         if settings.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
-        divisor = _divisor(plan, settings)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
