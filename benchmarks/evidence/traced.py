@@ -137,7 +137,8 @@ def write_memory(out: Path) -> None:
     while left:
         first = left.pop(0)
         for row in [first] if first["traced_total_gib"] else traced_rows(first):
-            rows.append(row | simulated(row) | {"commit": git_state()[0][:10]})
+            priced = row | simulated(row)
+            rows.append(row if row == priced else priced | {"commit": git_state()[0][:10]})
             words = (row[name] for name in ("contender", "model", "plan", "pipeline_rank"))
             print(*words, f"{float(rows[-1]['relative_error']):+.1%}", flush=True)
         pd.DataFrame(rows + left).to_csv(out, index=False)
