@@ -108,8 +108,9 @@ class _Microbatch:
             self.reduce()
         self.bucket.append(gradient)
         if gradient <= limit or sent != element:
-            moved = (element + sent) * gradient
-            self.reduced = max(self.reduced, self.now) + stream_s(self.work.device, moved)
+            self.reduced = max(self.reduced, self.now) + stream_s(
+                self.work.device, (element + sent) * gradient
+            )
 
     def reduce(self) -> None:
         """Reduce the bucket: join its tensors, divide them, send them, and copy or add this rank's
@@ -141,8 +142,7 @@ def exposed_s(
     ranks = program.zero_hpz_partition_size
 
     def alone(near: bool) -> Exposed:  # whether also the forward has the second copies
-        steps = _Microbatch(plan, cluster, work, near)
-        return _exposed_s(steps, gradients, forward_s, backward_s)
+        return _exposed_s(_Microbatch(plan, cluster, work, near), gradients, forward_s, backward_s)
 
     later = alone(ranks > 1)
     if ranks == 1:
