@@ -162,9 +162,8 @@ class _Links:
 
     def _group(self, part: RankPart) -> Any:
         ranks = part.among
-        return group(
-            self._cluster, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1, self._world
-        )
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        return group(self._cluster, len(ranks), stride, self._world)
 
 
 def _all_reduces(issued: Issued) -> bool:
