@@ -172,9 +172,8 @@ def _check_step_end(schedule: Schedule) -> None:
             if tied == [action] and len(stages) == 1:
                 raise _error(schedule, rank, index, f"{action} has no other stage to add")
             done.add(action)
-        crossed = [Action(stage, Op.REDUCE_REPLICAS) for stage in stages]
-        left = [a.stage for a in crossed if Op.REDUCE_REPLICAS in everywhere and a not in done]
-        if left:
+        left = [stage for stage in stages if Action(stage, Op.REDUCE_REPLICAS) not in done]
+        if left and Op.REDUCE_REPLICAS in everywhere:
             why = f"gradients of stages {left} are not reduced over the replicas"
             raise _error(schedule, rank, len(program) - 1, why)
         for op in (Op.UPDATE, *sorted((OF_RANK - {Op.UPDATE}) & everywhere)):
