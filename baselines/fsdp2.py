@@ -112,8 +112,9 @@ def finish_step(
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     totals[0] = loss
-    counted = [gradient for parameter, gradient in held if parameter is not copy]
-    totals[1] = square_norm(((local(g), _copies(g, layout)) for g in counted), device)
+    totals[1] = square_norm(
+        ((local(g), _copies(g, layout)) for parameter, g in held if parameter is not copy), device
+    )
     dist.all_reduce(totals)
     result = StepResult(totals[0], totals[1].sqrt())
     if clip_norm:
@@ -128,7 +129,7 @@ def _copies(gradient: Tensor, layout: Layout) -> float:
     the number of parts into which the gradient is sharded over them."""
     parts = 1
     if isinstance(gradient, DTensor):
-        mesh = gradient.device_mesh
         for dim, placement in enumerate(gradient.placements):
-            parts *= 1 if placement.is_replicate() else mesh.size(dim)  # strided shards, too
+            if not placement.is_replicate():  # strided shards, too
+                parts *= gradient.device_mesh.size(dim)
     return layout.tp * layout.dp / parts

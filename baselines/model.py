@@ -72,8 +72,9 @@ class Attention(nn.Module):
             positions = _positions(x) if position_ids is None else position_ids
             angles = rope_angles(self.head_dim, positions)
             q, k = rotate(q, angles), rotate(k, angles)
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
 
 
@@ -182,7 +183,10 @@ def build_piece(
         piece = kind(shape)
     if torch.device(device).type == "meta":
         return piece
-    _allocate(piece, device)
+    # ``Module.to_empty`` does not work with fake tensors, which a trace uses.
+    for module in piece.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
     _initialise(piece, shape, seed * 100_003 + index)
     return piece
 
@@ -213,23 +217,13 @@ def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _allocate(piece: nn.Module, device: torch.device | str) -> None:
-    """Replace a piece's meta parameters by empty ones on ``device``. (``Module.to_empty`` does not
-    work with fake tensors, which a trace uses.)"""
-    for module in piece.modules():
-        for name, parameter in [*module.named_parameters(recurse=False)]:
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
-
-
 @torch.no_grad()
 def _initialise(piece: nn.Module, shape: ModelShape, seed: int) -> None:
-    device = next(piece.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    residual_scale = (2 * shape.layers) ** -0.5
+    generator = torch.Generator(device=next(piece.parameters()).device).manual_seed(seed)
     for name, module in piece.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = name in ("attention.output", "mlp.down")
-            std = _STD.get() * (residual_scale if residual else 1.0)
+            std = _STD.get() * ((2 * shape.layers) ** -0.5 if residual else 1.0)
             module.weight.normal_(0.0, std, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()

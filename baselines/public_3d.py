@@ -210,13 +210,12 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan, in the one order of its schedule."""
     layout, m = plan.layout, plan.num_microbatches
-    group = microbatch_group(layout.pp, m)
     return _schedule(
         plan.schedule.name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=m,
-        group=group,
+        group=microbatch_group(layout.pp, m),
     )
 
 

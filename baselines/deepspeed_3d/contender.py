@@ -88,16 +88,18 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     )
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
-    placement = loop_placement(layout.pp, 1)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
-    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     plan = SizedPlan(
         contender="deepspeed_3d",
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=unordered("1f1b", placement, microbatches),
+        schedule=unordered(
+            "1f1b",
+            loop_placement(layout.pp, 1),
+            microbatches_per_step(task.global_batch, layout, microbatch_size),
+        ),
         cuts=(),
         program=_program(knobs, layout, task.precision, sums=sums, sent=sent),
         precision=task.precision,
@@ -209,8 +211,8 @@ def with_deepspeed_exchanges(schedule: Schedule, tied: tuple[int, ...]) -> Sched
     needs is received before the send.
     """
     last = schedule.num_stages - 1
-    programs = (_exchanges(program, last, tied) for program in schedule.programs)
-    return replace(schedule, programs=tuple(programs))
+    programs = tuple(_exchanges(program, last, tied) for program in schedule.programs)
+    return replace(schedule, programs=programs)
 
 
 def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankProgram:
@@ -220,21 +222,23 @@ def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankPr
     slot = -1
     for action in program:
         assert action.microbatch is not None
+        forward = action.op is Op.FORWARD
         # Each pass takes one slot.
-        first = stage if action.op is Op.FORWARD else 2 * last + 1 - stage
-        previous, slot = slot, first + 2 * action.microbatch
+        previous, slot = slot, (stage if forward else 2 * last + 1 - stage) + 2 * action.microbatch
         # None at the pipeline's ends.
         ops = ([Op.RECV_F, Op.SEND_B] if stage else []) + ([Op.SEND_F, Op.RECV_B] * (stage < last))
-        forward = action.op is Op.FORWARD
         before, after = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
         received = [Action(stage, before, action.microbatch)] * (before in ops)
-        sent = [Action(stage, after, action.microbatch)] * (after in ops)
         receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
         out += (*received, *unsent) if receive_first else (*unsent, *received)
         out.append(action)
-        unsent = sent
-    sums = [Action(stage, Op.REDUCE_TIED)] if stage in tied else []
-    return (*out, *unsent, *sums, *([Action(stage, Op.REDUCE_GRAD)] if last else []))
+        unsent = [Action(stage, after, action.microbatch)] * (after in ops)
+    return (
+        *out,
+        *unsent,
+        *([Action(stage, Op.REDUCE_TIED)] if stage in tied else []),
+        *([Action(stage, Op.REDUCE_GRAD)] if last else []),
+    )
 
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")

@@ -44,23 +44,17 @@ class OrdinaryTrainer(DeepSpeedTrainer):
                 if shape.tied_embeddings and index == shape.num_pieces - 1:
                     piece.output.weight = pieces[0].tokens.weight  # type: ignore[union-attr]
                 if self._zero3:
-                    self._shard(piece, mpu, near)
+                    if self._plan.precision == "bf16":
+                        piece.bfloat16()
+                    groups = {"data_parallel_group": mpu.get_data_parallel_group(), "mpu": mpu}
+                    groups |= {"zero_param_parallel_group": near} if near is not None else {}
+                    deepspeed.zero.Init(module=piece, config_dict_or_path=self._config(0), **groups)
                 pieces.append(piece)
         return {"model": nn.Sequential(*pieces), "mpu": mpu}
 
-    def _shard(
-        self, piece: nn.Module, mpu: PipelineParallelGrid, near: dist.ProcessGroup | None
-    ) -> None:
-        arguments = {"data_parallel_group": mpu.get_data_parallel_group(), "mpu": mpu}
-        arguments |= {"zero_param_parallel_group": near} if near is not None else {}
-        if self._plan.precision == "bf16":
-            piece.bfloat16()
-        deepspeed.zero.Init(module=piece, config_dict_or_path=self._config(0), **arguments)
-
     def _train(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self._device)
-        linear = zero3_linear if self._zero3 else F.linear
-        with mock.patch.object(F, "linear", linear):
+        with mock.patch.object(F, "linear", zero3_linear if self._zero3 else F.linear):
             for inputs, targets in batches:
                 with self._action(Op.FORWARD):
                     logits = self._engine(inputs)

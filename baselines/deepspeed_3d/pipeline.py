@@ -56,12 +56,11 @@ def tie(
     def logits(embedding: nn.Module, x: Tensor) -> Tensor:
         return cut_logits(x, embedding.tokens.weight, group)  # type: ignore[union-attr, arg-type]
 
-    last = len(layers) - 1
     tied = {"tied_weight_attr": ["tokens.weight"]}
     return [
         TiedLayerSpec(TIED, Factory, make, 0, **tied),
         *layers[1:-1],
-        LayerSpec(Factory, make_norm, last),
+        LayerSpec(Factory, make_norm, len(layers) - 1),
         TiedLayerSpec(TIED, Factory, make, 0, forward_fn=logits, **tied),
     ]
 
@@ -116,15 +115,14 @@ class PipelineTrainer(DeepSpeedTrainer):
     def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
         """Wrap DeepSpeed's handler of an instruction, so that instructions which are actions of a
         schedule are counted and timed; handlers of others are returned as they are."""
-        trainer = self
         op = OPS.get(kind)
         if op is Op.REDUCE_TIED and self._engine.stage_id not in self._plan.tied_stages:
             op = None  # DeepSpeed gives every stage the instruction
 
         def observed(engine: Any, **arguments: Any) -> None:
             if kind is instructions.OptimizerStep:
-                trainer._clip()
-            with nullcontext() if op is None else trainer._action(op):
+                self._clip()
+            with nullcontext() if op is None else self._action(op):
                 MethodType(run, engine)(**arguments)
 
         return observed

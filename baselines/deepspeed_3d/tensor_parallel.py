@@ -71,8 +71,7 @@ def cut_piece(piece: nn.Module, group: Group) -> None:
         _cut_block(piece, group)
     elif isinstance(piece, Embedding):
         _cut_parameter(piece.tokens, "weight", 0, group)
-        looked_up = partial(_vocabulary_embedding, piece.tokens, group)
-        piece.tokens.forward = looked_up  # type: ignore[method-assign]
+        piece.tokens.forward = partial(_vocabulary_embedding, piece.tokens, group)  # type: ignore[method-assign]
     elif isinstance(piece, Head):
         _cut_parameter(piece.output, "weight", 0, group)
         piece.output.forward = lambda x: cut_logits(x, piece.output.weight, group)  # type: ignore[assignment, method-assign]
@@ -154,9 +153,8 @@ def _cut_block(block: Block, group: Group) -> None:
 
 
 def _cut_parameter(module: nn.Module, name: str, dim: int, group: Group) -> None:
-    whole = getattr(module, name).detach()
-    part = whole.chunk(group.size(), dim=dim)[group.rank()].clone()
-    parameter = nn.Parameter(part)
+    parts = getattr(module, name).detach().chunk(group.size(), dim=dim)
+    parameter = nn.Parameter(parts[group.rank()].clone())
     parameter.cut_dim = dim  # type: ignore[attr-defined]
     parameter.model_parallel = True  # type: ignore[attr-defined]
     setattr(module, name, parameter)

@@ -62,8 +62,8 @@ class Zero3Knobs:
 def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
     """A plan of ZeRO-3 over all ranks, with all sizes. Raises InfeasibleError, whose message is one
     line."""
-    slices = if_auto(knobs.context, 1)
-    shard = if_auto(knobs.shard, max(1, task.num_gpus // slices))  # over all ranks
+    # Over all ranks.
+    shard = if_auto(knobs.shard, max(1, task.num_gpus // if_auto(knobs.context, 1)))
     layout = resolve_degrees(task, replace(knobs, shard=shard))
     check_context(task.shape, layout)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
@@ -76,13 +76,16 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
             "which parameters are cut, and be fewer (use 1, for no second copy)",
             "no second copy of the parameters over this many ranks",
         )
-    microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     return SizedPlan(
         contender="deepspeed_zero3",
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=unordered("1f1b", loop_placement(1, 1), microbatches),
+        schedule=unordered(
+            "1f1b",
+            loop_placement(1, 1),
+            microbatches_per_step(task.global_batch, layout, microbatch_size),
+        ),
         cuts=(0, task.shape.num_pieces),
         program=_program(knobs, task, sums),
         precision=task.precision,

@@ -147,8 +147,12 @@ def accumulated(
     released = {Op.FORWARD: program.reshard_after_forward}
     released[Op.FULL_BACKWARD] = program.reshard_after_backward
     kept = frozenset(op for op, is_released in released.items() if not is_released)
-    order = accumulation(num_stages, num_microbatches)
-    return lower(order, gather=gather, reduce_every=reduce_every, kept=kept)
+    return lower(
+        accumulation(num_stages, num_microbatches),
+        gather=gather,
+        reduce_every=reduce_every,
+        kept=kept,
+    )
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
@@ -177,8 +181,6 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
     summed before they are reduced."""
     asked, degrees = point.asked, point.degrees
-    reductions = choices(asked.reduce_every, _REDUCE if point.num_microbatches > 1 else _REDUCE[:1])
-    wires = wire_choices(asked.reduce_dtype, point.task.precision)
     recomputed = recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     )
@@ -186,8 +188,8 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     # backward a release does nothing.
     again = (True, False) if degrees.shards > 1 else (True,)
     for reduce_every, wire, forward, backward, (recompute, blocks) in product(
-        reductions,
-        wires,
+        choices(asked.reduce_every, _REDUCE if point.num_microbatches > 1 else _REDUCE[:1]),
+        wire_choices(asked.reduce_dtype, point.task.precision),
         choices(asked.reshard_after_forward, again),
         choices(asked.reshard_after_backward, again if point.num_microbatches > 1 else (True,)),
         list(recomputed),

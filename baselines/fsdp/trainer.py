@@ -106,8 +106,9 @@ class FsdpTrainer(ActionRecorder):
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 again = index != head and program_named(plan.program).reshard_after_forward
-                sharded = shard(piece, mesh, plan, reshard_after_forward=again)
-                count_collectives(sharded, self._counts)
+                count_collectives(
+                    shard(piece, mesh, plan, reshard_after_forward=again), self._counts
+                )
             pieces.append(piece)
         model = nn.Sequential(*pieces)
         if shape.tied_embeddings:

@@ -18,8 +18,9 @@ def stand_ins(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     streams, as its own module has."""
     yield private_names, "has_fused_functions", lambda *_: True
     yield private_names, "run_on_cpu", _run_on_emulated_device
-    fused = private_names.NOT_COMPILED
-    yield from wherever_imported({each: as_one_kernel(device, each) for each in fused})
+    yield from wherever_imported(
+        {each: as_one_kernel(device, each) for each in private_names.NOT_COMPILED}
+    )
 
 
 def _run_on_emulated_device() -> None:

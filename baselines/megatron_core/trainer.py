@@ -60,8 +60,9 @@ class FusedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """[seq, batch, heads, head_dim] each -> [seq, batch, heads * head_dim]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -103,8 +104,9 @@ class MegatronTrainer(ActionRecorder):
         self._dp_group = parallel_state.get_data_parallel_group()
         self._config = _transformer_config(plan, device)
         if self._config.tp_comm_overlap:
-            tokens = plan.microbatch_size * plan.shape.seq
-            private_names.overlap_tensor_parallel(tokens, plan.shape.hidden, plan.layout.tp)
+            private_names.overlap_tensor_parallel(
+                plan.microbatch_size * plan.shape.seq, plan.shape.hidden, plan.layout.tp
+            )
         with private_names.tensors_say_cuda(device):
             model_parallel_cuda_manual_seed(seed)
             self._chunks = self._build_chunks(seed)
@@ -141,8 +143,10 @@ class MegatronTrainer(ActionRecorder):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
-        named = build_model(self._plan.shape, 0, "meta").named_parameters()
-        shapes = {name: parameter.shape for name, parameter in named}
+        shapes = {
+            name: parameter.shape
+            for name, parameter in build_model(self._plan.shape, 0, "meta").named_parameters()
+        }
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather
                 chunk.start_param_sync(force_sync=True)
@@ -237,8 +241,11 @@ class MegatronTrainer(ActionRecorder):
         groups = supported_keywords(get_megatron_optimizer, use_gloo_process_groups=False)
         optimizer = get_megatron_optimizer(settings, self._chunks, **groups)
         self._inner = private_names.inner_optimizers(optimizer)
+        # Each steps torch's instead of the Adam that it was made with, over the same shards.
         for inner in self._inner:
-            _step_with(inner, config)
+            shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
+            inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
+            inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
         return optimizer
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Contents]]:
@@ -248,8 +255,7 @@ class MegatronTrainer(ActionRecorder):
             if name.startswith("decoder.layers."):
                 _, _, index, short = name.split(".", 3)
                 piece = model.decoder.layers[int(index)].layer_number
-            contents = contents_of(self._plan.shape, short, piece, self._plan.layout.tp)
-            yield name, parameter, contents
+            yield name, parameter, contents_of(self._plan.shape, short, piece, self._plan.layout.tp)
 
     def _fp32(self, parameter: nn.Parameter) -> Tensor:
         """The parameter or, of one in bf16, its fp32 masters."""
@@ -277,14 +283,6 @@ class MegatronTrainer(ActionRecorder):
         return result
 
 
-def _step_with(inner: Any, config: OptimizerConfig) -> None:
-    """Let one of Megatron-Core's optimizers step torch's instead of the Adam that it was made with,
-    over the same shards."""
-    shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
-    inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
-    inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
-
-
 def _forward_step(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """Megatron-Core's ``forward_step_func``: a chunk's output for the next microbatch, and the loss
     of the last stage's."""
@@ -302,8 +300,7 @@ def _with_copied_bias(_: nn.Module, __: Any, result: tuple[Tensor, Tensor]) -> A
     """A linear layer's (output, bias), the latter as a copy. Where an MLP is recomputed, a custom
     autograd function (0.16.1, core/tensor_parallel/random.py: ``CheckpointFunction``) returns the
     bias. Of a parameter, autograd would make that function's result, whose backward runs itself."""
-    output, bias = result
-    return output, bias.clone()
+    return result[0], result[1].clone()
 
 
 def _has_engine(plan: Plan) -> bool:
@@ -366,11 +363,10 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
     }
     if plan.recompute == "full":
-        blocks = max(plan.recomputed_per_stage)
         fields |= {
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": blocks,
+            "recompute_num_layers": max(plan.recomputed_per_stage),
         }
     elif plan.recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
@@ -387,13 +383,14 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
     several = layout.chunks > 1
-    group = microbatch_group(layout.pp, plan.num_microbatches)
     return {
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.chunks if several else None,
         "pipeline_model_parallel_layout": rows,
         "pipeline_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
-        "microbatch_group_size_per_vp_stage": group if several else None,
+        "microbatch_group_size_per_vp_stage": microbatch_group(layout.pp, plan.num_microbatches)
+        if several
+        else None,
         # With two ranks, batched messages of interleaved stages would be swapped, silently.
         "overlap_p2p_comm": several,
         "batch_p2p_comm": not several,

@@ -116,10 +116,9 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
     schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
     _refuse(knobs, schedule)
-    simple_chunks = _FIXED_CHUNKS.get(schedule, default_chunks(task, degrees))
     layout = replace(
         degrees,
-        chunks=if_auto(knobs.chunks, simple_chunks),
+        chunks=if_auto(knobs.chunks, _FIXED_CHUNKS.get(schedule, default_chunks(task, degrees))),
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
         exchange="ring",
@@ -136,8 +135,8 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
-    sent = fsdp.sent_type(task, knobs.reduce_dtype)
     unit = min(layout.pp, microbatches) if schedule == "zeropp" else microbatches
+    sent = fsdp.sent_type(task, knobs.reduce_dtype)
     plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
@@ -162,13 +161,12 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
 def _without_pipeline(plan: SizedPlan, knobs: TorchtitanKnobs) -> SizedPlan:
     """torchtitan without a pipeline: FSDP2 gathers piece by piece, as in ``baselines.fsdp``."""
     pieces, program = plan.shape.num_pieces, f"{plan.program}+torch_stages=false"
-    released = knobs.fsdp_reshard_after_forward != "never"
     return replace(
         plan,
         layout=replace(plan.layout, chunks=pieces),
         schedule=fsdp.unordered_pieces(pieces, plan.num_microbatches),
         cuts=tuple(range(pieces + 1)),
-        program=fsdp.resharding(program, after_forward=released),
+        program=fsdp.resharding(program, after_forward=knobs.fsdp_reshard_after_forward != "never"),
         recomputed=fsdp.recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every="unit",
     )
@@ -199,8 +197,7 @@ def torch_schedule(
     if name == "zeropp":
         return lower_for_torch(compute)
     if name == "1f1b":  # a class of its own, which exchanges messages of both directions at once
-        schedule = lower(compute, gather=False, reduce_every="step")
-        programs = schedule.programs
+        programs = lower(compute, gather=False, reduce_every="step").programs
     else:
         programs = tuple(
             add_reductions(program, num_microbatches, num_microbatches)
@@ -216,9 +213,8 @@ def torch_schedule(
 def check(plan: Plan) -> None:
     """Validate the plan's schedule; raises ScheduleError. Gathers and releases are left out, since
     torch places them by a rule of its own, which this project's validation does not know."""
-    gathers = (Op.UNSHARD, Op.RESHARD)
     programs = (
-        tuple(action for action in program if action.op not in gathers)
+        tuple(action for action in program if action.op not in (Op.UNSHARD, Op.RESHARD))
         for program in plan.schedule.programs
     )
     validate(replace(plan.schedule, programs=tuple(programs)))

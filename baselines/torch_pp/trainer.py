@@ -67,20 +67,19 @@ class TiedEnds:
         schedule, layout = plan.schedule, plan.layout
         last = schedule.num_stages - 1
         ends = {schedule.stage_rank[0], schedule.stage_rank[last]}
-        group = new_group_in_each_pipeline(layout, ends) if len(ends) == 2 else None
-        self._group = group
+        self._group = new_group_in_each_pipeline(layout, ends) if len(ends) == 2 else None
         self._weights: list[nn.Parameter] = []
         self.copy: nn.Parameter | None = None
         if 0 in chunks:
             self._weights.append(chunks[0].get_parameter("pieces.0.tokens.weight"))
         if last in chunks:
-            head = plan.shape.num_pieces - 1
-            self.copy = chunks[last].get_parameter(f"pieces.{head}.output.weight")
+            name = f"pieces.{plan.shape.num_pieces - 1}.output.weight"
+            self.copy = chunks[last].get_parameter(name)
             self._weights.append(self.copy)
-        source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
         with torch.no_grad():  # the copy has the embedding's initial values
-            if group is not None:
-                dist.broadcast(local(self._weights[0].data), source, group=group)
+            if self._group is not None:
+                source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
+                dist.broadcast(local(self._weights[0].data), source, group=self._group)
             elif len(self._weights) == 2:
                 original, copy = self._weights
                 local(copy.data).copy_(local(original.data))
@@ -127,7 +126,7 @@ def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) ->
     if sequence_parallel:
         names = [name for name, _ in piece.named_children() if name.endswith("norm")]
         styles |= {name: SequenceParallel() for name in names}
-    present = dict(piece.named_modules()).keys() & styles.keys()
+    present = dict(piece.named_modules())
     parallelize_module(piece, mesh, {name: styles[name] for name in styles if name in present})
 
 
@@ -240,11 +239,10 @@ class TorchPipelineTrainer(ActionRecorder):
         return chunk
 
     def _build_stage(self, index: int, chunk: _StageModule) -> ObservedStage:
-        last = self._plan.schedule.num_stages - 1
         stage = ObservedStage(
             chunk,
             index,
-            last + 1,
+            self._plan.schedule.num_stages,
             self._device,
             input_args=self._boundary(index),
             output_args=self._boundary(index + 1),
@@ -264,8 +262,9 @@ class TorchPipelineTrainer(ActionRecorder):
         if stage == plan.schedule.num_stages:
             seq, width = shape.seq, shape.vocab
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        size = (plan.microbatch_size, seq, width)
-        return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+        return torch.empty(
+            (plan.microbatch_size, seq, width), dtype=dtype, device="meta", requires_grad=True
+        )
 
     def _observe(self, op: Op, stage: int, microbatch: int | None, start: float) -> None:
         if op.is_compute:

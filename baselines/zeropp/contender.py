@@ -127,8 +127,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
             in_all = degrees.pp > 1 and recompute in ("mlp", "full") and blocks == most
-            splits = (True, False) if in_all else (True,)
-            for split in choices(asked.split_backward, splits):
+            for split in choices(asked.split_backward, (True, False) if in_all else (True,)):
                 yield at_degrees(
                     asked,
                     degrees,

@@ -76,14 +76,11 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
     worst = 0
     for rank in range(plan.schedule.num_ranks):
         memory = [held.memory[s] for s in plan.schedule.stages_of(rank)]
-        resident = always_held(plan, held, rank)
         gradients = sum(m.gradients for m in memory)
-        kept = _kept_bytes(plan, held, rank)
         unreduced = [m.unsharded_gradients for m in memory]
-        filled = kept + _forward_bytes(plan, held, rank)
-        filled = max(filled, _least_gradients(plan, unreduced))
+        filled = max(_filling_bytes(plan, held, rank), _least_gradients(plan, unreduced))
         later = 0 if held.resident_gradients else gradients  # those for the optimizer
-        worst = max(worst, resident.total + max(filled, later))
+        worst = max(worst, always_held(plan, held, rank).total + max(filled, later))
     return worst
 
 
@@ -108,31 +105,25 @@ def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
     return least_of_family(first, replace(held, memory=tuple(new[id(of)] for of in held.memory)))
 
 
-def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
-    """The least bytes of activations before a rank's first backward. Torch's pipelining has a
-    permanent buffer for every message of a step, in which the inputs of stages are kept."""
+def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
+    """The least bytes in the forward that fills a rank's memory, before its first backward."""
     ranks, stages = plan.schedule.stage_rank, plan.schedule.stages_of(rank)
     memory = [held.memory[s] for s in stages]
+    gathered = min(m.unsharded + m.forward - m.activations for m in memory)
     if not held.torch_runtime:
-        return _least_activations(plan, rank, [m.activations for m in memory])
+        return _least_activations(plan, rank, [m.activations for m in memory]) + gathered
+    # Torch's pipelining has a permanent buffer for every message of a step, in which the inputs of
+    # stages are kept, and keeps its 16-bit copies of all chunks if there is nothing to gather.
     neighbours = [other for s in stages for other in (s - 1, s + 1) if 0 <= other < len(ranks)]
     messages = sum(ranks[other] != rank for other in neighbours) * plan.num_microbatches
     sizes = [m.activations - m.boundary * (s > 0) for s, m in zip(stages, memory, strict=True)]
-    return messages * memory[0].boundary + _least_activations(plan, rank, sizes)
-
-
-def _forward_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
-    """The least bytes in addition to kept activations in the forward that fills a rank's memory:
-    temporaries and gathered parameters. Torch's pipelining keeps its 16-bit copies of all chunks if
-    there is nothing to gather."""
-    stages = plan.schedule.stages_of(rank)
-    memory = [held.memory[s] for s in stages]
-    if not held.torch_runtime or plan.layout.shards > 1:
-        return min(m.unsharded + m.forward - m.activations for m in memory)
+    kept = messages * memory[0].boundary + _least_activations(plan, rank, sizes)
+    if plan.layout.shards > 1:
+        return kept + gathered
     shared = {0, plan.schedule.num_stages - 1} if held.shared_ends else set()
     copies = sum(m.unsharded for s, m in zip(stages, memory, strict=True) if s not in shared)
     copies += held.memory[0].unsharded if shared else 0
-    return copies + min(m.forward - m.activations for m in memory)
+    return kept + copies + min(m.forward - m.activations for m in memory)
 
 
 def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:

@@ -220,8 +220,8 @@ def describe(plan: SizedPlan) -> str:
         words.append("pp inside the node")
     words += ["compiled"] * plan.compile
     state = program.state(plan.precision)
-    sent = sent_bytes(plan, program)
-    words += ["sums=bf16"] * (plan.sum_dtype == "bf16") + ["sent=bf16"] * (sent == 2)
+    words += ["sums=bf16"] * (plan.sum_dtype == "bf16")
+    words += ["sent=bf16"] * (sent_bytes(plan, program) == 2)
     sizes = {"bucket": state.bucket}  # elements
     if program.zero_hpz_partition_size > 1:
         words.append(f"hpz={program.zero_hpz_partition_size}")

@@ -107,10 +107,13 @@ def passes_of_layer(
         wide=sum(s for s, of in zip(products, layer.products, strict=True) if max(of.k, of.n) > h),
     )
     host_s = layer.launches * device.launch_us * program.launch_factor * 1e-6
-    in_line = program.blocking_launches or device.is_cpu
-    back_s = BACKWARD_LAUNCHES * host_s
     return passes_of(
-        kernels, program, recompute, host_s=host_s, back_host_s=back_s, in_line=in_line
+        kernels,
+        program,
+        recompute,
+        host_s=host_s,
+        back_host_s=BACKWARD_LAUNCHES * host_s,
+        in_line=program.blocking_launches or device.is_cpu,
     )
 
 
@@ -149,9 +152,23 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
         assert layer.operators is not None  # the walk records them where something is priced
         recompute = plan.recompute if 0 < index < len(sizes) - 1 else "none"
         times = passes_of_layer(layer.operators, device, program, plan.precision, recompute)
-        passes.append(_with_exchanges(times, layer.operators, plan, cluster, recompute))
-    outputs = sum(output.size.numel() for output in sizes[-1].outputs)
-    forward, backward = loss_s(device, program, plan.precision, outputs)
+        exchanged = 0.0  # keys and values count as if they had as many heads as queries
+        for attention in layer.operators.attentions if plan.layout.context > 1 else ():
+            size = attention.heads * attention.queries * attention.width
+            for tensors in (3, 1):  # queries, keys and values; what attention gives
+                moved = float(tensors * size * element_bytes(plan.precision))
+                exchanged += all_to_all_s(cluster, group_of(cluster, plan.layout, "context"), moved)
+        again = exchanged * (recompute != "none")
+        passes.append(
+            replace(
+                times,
+                forward=times.forward + exchanged,
+                backward_input=times.backward_input + exchanged + again,
+            )
+        )
+    forward, backward = loss_s(
+        device, program, plan.precision, sum(output.size.numel() for output in sizes[-1].outputs)
+    )
     last = passes[-1]
     passes[-1] = PassTimes(
         last.forward + forward, last.backward_input + backward, last.backward_weight
@@ -161,32 +178,6 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
         backward = times.backward_input + times.backward_weight
         passes[end] = replace(times, backward_input=backward, backward_weight=0.0)
     return passes
-
-
-def _with_exchanges(
-    times: PassTimes,
-    layer: LayerOperators,
-    plan: SizedPlan,
-    cluster: Cluster,
-    recompute: Recompute,
-) -> PassTimes:
-    """The passes of a layer with the all-to-alls of its attention, where ranks divide sequences.
-    Keys and values count as if they had as many heads as queries."""
-    if plan.layout.context == 1:
-        return times
-    among = group_of(cluster, plan.layout, "context")
-    exchanged = 0.0
-    for attention in layer.attentions:
-        size = attention.heads * attention.queries * attention.width
-        for tensors in (3, 1):  # queries, keys and values; what attention gives
-            moved = float(tensors * size * element_bytes(plan.precision))
-            exchanged += all_to_all_s(cluster, among, moved)
-    again = exchanged * (recompute != "none")
-    return replace(
-        times,
-        forward=times.forward + exchanged,
-        backward_input=times.backward_input + exchanged + again,
-    )
 
 
 def output_bytes(layer: LayerSizes, precision: Precision) -> float:
@@ -225,20 +216,21 @@ class LayerPrices:
         for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
             forward, input_, weight = passes[stage]
             parameters = sum(layer.parameters for layer in self.sizes[begin:end])
-            sums = parameters * _FP32 / layout.shards
             cost = StageCost(
                 forward=forward,
                 backward_input=input_,
                 backward_weight=weight,
                 unshard=gather_s(cluster, among, parameters * width),
                 reduce_grad=gather_s(cluster, among, parameters * sent),
-                reduce_replicas=all_reduce_s(cluster, replicas, sums),
+                reduce_replicas=all_reduce_s(cluster, replicas, parameters * _FP32 / layout.shards),
             )
             if stage + 1 < len(ranks):
                 moved = output_bytes(self.sizes[end - 1], plan.precision)
                 here, there = ranks[stage], ranks[stage + 1]
-                transfer = transfer_s(cluster, layout, source=here, target=there, size=moved)
-                cost = replace(cost, transfer=transfer)
+                cost = replace(
+                    cost,
+                    transfer=transfer_s(cluster, layout, source=here, target=there, size=moved),
+                )
             stages.append(cost)
         zero = layout.replicate if layout.replicate_zero else 1
         slowest = among if zero == 1 else replicas
@@ -281,7 +273,6 @@ class LayerPrices:
         out = output_bytes(sizes[end - 1], plan.precision)
         loss = 2 * _FP32 / width * out if end == len(sizes) else 0.0
         boundary = output_bytes(sizes[begin - 1], plan.precision) if begin else 0.0
-        reduced = sums if layout.shards > 1 else 0.0
         sizes_by_kind = {
             "parameters": masters / layout.shards,
             "optimizer": sum(s.optimizer for s in self.states[begin:end]) / layout.shards / rows,
@@ -291,7 +282,7 @@ class LayerPrices:
             if plan.step_end.gathers_whole
             else 0.0,
             "unsharded": parameters * width if gathers(plan) else 0.0,
-            "unsharded_gradients": reduced,
+            "unsharded_gradients": sums if layout.shards > 1 else 0.0,
             "early_gradients": ends if layout.shards > 1 else 0.0,
             "activations": kept,
             "deferred": kept,

@@ -135,8 +135,7 @@ class Member(Family[K]):
         """Simulate it; if it wins, the families follow that are alike."""
         before = search.outcome.winner
         search.evaluate(self)
-        won = search.outcome.winner is not before
-        return search.others.pop(self.alike, ()) if won else ()
+        return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
 
 
 _PATIENCE = 4  # budgets after which a search that has found nothing ends

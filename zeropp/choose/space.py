@@ -155,8 +155,7 @@ def points(
 def contexts(task: Task, degree: int | Auto, ranks: int) -> list[int]:
     """The degrees of context parallelism to try: that which was asked for, or those of ``ranks``
     that leave slices long enough for matrix products."""
-    known = [d for d in divisors(most_slices(task.shape)) if ranks % d == 0]
-    return _open(degree, known)
+    return _open(degree, [d for d in divisors(most_slices(task.shape)) if ranks % d == 0])
 
 
 def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> Iterator[Layout]:

@@ -93,13 +93,13 @@ def replay(
     links = _Links(logs, cluster, world)
     slow_nodes = stragglers(cluster, world)
     prices = cache(kernel_prices)
-    slowdown = cluster.device.overlap_slowdown
     last = max(sum(issued.what == STEP for issued in log) for log in logs.values()) - 1
     factors = dict.fromkeys(logs, slow_nodes)
     for _ in range(2):  # compute that is slowed hides more of the collectives
         factors = {
             rank: slow_nodes
-            + slowdown * min(slow_nodes, factors[rank] * ran.share_beside(ran.end_of(last - 1)))
+            + cluster.device.overlap_slowdown
+            * min(slow_nodes, factors[rank] * ran.share_beside(ran.end_of(last - 1)))
             for rank, ran in _Machine(logs, links, prices, launch_s, factors).run().items()
         }
     ranks = _Machine(logs, links, prices, launch_s, factors).run()
@@ -125,9 +125,7 @@ class _Links:
 
     def __init__(self, logs: Logs, cluster: Cluster, world: int) -> None:
         self._cluster, self._world = cluster, world
-        ranks = sorted(logs)
-        gaps = (after - before for before, after in pairwise(ranks))
-        self._stride = min(gaps, default=1)
+        self._stride = min((after - before for before, after in pairwise(sorted(logs))), default=1)
         self.holders: dict[Hashable, set[int]] = defaultdict(set)  # of every part, who is here
         self._crossed: set[bool] = set()  # whether collectives beside compute cross nodes
         for rank, log in logs.items():
@@ -136,8 +134,7 @@ class _Links:
                     self.holders[part.key].add(rank)
                 # Of shards; compute waits at once for those of tensor parallelism, be they on its
                 # own stream or functional.
-                is_functional = issued.what.startswith("_c10d_functional")
-                beside = issued.stream != COMPUTE and not is_functional
+                beside = issued.stream != COMPUTE and not issued.what.startswith("_c10d_functional")
                 if beside and lane_of(issued) in ("gather", "reduce"):
                     self._crossed.add(self._group(issued.parts[0]).nodes > 1)
 
@@ -147,8 +144,13 @@ class _Links:
             source, target = part.ends
             node = self._cluster.gpus_per_node
             crosses = source // node != target // node
-            moved = part.moved * (2 if crosses in self._crossed else 1)
-            return message_s(self._cluster, self._stride, self._world, crosses=crosses, size=moved)
+            return message_s(
+                self._cluster,
+                self._stride,
+                self._world,
+                crosses=crosses,
+                size=part.moved * (2 if crosses in self._crossed else 1),
+            )
         price = all_reduce_s if _all_reduces(issued) else gather_s
         price = all_to_all_s if "alltoall" in issued.what else price
         return price(self._cluster, self._group(part), part.moved)
@@ -288,7 +290,17 @@ class _Machine:
                         self._waiting[key].append(actor)
                         break
             if self._complete:
-                self._communicate()
+                ready, _, issued, part = heapq.heappop(self._complete)
+                links: list[Hashable] = [part.ends]
+                if not part.ends:
+                    # One for which compute waits runs beside those of other streams, as with tensor
+                    # parallelism, whose ranks no other collective has.
+                    waits = issued.stream == COMPUTE
+                    links = [(rank, part.among, waits) for rank in self._links.holders[part.key]]
+                begin = max([ready, *(self._free[link] for link in links)])
+                end = begin + self._links.seconds(issued, part)
+                self._free |= dict.fromkeys(links, end)
+                self._ended(part.key, end, lane_of(issued), begin)
         if self._waiting:
             keys = [key for key in self._waiting if key in self._links.holders]
             raise StuckError(f"the ranks wait for ever for {' and '.join(map(name_of, keys[:3]))}")
@@ -303,19 +315,6 @@ class _Machine:
         arrived = self._arrived[part.key]
         arrived.append(time)
         return len(arrived) == len(self._links.holders[part.key])
-
-    def _communicate(self) -> None:
-        ready, _, issued, part = heapq.heappop(self._complete)
-        links: list[Hashable] = [part.ends]
-        if not part.ends:
-            # One for which compute waits runs beside those of other streams, as with tensor
-            # parallelism, whose ranks no other collective has.
-            waits = issued.stream == COMPUTE
-            links = [(rank, part.among, waits) for rank in self._links.holders[part.key]]
-        begin = max([ready, *(self._free[link] for link in links)])
-        end = begin + self._links.seconds(issued, part)
-        self._free |= dict.fromkeys(links, end)
-        self._ended(part.key, end, lane_of(issued), begin)
 
     def _host(self, rank: int) -> _Actor:
         log, now, step, at = self._logs[rank], 0.0, 0, 0
@@ -367,8 +366,7 @@ class _Machine:
         if sync.event:
             yield rank, sync.event
             return
-        streams = [sync.stream] if sync.stream else [*self._ranks[rank].streams]
-        for stream in streams:
+        for stream in [sync.stream] if sync.stream else [*self._ranks[rank].streams]:
             event = (place, stream)
             self._give(rank, now, step, stream, Issued("record", stream, event))  # type: ignore[arg-type]
             yield rank, event
@@ -394,9 +392,10 @@ class _Machine:
                 rank.waited(stream, step, issued_s, "host")
                 for part in item.parts:
                     if self._arrive(part, stream.end):
-                        complete = max(self._arrived[part.key])
-                        entry = (complete, next(self._number), item, part)
-                        heapq.heappush(self._complete, entry)
+                        heapq.heappush(
+                            self._complete,
+                            (max(self._arrived[part.key]), next(self._number), item, part),
+                        )
                 for part in item.parts:
                     yield part.key
                     end = self._ends[part.key]
@@ -404,8 +403,7 @@ class _Machine:
                     lane = lane_of(item)
                     rank.spans.append((lane, item.what, end.begin, end.time))
                     if lane != "transfer":
-                        moves = end.begin + self._links.waits_s(item, part)
-                        rank.moving.append((moves, end.time))
+                        rank.moving.append((end.begin + self._links.waits_s(item, part), end.time))
             elif item.kind == "wait":
                 yield number, item.event
                 end = self._ends[number, item.event]

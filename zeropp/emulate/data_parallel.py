@@ -84,8 +84,9 @@ class DataParallel(nn.Module):
         self._order: list[Tensor] = []  # in the first one
         self._is_syncing = self._is_queued = self._is_rebuilt = False
         self._works: list[Any] = []
-        first = self._limits if self._find_unused else [1 << 60]
-        self._set_buckets(buckets_of(self._parameters_of, first)[::-1])
+        self._set_buckets(
+            buckets_of(self._parameters_of, self._limits if self._find_unused else [1 << 60])[::-1]
+        )
         for parameter in self._parameters_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
@@ -112,12 +113,17 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; the backward of its output reduces gradients."""
         reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
-        rebuilds = not (self._find_unused or self._is_rebuilt)
-        if reduces and self._order and rebuilds:
+        if reduces and self._order and not (self._find_unused or self._is_rebuilt):
             self._set_buckets(buckets_of(self._order, self._limits))
             self._is_rebuilt = True
         if self.require_forward_param_sync and self._buffers_of:
-            self._broadcast_buffers()
+            with torch.no_grad():
+                for bucket in buckets_of(self._buffers_of, [_BROADCAST_BYTES]):
+                    flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
+                    dist.broadcast(flat, group_src=0, group=self.process_group)
+                    parts = torch.split(flat, [buffer.numel() for buffer in bucket])
+                    for buffer, part in zip(bucket, parts, strict=True):
+                        buffer.copy_(part.view(buffer.shape))
         output = self.module(*inputs, **keywords)
         self.require_forward_param_sync = reduces
         if reduces:  # also of what a forward in no_sync adds later
@@ -128,15 +134,6 @@ class DataParallel(nn.Module):
                     if parameter not in used:
                         self._mark(parameter)
         return output
-
-    def _broadcast_buffers(self) -> None:
-        with torch.no_grad():
-            for bucket in buckets_of(self._buffers_of, [_BROADCAST_BYTES]):
-                flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
-                dist.broadcast(flat, group_src=0, group=self.process_group)
-                sizes = [buffer.numel() for buffer in bucket]
-                for buffer, part in zip(bucket, torch.split(flat, sizes), strict=True):
-                    buffer.copy_(part.view(buffer.shape))
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_syncing:
@@ -165,8 +162,9 @@ class DataParallel(nn.Module):
                 number = len(self._works)
                 if not ready.issuperset(self._buckets[number]):
                     break
-                flat = self._flat[number]
-                self._works.append(dist.all_reduce(flat, group=self.process_group, async_op=True))
+                self._works.append(
+                    dist.all_reduce(self._flat[number], group=self.process_group, async_op=True)
+                )
 
     def _finish(self) -> None:
         """The end of a backward: wait for all buckets, and give the gradients back."""

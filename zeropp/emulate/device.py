@@ -155,8 +155,7 @@ class VirtualDevice:
     def touch(self, stream: str, what: str, reads: Tensors, writes: Tensors) -> None:
         """What a stream runs reads and writes these tensors."""
         if self.races:
-            extents = map(extent, reads), map(extent, writes)
-            self.races.run(stream, self.current, what, *extents)
+            self.races.run(stream, self.current, what, map(extent, reads), map(extent, writes))
 
     def allocate(self, storage: torch.UntypedStorage, what: str) -> None:
         """New memory on the current stream, unless it is known."""

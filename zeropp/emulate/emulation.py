@@ -60,8 +60,9 @@ class _Event:
 
     def wait(self, stream: _Stream | None = None) -> None:
         if self._number:
-            name = self._device.current if stream is None else stream.name
-            self._device.follow(name, self._number)
+            self._device.follow(
+                self._device.current if stream is None else stream.name, self._number
+            )
 
     def synchronize(self) -> None:
         if self._number:
@@ -169,8 +170,10 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         device.log.meet("the barrier", dist.get_world_size())
         return rows
 
-    return_work = [getattr(dist, name) for name in _RETURN_WORK]
-    functions = {original: _with_work(device, observer, original) for original in return_work}
+    functions = {
+        original: _with_work(device, observer, original)
+        for original in [getattr(dist, name) for name in _RETURN_WORK]
+    }
     functions[getattr(dist, COALESCING)] = coalesced = _coalesced(device, observer)
     functions[dist.batch_isend_irecv] = _batch(coalesced, dist.batch_isend_irecv)
     streams = [
@@ -209,8 +212,12 @@ class Report:
     @property
     def is_clean(self) -> bool:
         """Whether nothing races and everything ends, also where one host waits for its device."""
-        waits = any(bad for bad, _ in self.hanging_waits.values())
-        return not (self.faults or self.unmatched or self.hangs or waits)
+        return not (
+            self.faults
+            or self.unmatched
+            or self.hangs
+            or any(bad for bad, _ in self.hanging_waits.values())
+        )
 
     def __str__(self) -> str:
         lines = [*self.faults, *(f"does not match: {mismatch}" for mismatch in self.unmatched)]
@@ -279,8 +286,13 @@ def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     hangs = stuck(logs)
     bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
     waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
-    faults = tuple(chain.from_iterable(texts))
-    return Report(faults, tuple(mismatches(logs)), hangs, waits, dict(enumerate(waited)))
+    return Report(
+        tuple(chain.from_iterable(texts)),
+        tuple(mismatches(logs)),
+        hangs,
+        waits,
+        dict(enumerate(waited)),
+    )
 
 
 def as_on_cuda(device: VirtualDevice) -> AbstractContextManager[None]:
@@ -333,8 +345,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, device: VirtualDevice, x: Tensor, weight: Tensor) -> Tensor:
         ctx.device = device
         ctx.save_for_backward(x, weight)
-        reads = [x, weight]
-        return _as_one(device, "aten::_fused_rms_norm", reads, lambda: (torch.zeros_like(x),))[0]
+        return _as_one(
+            device, "aten::_fused_rms_norm", [x, weight], lambda: (torch.zeros_like(x),)
+        )[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -343,8 +356,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         def make() -> tuple[Tensor, ...]:
             return tuple(map(torch.zeros_like, saved))
 
-        reads = [grad, *saved]
-        return None, *_as_one(ctx.device, "aten::_fused_rms_norm_backward", reads, make)
+        return None, *_as_one(ctx.device, "aten::_fused_rms_norm_backward", [grad, *saved], make)
 
 
 def _rms_norm(
@@ -359,8 +371,11 @@ def _rms_norm(
         if isinstance(weight, DTensor):
             sums = [Partial() if place.is_shard() else place for place in input.placements]
             weight = weight.to_local(grad_placements=sums)
-        part = _rms_norm(device, input.to_local(), normalized_shape, weight)
-        return DTensor.from_local(part, input.device_mesh, input.placements)
+        return DTensor.from_local(
+            _rms_norm(device, input.to_local(), normalized_shape, weight),
+            input.device_mesh,
+            input.placements,
+        )
     if weight is None:
         weight = input.detach().new_empty(normalized_shape)
     return _FusedRmsNorm.apply(device, input, weight)  # type: ignore[no-any-return, no-untyped-call]
@@ -411,8 +426,9 @@ def _in_one_kernel(tensors: Tensors, device: torch.device) -> bool:
 def _streams(device: VirtualDevice) -> dict[str, Any]:
     """The stand-ins for what ``torch.cuda`` has."""
     event: Any = type("Event", (_Event,), {"_device": device})
-    own = {"_device": device, "_numbers": count(1), "_event": event}
-    stream: Any = type("Stream", (_Stream,), own)
+    stream: Any = type(
+        "Stream", (_Stream,), {"_device": device, "_numbers": count(1), "_event": event}
+    )
 
     @contextmanager
     def enter(stream: Any) -> Iterator[None]:
@@ -472,8 +488,7 @@ def _with_work(device: VirtualDevice, observer: Observer, original: Any) -> Any:
         # once more: that of a function's newer name, or its own in a mode for functions of torch.
         if not issued or isinstance(inner, _VirtualWork):
             return inner
-        event = device.record(issued[-1])
-        work = _VirtualWork(device, event, (arguments, keywords))
+        work = _VirtualWork(device, device.record(issued[-1]), (arguments, keywords))
         if not is_collective:
             work.inner, work.places = [inner], (begin, len(device.log.issued))
             return work

@@ -36,8 +36,10 @@ def arguments_of(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What an operator is called with, by the names of its schema."""
-    names = (argument.name for argument in operator._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    return {
+        **dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)),
+        **(kwargs or {}),
+    }
 
 
 def all_tensors_in(value: object) -> list[Tensor]:
@@ -51,8 +53,7 @@ def all_tensors_in(value: object) -> list[Tensor]:
 
 def tensors_in(value: object) -> list[Tensor]:
     """Those of them that have memory."""
-    tensors = all_tensors_in(value)
-    return [t for t in tensors if t.layout == torch.strided and not t.is_meta]
+    return [t for t in all_tensors_in(value) if t.layout == torch.strided and not t.is_meta]
 
 
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | Tensor:

@@ -146,17 +146,18 @@ class Log:
     ) -> None:
         """A collective of a group of ranks, with this many bytes on each; those of one group
         are matched by order. ``size``: what must be equal on all ranks beside ``what``."""
-        part = RankPart(self._next(group), ranks, f"{what}{size}", moved)
-        self._communicate(stream, (part,), what)
+        self._communicate(
+            stream, (RankPart(self._next(group), ranks, f"{what}{size}", moved),), what
+        )
 
     def messages(self, stream: str, messages: Sequence[Message], what: str) -> None:
         """Messages in one kernel, in no order among each other, as those of a batch are. Those of
         one pair in one group and direction are matched by order."""
-        parts = []
-        for group, source, target, content, moved in messages:
-            key = self._next((group, source, target))
-            parts.append(RankPart(key, 2, content, moved, (source, target)))
-        self._communicate(stream, tuple(parts), what)
+        parts = tuple(
+            RankPart(self._next((group, source, target)), 2, content, moved, (source, target))
+            for group, source, target, content, moved in messages
+        )
+        self._communicate(stream, parts, what)
 
     def _communicate(self, stream: str, parts: tuple[RankPart, ...], what: str) -> None:
         issued = Issued("communication", stream, parts=parts, what=what, where=self.where())
@@ -182,8 +183,9 @@ class Log:
 
     def meet(self, key: Hashable, ranks: int) -> None:
         """The host waits for the hosts of this many ranks, as where a communicator is made."""
-        part = RankPart(self._next(key), ranks, "")
-        self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
+        self.issued.append(
+            Issued("meet", parts=(RankPart(self._next(key), ranks, ""),), what=f"meets in {key}")
+        )
 
     def place(self, what: str) -> None:
         """Name what follows, for messages to people."""

@@ -204,5 +204,6 @@ class Races:
         block.accesses[new.stream, new.write, new.begin, new.end] = new
 
     def _report(self, kind: str, first: Access, second: Access) -> None:
-        key = (kind, first.what, first.where, second.what, second.where)
-        self._faults.setdefault(key, Fault(kind, first, second))
+        self._faults.setdefault(
+            (kind, first.what, first.where, second.what, second.where), Fault(kind, first, second)
+        )

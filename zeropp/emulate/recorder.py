@@ -154,8 +154,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands, results = all_tensors_in([args, kwargs]), all_tensors_in(result)
         is_made = function._schema.is_mutable or new_of(results, operands)
         if is_made and not self._is_attending:
-            given = arguments_of(function, args, kwargs)
-            self._record(function.overloadpacket.__name__, given, operands, results)
+            self._record(
+                function.overloadpacket.__name__,
+                arguments_of(function, args, kwargs),
+                operands,
+                results,
+            )
         return result
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -235,7 +239,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sources |= {value.source for value in read if value.gradient == "input"}
         if len(sources) > 1:
             self._kernel(read, results)
-            self._elementwise.append(_joint(operator, read, results))
+            forward = sum(read.values()) + sum(map(elements_of, results))
+            differentiable = {v: size for v, size in read.items() if v.gradient != "none"}
+            is_input = any(value.gradient == "input" for value in differentiable)
+            gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
+            backward = 0 if operator in SUMS else forward + sum(differentiable.values())
+            self._elementwise.append(_elementwise(forward, backward, gradient))
             return
         (source,) = sources
         if operator in COPIES and source.is_attended:
@@ -313,16 +322,6 @@ class _AttentionCalls(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         with mock.patch.object(F, _ATTENTION.__name__, self._attend):
             return function(*args, **(kwargs or {}))
-
-
-def _joint(operator: str, read: Mapping[_Value, int], results: Sequence[Tensor]) -> Elementwise:
-    """What a kernel moves that computes on several tensors."""
-    forward = sum(read.values()) + sum(map(elements_of, results))
-    differentiable = {value: size for value, size in read.items() if value.gradient != "none"}
-    is_input = any(value.gradient == "input" for value in differentiable)
-    gradient: Gradient = "input" if is_input else "weight" if differentiable else "none"
-    backward = 0 if operator in SUMS else forward + sum(differentiable.values())
-    return _elementwise(forward, backward, gradient)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -159,25 +159,23 @@ class _Simulation:
         """Let everything happen that can, beginning with some ranks or with all."""
         self._todo.extend(self.ranks.values() if ranks is None else ranks)
         while self._todo:
-            self._advance(self._todo.popleft())
+            rank, moved = self._todo.popleft(), True
+            while moved:
+                moved = self._issue(rank)
+                for queue in list(rank.queues.values()):
+                    while queue and self._start(rank, *queue[0]):
+                        queue.popleft()
+                        moved = True
+                while rank.ready and (self._places is None or rank.resident < self._places):
+                    self._run_kernel(rank)
+                    moved = True
 
     def stuck(self) -> dict[int, str]:
-        ranks = self.ranks.items()
         return {
-            number: rank.described() for number, rank in ranks if rank.open or rank.at < rank.limit
+            number: rank.described()
+            for number, rank in self.ranks.items()
+            if rank.open or rank.at < rank.limit
         }
-
-    def _advance(self, rank: _RankReplay) -> None:
-        moved = True
-        while moved:
-            moved = self._issue(rank)
-            for queue in list(rank.queues.values()):
-                while queue and self._start(rank, *queue[0]):
-                    queue.popleft()
-                    moved = True
-            while rank.ready and (self._places is None or rank.resident < self._places):
-                self._run_kernel(rank)
-                moved = True
 
     def _issue(self, rank: _RankReplay) -> bool:
         """Let the host go on as far as it can."""
@@ -188,7 +186,13 @@ class _Simulation:
                 if not rank.has_ended(issued):
                     break
             elif issued.kind == "meet":
-                if not self._meet(rank, issued.parts[0]):
+                (part,) = issued.parts
+                met = self._met[part.key]
+                if rank.rank not in met:
+                    met.add(rank.rank)
+                    if len(met) == part.ranks:
+                        self._todo.extend(self.ranks[other] for other in met)
+                if len(met) < part.ranks:
                     break
             elif issued.kind == "place":
                 rank.place = issued.what
@@ -198,14 +202,6 @@ class _Simulation:
                 rank.open[issued.stream] += 1
             rank.at += 1
         return rank.at > begin
-
-    def _meet(self, rank: _RankReplay, part: RankPart) -> bool:
-        met = self._met[part.key]
-        if rank.rank not in met:
-            met.add(rank.rank)
-            if len(met) == part.ranks:
-                self._todo.extend(self.ranks[other] for other in met)
-        return len(met) == part.ranks
 
     def _start(self, rank: _RankReplay, number: int, issued: Issued) -> bool:
         """Whether what is at the head of a queue leaves it."""
@@ -224,10 +220,8 @@ class _Simulation:
 
     def _run_kernel(self, rank: _RankReplay) -> None:
         """Give one of the kernels that could start a place on the device."""
-        if self._random is None:
-            kernel = min(rank.ready, key=lambda kernel: kernel.number)
-        else:
-            kernel = self._random.choice(rank.ready)
+        first = min(rank.ready, key=lambda kernel: kernel.number)
+        kernel = self._random.choice(rank.ready) if self._random else first
         rank.ready.remove(kernel)
         rank.resident += 1
         for part in kernel.issued.parts:

@@ -132,8 +132,12 @@ def as_launched(
     os.environ |= {"GROUP_RANK": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     folder = os.path.dirname(os.path.abspath(path))
     command = (sys, "argv", [path, *arguments]), (sys, "path", [folder, *sys.path])
-    peers = (*_distributed(device, rank, world), *_objects(rank, objects))
-    stand_ins = (*peers, *_cuda(memory, cluster.device, per_node), *_training(device))
+    stand_ins = (
+        *_distributed(device, rank, world),
+        *_objects(rank, objects),
+        *_cuda(memory, cluster.device, per_node),
+        *_training(device),
+    )
     with replaced(*command, *stand_ins), _CudaIsHere(device):
         yield
 
@@ -226,8 +230,9 @@ def _objects(rank: int, objects: Objects) -> Iterator[tuple[Any, str, Any]]:
 
     def broadcast(object_list: list[Any], src: Any, group: Any, group_src: Any) -> None:
         ranks, source = among(group, src, group_src)
-        given = object_list if source == rank else None
-        object_list[:] = objects.pass_on((ranks, source), source, given)
+        object_list[:] = objects.pass_on(
+            (ranks, source), source, object_list if source == rank else None
+        )
 
     def scatter(
         scatter_object_output_list: list[Any],

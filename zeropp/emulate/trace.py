@@ -159,8 +159,9 @@ def _in_processes(trace: Callable[[int], Trace], ranks: Sequence[int]) -> Iterat
     wrong for another."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    workers = min(len(ranks), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        min(len(ranks), os.cpu_count() or 1), mp_context=context, max_tasks_per_child=1
+    ) as pool:
         yield from pool.map(trace, ranks)
 
 
@@ -210,8 +211,9 @@ def _trace_rank(
         trainer = program.build(plan, optimizer, torch.device("cpu"), 0)
         gc.collect()  # whole parameters that were cut into shards hang in reference cycles
         allocations.kind = None
-        size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)
-        batch = torch.zeros(size, dtype=torch.long)
+        batch = torch.zeros(
+            (plan.num_microbatches * plan.microbatch_size, plan.shape.seq), dtype=torch.long
+        )
         allocations.begin_step()
         log.place(STEP)
         trainer.step(batch, batch)
@@ -220,8 +222,7 @@ def _trace_rank(
             log.place(STEP)
             trainer.step(batch, batch)
         log.place(STEP)
-    seconds = time.perf_counter() - begin
-    return Trace(rank, memory, seconds, log.issued if steps > 1 else ())
+    return Trace(rank, memory, time.perf_counter() - begin, log.issued if steps > 1 else ())
 
 
 def _trace_script(
@@ -256,8 +257,7 @@ def _trace_script(
         try:
             runpy.run_path(path, run_name="__main__")
         except _EnoughError:
-            seconds = time.perf_counter() - begin
-            return Trace(rank, peaks[-1], seconds, log.issued, objects.sent)
+            return Trace(rank, peaks[-1], time.perf_counter() - begin, log.issued, objects.sent)
         except UnknownObjectError as error:
             return Trace(rank, MemoryBytes(), 0.0, (), objects.sent, error.wants)
         except (Exception, SystemExit) as error:

@@ -162,8 +162,9 @@ class _Place:
     def __init__(
         self, block: nn.Module, flow: _Flow, run: nn.Module | None, *, is_tuple: bool
     ) -> None:
-        plain = (str, int, float)
-        vars(self).update((n, v) for n, v in vars(block).items() if isinstance(v, plain))
+        vars(self).update(
+            (n, v) for n, v in vars(block).items() if isinstance(v, str | int | float)
+        )
         self._flow, self._run, self._is_tuple = flow, run, is_tuple
 
     def __call__(self, hidden: Tensor, *args: object, **keywords: object) -> object:
@@ -193,8 +194,7 @@ class Cut:
 
     def pieces(self, model: nn.Module) -> list[Piece]:
         """The layers of a model, which share its modules."""
-        count = len(_list_of(model, self.blocks))
-        return [self._piece(model, own) for own in range(-1, count + 1)]
+        return [self._piece(model, own) for own in range(-1, len(_list_of(model, self.blocks)) + 1)]
 
     def _piece(self, model: nn.Module, own: int) -> Piece:
         """The layer with one block; the embedding before them, and the head after them."""
@@ -218,7 +218,16 @@ class Cut:
 
 def find_cut(model: PreTrainedModel) -> Cut:
     """Where a model can be cut; raises InfeasibleError, with what stands against it."""
-    _check_config(model.config)
+    config: Any = model.config
+    how = config._attn_implementation
+    wrong = {
+        f"attn_implementation={how!r}": how not in ("eager", "sdpa"),
+        "layerdrop": getattr(config, "layerdrop", 0.0) > 0,
+        # The router's loss is that of all layers' routers together, which no layer can add alone.
+        "output_router_logits=True": bool(getattr(config, "output_router_logits", False)),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise InfeasibleError(f"model: {name} is not supported (set it otherwise in the config)")
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
     if not outer:
@@ -229,7 +238,7 @@ def find_cut(model: PreTrainedModel) -> Cut:
     if run is None:
         raise _refused(max(runs, key=lambda one: one.blocks_called).refusal)
     both = {*run.before} & {*run.after}  # which have no parameters, so that all layers may run them
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    pad = getattr(config.get_text_config(), "pad_token_id", None)
     return Cut(
         blocks=blocks,
         first=tuple(dict.fromkeys(path for path in run.before if path not in both)),
@@ -239,18 +248,6 @@ def find_cut(model: PreTrainedModel) -> Cut:
         pools=run.pools,
         pad=0 if pad is None else pad,
     )
-
-
-def _check_config(config: Any) -> None:
-    how = config._attn_implementation
-    wrong = {
-        f"attn_implementation={how!r}": how not in ("eager", "sdpa"),
-        "layerdrop": getattr(config, "layerdrop", 0.0) > 0,
-        # The router's loss is that of all layers' routers together, which no layer can add alone.
-        "output_router_logits=True": bool(getattr(config, "output_router_logits", False)),
-    }
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        raise InfeasibleError(f"model: {name} is not supported (set it otherwise in the config)")
 
 
 class _Run:
@@ -268,8 +265,7 @@ class _Run:
             for index, block in enumerate(_list_of(model, blocks))
         ]
         whole = _on_meta(_replaced(model, {blocks: _Blocks(places, {}, self._count)})).eval()
-        self._spine = [blocks[:i] for i, c in enumerate(blocks) if c == "."]
-        self._spine = ["", *self._spine]
+        self._spine = ["", *(blocks[:i] for i, c in enumerate(blocks) if c == ".")]
         watched = [
             (f"{path}.{name}".lstrip("."), child)
             for path in self._spine
@@ -289,9 +285,10 @@ class _Run:
 
     def _run(self, whole: Any) -> None:
         tokens = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device="meta")
-        mask = torch.ones_like(tokens)
         with _NoLook(), torch.device("meta"):
-            output = whole(input_ids=tokens, attention_mask=mask, use_cache=False)
+            output = whole(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+            )
         if not hasattr(output, "logits"):
             raise InfeasibleError("gives no logits: take the class of it that has a head")
         logits = output.logits
@@ -300,7 +297,13 @@ class _Run:
         if len(logits) != _ROWS or not logits.requires_grad:
             raise InfeasibleError("gives logits that do not come of its last block")
         self.pools = logits.dim() == 2
-        self._check_parameters(whole)
+        for path in self._spine:
+            for name, _ in whole.get_submodule(path).named_parameters(recurse=False):
+                raise InfeasibleError(f"has a parameter {name!r} outside of its parts")
+        for path, module in self._watched.items():
+            calls = [*self.before, *self.after].count(path)
+            if calls != 1 and any(True for _ in module.parameters()):
+                raise InfeasibleError(f"calls {path!r} {calls} times before and behind its blocks")
         own = [p for path in self.before for p in self._watched[path].parameters()]
         head = {id(p) for path in self.after for p in self._watched[path].parameters()}
         only = [p for p in own if id(p) not in head]
@@ -330,15 +333,6 @@ class _Run:
                 self.before.append(path)
         elif self.blocks_called == self._count:
             self.after.append(path)
-
-    def _check_parameters(self, whole: nn.Module) -> None:
-        for path in self._spine:
-            for name, _ in whole.get_submodule(path).named_parameters(recurse=False):
-                raise InfeasibleError(f"has a parameter {name!r} outside of its parts")
-        for path, module in self._watched.items():
-            calls = [*self.before, *self.after].count(path)
-            if calls != 1 and any(True for _ in module.parameters()):
-                raise InfeasibleError(f"calls {path!r} {calls} times before and behind its blocks")
 
 
 class _Probe(_Place):

@@ -106,9 +106,13 @@ class HuggingFaceLayers(Sequence[Layer]):
         The folder holds the old model or the new one at any moment: the new weights have names of
         their own, and the index names them once all are there."""
         folder = Path(folder)
-        make = partial(folder.mkdir, parents=True, exist_ok=True)
-        model.engine.on_all_ranks("save_pretrained", make)
-        cast = partial(_cast, dtype=dtype)
+        model.engine.on_all_ranks(
+            "save_pretrained", partial(folder.mkdir, parents=True, exist_ok=True)
+        )
+
+        def cast(value: Tensor) -> Tensor:
+            return (value.to(dtype) if value.is_floating_point() else value).contiguous()
+
         if self._adapters is not None:
             self._save_adapter(self._adapters, model, folder, cast)
         else:
@@ -169,9 +173,11 @@ class HuggingFaceLayers(Sequence[Layer]):
         held: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
         dist.gather_object(own, held if dist.get_rank() == 0 else None, dst=0)
         if dist.get_rank() == 0:
-            named = {name: value for of_rank in held for name, value in of_rank.items()}
             with _replacing(folder) as new:
-                adapters.model.save_pretrained(new, state_dict=named)
+                adapters.model.save_pretrained(
+                    new,
+                    state_dict={name: value for of_rank in held for name, value in of_rank.items()},
+                )
 
     def _by_layer(self, model: ParallelModel) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(layer, its parameters by the model's names), of this rank's layers, each as soon as it
@@ -286,10 +292,6 @@ label_loss.check_targets = partial(  # type: ignore[attr-defined]
     refusal="targets: are the tokens that follow those of the inputs, and would be shifted twice "
     "(take zeropp.huggingface.token_loss, or labels of the inputs' own tokens)",
 )
-
-
-def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.to(dtype).contiguous() if value.is_floating_point() else value.contiguous()
 
 
 def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers:

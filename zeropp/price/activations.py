@@ -16,8 +16,7 @@ FP32 = 4
 
 def boundary_bytes(work: Work) -> float:
     """Bytes of the hidden states between two blocks, which are also a stage's input and output."""
-    size = work.tokens * work.shape.hidden * element_bytes(work.precision)
-    return size / sequence_split(work)
+    return work.tokens * work.shape.hidden * element_bytes(work.precision) / sequence_split(work)
 
 
 def _input_bytes(work: Work) -> int:

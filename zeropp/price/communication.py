@@ -94,8 +94,7 @@ def by_heads(plan: SizedPlan, cluster: Cluster) -> int:
     as many as share a node."""
     layout = plan.layout
     if layout.exchange == "both":
-        stride = axis_stride(layout, "context")
-        return gcd(layout.context, max(1, cluster.gpus_per_node // stride))
+        return gcd(layout.context, max(1, cluster.gpus_per_node // axis_stride(layout, "context")))
     return layout.context if layout.exchange == "heads" else 1
 
 
@@ -122,8 +121,7 @@ def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]
     slices, shape = work.context // work.by_heads, work.shape
     if slices == 1:
         return 0.0, 0.0
-    stride = axis_stride(layout, "context") * work.by_heads
-    among = group(cluster, slices, stride, layout.world)
+    among = group(cluster, slices, axis_stride(layout, "context") * work.by_heads, layout.world)
     held = 2 * work.tokens * shape.kv_heads * shape.head_dim / work.tp
     size = held * element_bytes(work.precision)
 
@@ -238,8 +236,7 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
         seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
         if shards == 1:  # a copy stands for the reduction
             seconds["reduce_grad"] += stream_s(work.device, 2 * sum(sizes) * sent, len(sizes))
-    casts = program.state(plan.precision).casts_parameters
-    if casts and not sends_compute_type(plan, program):
+    if program.state(plan.precision).casts_parameters and not sends_compute_type(plan, program):
         cast = "copy_out" if program.torch_stages else "unshard"  # which stream casts
         seconds[cast] += stream_s(work.device, _CAST * sum(sizes) / shards, kernels)
     if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
@@ -252,8 +249,9 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
 
 def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> float:
     """Seconds of a stage's gather, or of its reduction, in which no bytes move."""
-    among = group_of(cluster, plan.layout, *plan.layout.shard_axes)
-    return len(collectives_of(plan, work.program, stage)) * waits_s(cluster, among)
+    return len(collectives_of(plan, work.program, stage)) * waits_s(
+        cluster, group_of(cluster, plan.layout, *plan.layout.shard_axes)
+    )
 
 
 def _summing_s(
@@ -286,8 +284,9 @@ def replica_s(
     sent = sent_bytes(plan, program)
     seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
     if program.flat_chunks:
-        part = 1 / layout.replicas if scatters else 1.0
-        seconds += _summing_s(plan, work, sizes, part, several=False)
+        seconds += _summing_s(
+            plan, work, sizes, 1 / layout.replicas if scatters else 1.0, several=False
+        )
     bucket = state.bucket if layout.replicate_zero else 0
     if bucket and program.overlap_reduction:
         return _by_bucket_s(plan, cluster, work, stage=stage, cost=cost)

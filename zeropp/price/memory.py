@@ -141,8 +141,7 @@ def _bucket_copy(plan: SizedPlan, program: Program, parameters: float) -> float:
     reduces (``runtime/zero/stage_1_and_2.py``: ``allreduce_bucket``)."""
     shape, bucket = plan.shape, program.state(plan.precision).bucket
     largest = max(shape.vocab, shape.ffn) * shape.hidden / plan.layout.tp
-    sent = program.state(plan.precision).reduced
-    return sent * min(parameters, max(bucket, largest))
+    return program.state(plan.precision).reduced * min(parameters, max(bucket, largest))
 
 
 def shares_ends(plan: SizedPlan, program: Program) -> bool:
@@ -181,8 +180,8 @@ def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     buffer of its gather or of the next one, which counts little where all pieces stay."""
     if plan.layout.shards == 1 and sends_compute_type(plan, work.program):
         return 0  # what is resident is what compute reads
-    ends = (0, plan.schedule.num_stages - 1)
     one_by_one = work.program.reshard_after_forward and work.program.reshard_after_backward
+    ends = (0, plan.schedule.num_stages - 1)
     buffers = 2 if work.program.fsdp_root and stage not in ends and one_by_one else 1
     return buffers * element_bytes(plan.precision)
 
@@ -197,8 +196,7 @@ def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     bucket = program.state(plan.precision).bucket
     if bucket and plan.layout.replicate_zero:
         buffer = element_bytes(plan.precision) * min(parameters, bucket)
-        copied = buffer + _bucket_copy(plan, program, parameters)
-        return copied * (not program.overlap_reduction)
+        return (buffer + _bucket_copy(plan, program, parameters)) * (not program.overlap_reduction)
     if plan.precision == "fp32":
         return FP32 * min(parameters, 5e8)
     return 2 * parameters * (program.bf16.reduced == 2)

@@ -107,8 +107,13 @@ def transfer_s(cluster: Cluster, layout: Layout, *, source: int, target: int, si
     send theirs."""
     if source == target:
         return 0.0
-    crosses = crosses_nodes(cluster, layout, source, target)
-    return message_s(cluster, axis_stride(layout, "pp"), layout.world, crosses=crosses, size=size)
+    return message_s(
+        cluster,
+        axis_stride(layout, "pp"),
+        layout.world,
+        crosses=crosses_nodes(cluster, layout, source, target),
+        size=size,
+    )
 
 
 def message_s(cluster: Cluster, stride: int, world: int, *, crosses: bool, size: float) -> float:

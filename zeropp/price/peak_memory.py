@@ -195,22 +195,19 @@ class RankMemory:
     def _end_backward(self, stage: int, activations: int, *, split: bool) -> None:
         """Count what stays: a gradient that is for another stage of this rank and, with torch's
         runtime, messages."""
-        stays = self._staying(stage, split) if self._runtime else int(stage - 1 in self._local)
+        stays = int(stage - 1 in self._local)
+        if self._runtime:
+            # What torch's runtime holds of a microbatch from a stage's backward to the end of the
+            # step (torch 2.13, ``distributed/pipelining/stage.py`` and ``_backward.py``): the
+            # stage's input and the gradient of its output, which are permanent buffers or what a
+            # stage of this rank has put in their place (``set_local_fwd_input``), and the gradient
+            # of its input, if it is sent and what is sent is kept, or if the backward is ``split``,
+            # which leaves it in the input's ``grad``. If a stage of this rank gets it, it replaces
+            # a buffer.
+            gradient = stage > 0 and not stays and (split or self._keeps_sent)
+            output = not split and self._keeps_output(stage)
+            stays = (stage > 0) + (stage < self._last) + gradient + output
         self.activations = activations + stays * self._memory[stage].boundary
-
-    def _staying(self, stage: int, split: bool) -> int:
-        """How many messages of a microbatch torch's runtime holds from a stage's backward to the
-        end of the step (torch 2.13, ``distributed/pipelining/stage.py`` and ``_backward.py``).
-
-        They are the stage's input and the gradient of its output, which are permanent buffers or
-        what a stage of this rank has put in their place (``set_local_fwd_input``), and the gradient
-        of its input, if it is sent and what is sent is kept, or if the backward is ``split``, which
-        leaves it in the input's ``grad``. If a stage of this rank gets it, it replaces a buffer.
-        """
-        is_sent = stage > 0 and stage - 1 not in self._local
-        gradient = is_sent and (split or self._keeps_sent)
-        output = not split and self._keeps_output(stage)
-        return (stage > 0) + (stage < self._last) + gradient + output
 
     def _keeps_output(self, stage: int) -> bool:
         """Whether torch's runtime holds a stage's output to the end of the step, when its backward

@@ -184,7 +184,6 @@ class KernelSeconds:
 
 def _block_kernels(work: Work) -> KernelSeconds:
     device, precision, tokens = work.device, work.precision, work.tokens
-    parameters = piece_parameters(work.shape, 1) / work.tp
     cast, cast_backward = cast_bytes(work)
     gain = eight_bit_gain(work)
 
@@ -205,7 +204,9 @@ def _block_kernels(work: Work) -> KernelSeconds:
         elementwise_backward=stream_s(
             device, block_traffic_backward(work) + cast_backward, backward
         ),
-        accumulation=stream_s(device, work.accumulated * parameters, added),
+        accumulation=stream_s(
+            device, work.accumulated * (piece_parameters(work.shape, 1) / work.tp), added
+        ),
         biases=_late_biases_s(work),
         last=products[-1],
         behind=products[-mlp - 1],
@@ -238,8 +239,7 @@ def passes_of(
     if recompute == "mlp":
         again["mlp"] = elementwise + wide + again_tp
     if recompute == "selective":
-        scores = 0.0 if program.flash else core
-        parts = {"scores": scores, "elementwise": elementwise + again_tp}
+        parts = {"scores": 0.0 if program.flash else core, "elementwise": elementwise + again_tp}
         parts |= {"half": forward / 2, "alternate": forward / 2}
         parts["qkv_out"] = core + elementwise + wide + again_tp
         parts["qkv"] = parts["qkv_out"] + kernels.behind

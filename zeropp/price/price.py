@@ -52,8 +52,12 @@ if TYPE_CHECKING:
 def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
     """For each stage, the first stage with the same price, that is with the same pieces and with
     neighbours at the same distance. Most stages are equal, so that few have to be priced."""
-    hops = _hops(cluster, plan.layout, plan.schedule.stage_rank)
-    return _first(plan.cuts, plan.shape.num_pieces, plan.recomputed_per_stage, hops)
+    return _first(
+        plan.cuts,
+        plan.shape.num_pieces,
+        plan.recomputed_per_stage,
+        _hops(cluster, plan.layout, plan.schedule.stage_rank),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -74,8 +78,8 @@ def _first(
     first: dict[tuple[object, ...], int] = {}
     like = []
     for stage, (begin, end) in enumerate(pairwise(cuts)):
-        where = (begin == 0, end == pieces, hops[stage], hops[stage + 1])
-        key = (end - begin, recomputed[stage], *where)
+        ends, ways = (begin == 0, end == pieces), hops[stage : stage + 2]
+        key = (end - begin, recomputed[stage], ends, ways)
         like.append(first.setdefault(key, stage))
     return tuple(like)
 
@@ -104,12 +108,16 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     for rank in range(plan.schedule.num_ranks):
         held = plan.schedule.stages_of(rank)
         size = sum(parameters[like[s]] for s in held)
-        forwards = [costs[s].forward * slowest for s in held]
         costs[held[0]] = replace(
             costs[held[0]],
             update=update_s(plan, cluster, work, parameters=size),
             gather_updated=gather_updated_s(
-                plan, cluster, work, stages=held, parameters=size, forwards=forwards
+                plan,
+                cluster,
+                work,
+                stages=held,
+                parameters=size,
+                forwards=[costs[s].forward * slowest for s in held],
             ),
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
@@ -282,9 +290,8 @@ def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
 
 def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     """The times of embedding and head, if the stage has them."""
-    first, last = plan.cuts[stage], plan.cuts[stage + 1]
-    embedding = [times.embedding] if first == 0 else []
-    return embedding + ([times.head] if last == plan.shape.num_pieces else [])
+    is_last = plan.cuts[stage + 1] == plan.shape.num_pieces
+    return [times.embedding] * (plan.cuts[stage] == 0) + [times.head] * is_last
 
 
 def pass_times(plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
@@ -340,12 +347,11 @@ def _transfer_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> fl
     if stage < 0 or other == len(ranks):
         return 0.0
     size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
-    tp = plan.layout.tp
     if plan.layout.shards > 1:
         shards_cross = group_of(cluster, plan.layout, *plan.layout.shard_axes).nodes > 1
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
-    split = tp if work.sequence_parallel or work.program.split_boundary else 1
+    split = plan.layout.tp if work.sequence_parallel or work.program.split_boundary else 1
     sent = transfer_s(
         cluster, plan.layout, source=ranks[stage], target=ranks[other], size=size / split
     )

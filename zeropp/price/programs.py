@@ -280,8 +280,9 @@ def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
     if unknown:
         raise ValueError(f"program={name!r}: unknown trait {', '.join(sorted(unknown))}")
     for trait, statement in traits.items():
-        is_state = trait in ("bf16", "fp32")
-        values[trait] = StateBytes(**statement["value"]) if is_state else statement["value"]
+        values[trait] = (
+            StateBytes(**statement["value"]) if trait in ("bf16", "fp32") else statement["value"]
+        )
         sources.pop(trait, None)
         if "source" in statement:
             sources[trait] = statement["source"]
@@ -322,14 +323,16 @@ def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Progra
     same kernels compiled and not."""
     program = program_named(name)
     factor = 1.0 if compiled or not rotates or program.eager else program.eager_traffic
-    eager = "" if compiled else program.eager
-    return replace(program, traffic_factor=program.traffic_factor * factor, eager=eager)
+    return replace(
+        program,
+        traffic_factor=program.traffic_factor * factor,
+        eager="" if compiled else program.eager,
+    )
 
 
 def program_of(plan: SizedPlan) -> Program:
     """The program of a plan of the suite's models, as it runs them."""
-    rotates = plan.shape.family == "llama"
-    return program_as_run(plan.program, compiled=plan.compile, rotates=rotates)
+    return program_as_run(plan.program, compiled=plan.compile, rotates=plan.shape.family == "llama")
 
 
 def sent_bytes(plan: SizedPlan, program: Program) -> int:
@@ -343,5 +346,6 @@ def gathers(plan: SizedPlan) -> bool:
     computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does. The passes of
     DeepSpeed's ZeRO-3 include its gathers."""
     program = program_named(plan.program)
-    casts = program.state(plan.precision).casts_parameters
-    return casts or (plan.layout.shards > 1 and not program.live_parameters)
+    return program.state(plan.precision).casts_parameters or (
+        plan.layout.shards > 1 and not program.live_parameters
+    )

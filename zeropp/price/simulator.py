@@ -52,8 +52,7 @@ class SimResult:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens per second and GPU."""
-        tokens = self.plan.global_batch * self.plan.shape.seq
-        return tokens / self.step_s / self.plan.layout.world
+        return self.plan.global_batch * self.plan.shape.seq / self.step_s / self.plan.layout.world
 
     @property
     def bubble(self) -> float:

@@ -108,8 +108,9 @@ class _Microbatch:
             self.reduce()
         self.bucket.append(gradient)
         if gradient <= limit or sent != element:
-            moved = (element + sent) * gradient
-            self.reduced = max(self.reduced, self.now) + stream_s(self.work.device, moved)
+            self.reduced = max(self.reduced, self.now) + stream_s(
+                self.work.device, (element + sent) * gradient
+            )
 
     def reduce(self) -> None:
         """Reduce the bucket: join its tensors, divide them, send them, and copy or add this rank's
@@ -139,10 +140,24 @@ def exposed_s(
     of tensors in the order in which a backward has their gradients."""
     program, m = work.program, plan.num_microbatches
     ranks = program.zero_hpz_partition_size
+    # The last gradient's tensor is tied to the one that a backward uses first.
+    used = [*(gradients[-1:] if plan.shape.tied_embeddings else ()), *gradients]
+    times = 2 + (plan.recompute != "none")  # what lies behind a tensor is used before its next use
+    again, behind = [], 0.0
+    for elements in used:
+        again.append(times * behind >= program.live_parameters)
+        behind += elements
 
     def alone(near: bool) -> Exposed:  # whether also the forward has the second copies
         steps = _Microbatch(plan, cluster, work, near)
-        return _exposed_s(steps, gradients, forward_s, backward_s)
+        steps.run(used[::-1], _gathers(work, used[::-1], first=True), forward_s, makes=0)
+        forward = steps.now - forward_s
+        steps.near = ranks > 1
+        steps.run(used, _gathers(work, used, again), backward_s, makes=len(gradients))
+        steps.reduce()
+        exposed = max(steps.now, steps.reduced) - forward_s - backward_s
+        hidden = max(0.0, steps.busy - exposed) * steps.moving / steps.busy
+        return Exposed(forward, exposed - forward, hidden)
 
     later = alone(ranks > 1)
     if ranks == 1:
@@ -153,30 +168,6 @@ def exposed_s(
     copied_s = stream_s(work.device, moved, 2 * len(cut)) + len(cut) * work.launch_s
     means = [(one + (m - 1) * more) / m for one, more in zip(first, later, strict=True)]
     return Exposed(means[0] + copied_s / m, *means[1:])
-
-
-def _exposed_s(
-    steps: _Microbatch, gradients: Sequence[float], forward_s: float, backward_s: float
-) -> Exposed:
-    """The same of one microbatch, which has not begun."""
-    plan, work = steps.plan, steps.work
-    program = work.program
-    # The last gradient's tensor is tied to the one that a backward uses first.
-    used = [*(gradients[-1:] if plan.shape.tied_embeddings else ()), *gradients]
-    times = 2 + (plan.recompute != "none")  # what lies behind a tensor is used before its next use
-    again, behind = [], 0.0
-    for elements in used:
-        again.append(times * behind >= program.live_parameters)
-        behind += elements
-    steps.run(used[::-1], _gathers(work, used[::-1], first=True), forward_s, makes=0)
-    forward = steps.now - forward_s
-    gathers = _gathers(work, used, again)
-    steps.near = program.zero_hpz_partition_size > 1
-    steps.run(used, gathers, backward_s, makes=len(gradients))
-    steps.reduce()
-    exposed = max(steps.now, steps.reduced) - forward_s - backward_s
-    hidden = max(0.0, steps.busy - exposed) * steps.moving / steps.busy
-    return Exposed(forward, exposed - forward, hidden)
 
 
 def _gathers(

@@ -192,8 +192,10 @@ class _Loop:
             left[rank] += self._m * cost.compute
         for _ in range(_PARTS):
             self._run(-(-len(self._sequence.actions) // _PARTS))
-            ranks = zip(self._compute, left, self._busy, strict=True)
-            if any(now + work - busy > limit_s for now, work, busy in ranks):
+            if any(
+                now + work - busy > limit_s
+                for now, work, busy in zip(self._compute, left, self._busy, strict=True)
+            ):
                 return False
         return True
 
@@ -311,15 +313,16 @@ class _Loop:
         # Seconds from each stage's output to its arrival at the next stage, in either direction;
         # None where the programs have transfers of their own for it.
         remote = [None if self._sequence.has_transfers else cost.transfer for cost in costs]
-        pairs = zip(remote, pairwise(self._stage_rank), strict=False)
-        hops = [0.0 if rank == following else hop for hop, (rank, following) in pairs]
+        hops = [
+            0.0 if rank == following else hop
+            for hop, (rank, following) in zip(remote, pairwise(self._stage_rank), strict=False)
+        ]
         down = [*(unread if hop is None else m for hop in hops), back]
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
         backward = (back, up, [0.0, *later])
-        others = {op: _How(_END if op in STEP_END else _OTHER) for op in Op}
         return {
-            **others,
+            **{op: _How(_END if op in STEP_END else _OTHER) for op in Op},
             **self._how_to_time_messages(),
             Op.FORWARD: _How(_USE, [c.forward for c in costs], 0, down, [*later, 0.0]),
             Op.BACKWARD_INPUT: _How(_USE, input_, *backward),

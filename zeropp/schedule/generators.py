@@ -121,15 +121,13 @@ def _delayed(
     total = len(forward)
     warmup = min(warmup, total)
     actions = [Action(stage, Op.FORWARD, j) for stage, j in forward[:warmup]]
-    weights = 0
     for done in range(total):
         if warmup + done < total:
             actions.append(_at(forward[warmup + done], Op.FORWARD))
         actions.append(_at(backward[done], Op.BACKWARD_INPUT))
         if done >= delay:
-            actions.append(_at(backward[weights], Op.BACKWARD_WEIGHT))
-            weights += 1
-    actions += [_at(slot, Op.BACKWARD_WEIGHT) for slot in backward[weights:]]
+            actions.append(_at(backward[done - delay], Op.BACKWARD_WEIGHT))
+    actions += [_at(slot, Op.BACKWARD_WEIGHT) for slot in backward[max(0, total - delay) :]]
     return tuple(actions)
 
 

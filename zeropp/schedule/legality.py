@@ -93,8 +93,9 @@ def _check_each_action_once(schedule: Schedule) -> None:
         for index, action in enumerate(program):
             stage, op, microbatch = action
             if schedule.stage_rank[stage] != rank:
-                owner = schedule.stage_rank[stage]
-                raise _error(schedule, rank, index, f"{action} belongs to rank {owner}")
+                raise _error(
+                    schedule, rank, index, f"{action} belongs to rank {schedule.stage_rank[stage]}"
+                )
             if op not in COMPUTE:
                 continue
             for part in _PARTS[op]:
@@ -102,14 +103,19 @@ def _check_each_action_once(schedule: Schedule) -> None:
                 if done in seen or microbatch not in range(schedule.num_microbatches):
                     raise _error(schedule, rank, index, f"{action} is repeated")
                 seen.add(done)
-    parts = (Op.FORWARD, *_PARTS[Op.FULL_BACKWARD])
     for stage, part, microbatch in product(
-        range(schedule.num_stages), parts, range(schedule.num_microbatches)
+        range(schedule.num_stages),
+        (Op.FORWARD, *_PARTS[Op.FULL_BACKWARD]),
+        range(schedule.num_microbatches),
     ):
         if (stage, part, microbatch) not in seen:
             rank = schedule.stage_rank[stage]
-            end = len(schedule.programs[rank]) - 1
-            raise _error(schedule, rank, end, f"{stage}{part}{microbatch} is missing")
+            raise _error(
+                schedule,
+                rank,
+                len(schedule.programs[rank]) - 1,
+                f"{stage}{part}{microbatch} is missing",
+            )
 
 
 def _check_gathers(schedule: Schedule) -> None:
@@ -145,8 +151,9 @@ def _check_reductions(schedule: Schedule) -> None:
                 unreduced[action.stage] = 0
         left = [stage for stage, count in unreduced.items() if count]
         if left:
-            why = f"gradients of stages {left} are never reduced"
-            raise _error(schedule, rank, len(program) - 1, why)
+            raise _error(
+                schedule, rank, len(program) - 1, f"gradients of stages {left} are never reduced"
+            )
 
 
 def _check_step_end(schedule: Schedule) -> None:
@@ -165,9 +172,8 @@ def _check_step_end(schedule: Schedule) -> None:
             if tied == [action] and len(stages) == 1:
                 raise _error(schedule, rank, index, f"{action} has no other stage to add")
             done.add(action)
-        crossed = [Action(stage, Op.REDUCE_REPLICAS) for stage in stages]
-        left = [a.stage for a in crossed if Op.REDUCE_REPLICAS in everywhere and a not in done]
-        if left:
+        left = [stage for stage in stages if Action(stage, Op.REDUCE_REPLICAS) not in done]
+        if left and Op.REDUCE_REPLICAS in everywhere:
             why = f"gradients of stages {left} are not reduced over the replicas"
             raise _error(schedule, rank, len(program) - 1, why)
         for op in (Op.UPDATE, *sorted((OF_RANK - {Op.UPDATE}) & everywhere)):

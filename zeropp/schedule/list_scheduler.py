@@ -145,9 +145,8 @@ class _Run:
         self, orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy
     ) -> None:
         self._orders, self._cap, self._policy = orders, cap, policy
-        stages = len(orders.stage_rank)
         self._count = orders.num_microbatches
-        self._back = stages * self._count
+        self._back = len(orders.stage_rank) * self._count
         self._never = 2 * self._back
         self._ready = [_NEVER] * (self._never + 1)
         self._ready[: self._count] = [0.0] * self._count
@@ -175,8 +174,11 @@ class _Run:
 
     def planned(self) -> Planned:
         """What has been planned so far."""
-        kinds = tuple(state.kinds for state in self._ranks)
-        return Planned(self._orders, kinds, max(state.free_at for state in self._ranks))
+        return Planned(
+            self._orders,
+            tuple(state.kinds for state in self._ranks),
+            max(state.free_at for state in self._ranks),
+        )
 
     def advance(self, until_s: float) -> None:
         """Begin all actions that can begin until then."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -51,9 +50,12 @@ def lower(
     """
     if any(action[1] not in COMPUTE for program in schedule.programs for action in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
-    ranks = range(schedule.num_ranks)
-    gathered = partial(with_collectives, schedule, gather=gather, prefetch=prefetch)
-    programs = [gathered(rank, reduce_every=reduce_every, kept=kept) for rank in ranks]
+    programs = [
+        with_collectives(
+            schedule, rank, gather=gather, prefetch=prefetch, reduce_every=reduce_every, kept=kept
+        )
+        for rank in range(schedule.num_ranks)
+    ]
     return replace(schedule, programs=add_transfers(programs, schedule))
 
 
@@ -132,8 +134,7 @@ def add_gathers(
     windows, free_from = parameter_windows(program, unit, needs, kept), dict[int, int]()
     before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, window in enumerate(windows):
-        ahead = windows[max(0, number - prefetch)].first
-        place = max(ahead, free_from.get(window.stage, 0))
+        place = max(windows[max(0, number - prefetch)].first, free_from.get(window.stage, 0))
         before[place].append(Action(window.stage, Op.UNSHARD))
         after[window.last].append(Action(window.stage, Op.RESHARD))
         free_from[window.stage] = window.last + 1
@@ -203,28 +204,25 @@ def _ended(program: RankProgram, stages: tuple[int, ...], end: StepEnd) -> RankP
     """One rank's program, in which a stage's gradients are reduced over the replicas as soon as
     they are complete, so that all but the last of these reductions have compute beside them."""
     after: dict[int, list[Action]] = {}
-    if end.over_replicas:
-        for stage, index in _last_gradients(program, stages):
+    left = set(stages) if end.over_replicas else set()
+    for index in range(len(program) - 1, -1, -1):
+        stage, op, _ = program[index]
+        if stage in left and (op is Op.REDUCE_GRAD or op in MAKES_GRADIENTS):
             after[index] = [Action(stage, Op.REDUCE_REPLICAS)]
+            left.remove(stage)
+        if not left:
+            break
     tied = [Action(stage, Op.REDUCE_TIED) for stage in stages if stage in end.tied][:1]
     if tied and tied[0] in program:  # where the program's own order has put it
         tied = []
     whole = [Action(stages[0], Op.GATHER_WHOLE)] * end.gathers_whole
-    update = [Action(stages[0], Op.UPDATE)]
-    gather = [Action(stages[0], Op.GATHER_UPDATED)] * end.gathers_updated
-    return (*_insert(program, {}, after), *tied, *whole, *update, *gather)
-
-
-def _last_gradients(program: RankProgram, stages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(stage, index of the action with which its gradients are complete on this shard)."""
-    left = set(stages)
-    for index in range(len(program) - 1, -1, -1):
-        stage, op, _ = program[index]
-        if stage in left and (op is Op.REDUCE_GRAD or op in MAKES_GRADIENTS):
-            yield stage, index
-            left.remove(stage)
-            if not left:
-                return
+    return (
+        *_insert(program, {}, after),
+        *tied,
+        *whole,
+        Action(stages[0], Op.UPDATE),
+        *[Action(stages[0], Op.GATHER_UPDATED)] * end.gathers_updated,
+    )
 
 
 class _Route(NamedTuple):
@@ -250,8 +248,9 @@ def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
 def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
     """The place in its program of the action that needs each message: by kind of receive, then
     stage, then microbatch."""
-    rows = range(compute.num_stages)
-    forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")
+    forward, backward = (
+        [[0] * compute.num_microbatches for _ in range(compute.num_stages)] for _ in "FB"
+    )
     for program in compute.programs:
         for place, (stage, op, microbatch) in enumerate(program):
             if op in NEEDS_PARAMETERS and microbatch is not None:

@@ -151,8 +151,10 @@ class SizedPlan:
 
     def with_programs(self, schedule: Schedule) -> Plan:
         """The same plan with these programs, which may be a part of a step."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Plan(**values | {"schedule": schedule})
+        return Plan(
+            **{field.name: getattr(self, field.name) for field in fields(self)}
+            | {"schedule": schedule}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -349,9 +349,8 @@ class Schedule(ScheduleSizes):
     def to_csv(self) -> str:
         """The CSV form that torch reads and writes: one line per rank, one action per cell."""
         out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        for program in self.programs:
-            writer.writerow([str(action) for action in for_torch(program)])
+        rows = ([str(action) for action in for_torch(program)] for program in self.programs)
+        csv.writer(out, lineterminator="\n").writerows(rows)
         return out.getvalue()
 
 

@@ -43,15 +43,16 @@ def size_step(
     unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides_collectives)
     cap = if_auto(knobs.activation_cap, unit * layout.chunks)
     if cap < (least := smallest_cap(layout.chunks, microbatches, unit)):
-        needs = cap_needs(layout.chunks, unit, least)
-        raise InfeasibleError(f"{knobs.prefix}activation_cap={cap}: {needs} (or a smaller unit)")
-    placement = loop_placement(layout.pp, layout.chunks)
+        raise InfeasibleError(
+            f"{knobs.prefix}activation_cap={cap}: {cap_needs(layout.chunks, unit, least)} "
+            "(or a smaller unit)"
+        )
     return SizedPlan(
         contender="zeropp",
         shape=shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=unordered("zeropp", placement, microbatches, unit),
+        schedule=unordered("zeropp", loop_placement(layout.pp, layout.chunks), microbatches, unit),
         cuts=(),
         program="zeropp",
         precision=precision,

@@ -41,20 +41,16 @@ def lower_for_torch(schedule: Schedule, *, prefetch: int = 1) -> Schedule:
     for compute in schedule.programs:
         gathered = add_gathers(compute, schedule.unit, prefetch, needs)
         reduced = add_reductions(gathered, schedule.unit, schedule.num_microbatches)
-        programs.append(_gathered_again(reduced))
-    lowered = with_messages(programs, schedule.stage_rank)
-    return replace(schedule, programs=lowered, pair_streams=True)
-
-
-def _gathered_again(program: RankProgram) -> RankProgram:
-    """The program with a release and a gather behind every reduction that no release follows."""
-    out: list[Action] = []
-    for action, following in zip(program, (*program[1:], None), strict=True):
-        out.append(action)
-        release = Action(action.stage, Op.RESHARD)
-        if action.op is Op.REDUCE_GRAD and following != release:
-            out += [release, Action(action.stage, Op.UNSHARD)]
-    return tuple(out)
+        again: list[Action] = []  # with a release and a gather, where no release follows
+        for action, following in zip(reduced, (*reduced[1:], None), strict=True):
+            again.append(action)
+            release = Action(action.stage, Op.RESHARD)
+            if action.op is Op.REDUCE_GRAD and following != release:
+                again += [release, Action(action.stage, Op.UNSHARD)]
+        programs.append(tuple(again))
+    return replace(
+        schedule, programs=with_messages(programs, schedule.stage_rank), pair_streams=True
+    )
 
 
 _MESSAGES = {  # how far away the stage is that gets what is made, and the message's halves

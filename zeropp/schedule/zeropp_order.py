@@ -147,9 +147,10 @@ def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Itera
 def _beginning(
     sizes: OrderSizes, costs: tuple[StageCost, ...], *, number: int, policy: Policy, until_s: float
 ) -> Schedule:
-    order = unit_orders(sizes)[number]
-    begun = beginning(order, costs, sizes.activation_cap, policy, until_s=until_s)
-    return _scheduled(sizes, begun)
+    return _scheduled(
+        sizes,
+        beginning(unit_orders(sizes)[number], costs, sizes.activation_cap, policy, until_s=until_s),
+    )
 
 
 def _scheduled(sizes: OrderSizes, planned: Planned) -> Schedule:
