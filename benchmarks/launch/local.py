@@ -229,7 +229,7 @@ def _start(
             rank=rank,
             variables=common
             | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            | (_sharing(rank) if share_gpu else {}),
+            | (_SHARING | {"NCCL_HOSTID": f"rank {rank}"} if share_gpu else {}),
             log=directory / f"rank_{rank:03d}.log",
             parent=reader,
         )
@@ -237,19 +237,17 @@ def _start(
     }
 
 
-def _sharing(rank: int) -> dict[str, str]:
-    """The variables with which a rank uses the first GPU beside other ranks. NCCL refuses two ranks
-    of one host on one GPU, so each poses as a host of its own, and their messages go through
-    sockets of this machine."""
-    return {
-        "LOCAL_RANK": "0",
-        "NCCL_HOSTID": f"rank {rank}",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NET": "Socket",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+# With these variables, ranks use the first GPU beside each other. NCCL refuses two ranks of one
+# host on one GPU, so each poses as a host of its own (NCCL_HOSTID), and their messages go through
+# sockets of this machine.
+_SHARING = {
+    "LOCAL_RANK": "0",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | None:

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -105,8 +105,12 @@ def still_to_run(
         latest = max(fine, key=attrgetter("started_at"), default=None)
         successes = sum(record.code_digest == latest.code_digest for record in fine if latest)
         failures = [r for r in alike if r.status != "ok" and not r.interrupted]
-        if not successes and _ends_alike(alike):
-            failures.append(alike[-1])
+        # Three attempts that were killed or ended silently in the same way are no accident.
+        last = alike[-3:]
+        ways = {re.sub(r"\d+", "", record.reason) for record in last if record.interrupted}
+        is_alike = len(last) == 3 and len(ways) == 1
+        if not successes and is_alike and _KILLED.search(last[-1].reason):
+            failures.append(last[-1])
         if failures and not successes and rerun == "missing":
             failed.append(failures[-1])
         else:
@@ -120,15 +124,6 @@ def still_to_run(
     if repeats > 1:
         missing = random.Random(0).sample(missing, len(missing))  # the same order every time
     return missing, failed
-
-
-def _ends_alike(records: Sequence[RunRecord]) -> bool:
-    """Whether the last three attempts were killed or ended silently in the same way: the system or
-    the program does so each time, and it is no accident."""
-    last = records[-3:]
-    ways = {re.sub(r"\d+", "", record.reason) for record in last if record.interrupted}
-    is_alike = len(last) == 3 and len(ways) == 1
-    return is_alike and bool(_KILLED.search(last[-1].reason))
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
@@ -148,13 +143,18 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
     device's memory, or for what the trainer cannot run, unless it is to be ``simulated``.
     """
     knobs = spec.contender if simulated else CONTENDERS[spec.contender.name].as_run(spec.contender)
-    is_open = spec.microbatch_size == "auto" or any_auto(spec.contender)
-    if not is_open:
+    if spec.microbatch_size != "auto" and not any_auto(spec.contender):
         return spec, ""
     if not is_priced(spec.cluster, spec.precision):
         return replace(spec, microbatch_size=spec.candidate.microbatch_size), ""
     spec = replace(spec, contender=knobs)
-    path = _cache_path(spec)
+    question = json.dumps(
+        [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
+        sort_keys=True,
+    )
+    digest = hashlib.sha256((_code().digest + question).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
     choice, source = _read(path), "remembered"
     if choice is None:
         choice, source = _search(spec)
@@ -205,16 +205,6 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
 
 
 _code = lru_cache(partial(read_code, ask_git=False))  # any change of it makes a new search
-
-
-def _cache_path(spec: RunSpec) -> Path:
-    question = json.dumps(
-        [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
-        sort_keys=True,
-    )
-    digest = hashlib.sha256((_code().digest + question).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -138,15 +138,14 @@ def _status(
     if alive:
         log = str(alive[-1] / "rank_000.log")
         return status(state="running", detail=_progress(alive[-1]), log=log)
-    number = submitted.job if submitted else ""
     if under_way:
-        return status(state="unseen", detail=under_way, job=number)
+        return status(state="unseen", detail=under_way, job=submitted.job if submitted else "")
     if record is not None:
         return _recorded(record, point)
     if problems := [note for note in notes if str(point) in note]:
         return status(state="corrupt", detail=problems[-1], log=str(point))
-    if number:
-        return status(state="waiting", job=number)
+    if submitted and submitted.job:
+        return status(state="waiting", job=submitted.job)
     return status(state="missing", detail="run the same command again")
 
 

@@ -158,14 +158,18 @@ def chart(rows: pd.DataFrame) -> alt.ConcatChart:
     import altair as alt
 
     lines = cases(rows)
-    chosen = _first_shown(lines)
+    # The page opens in the middle of the largest map.
+    maps = lines.groupby(["model", "seq", "cluster"], sort=False)
+    largest = max((of for _, of in maps), key=len)
+    first = largest.iloc[len(largest) // 2]
     options = {
-        name: sorted(lines[name].unique(), key=_number) if name in _NUMBERS
+        name: sorted(lines[name].unique(), key=lambda text: float(text.replace(",", "")))
+        if name in _NUMBERS
         else list(dict.fromkeys(lines[name]))
         for name in (*CHOICES, "contender")
     }  # fmt: skip
     choices = [
-        alt.param(name=name, value=chosen.get(name, options[name][0]),
+        alt.param(name=name, value=str(first[name]) if name in CHOICES else options[name][0],
                   bind=alt.binding_select(options=options[name], name=f"{words} "))
         for name, words in {**CHOICES, "contender": "Show the command of"}.items()
     ]  # fmt: skip
@@ -175,18 +179,6 @@ def chart(rows: pd.DataFrame) -> alt.ConcatChart:
         .add_params(*choices)
         .configure(background="transparent", font="system-ui, sans-serif", view={"stroke": None})
     )
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
-def _first_shown(lines: pd.DataFrame) -> dict[str, str]:
-    """The case that the page opens with: in the middle of the largest map."""
-    maps = lines.groupby(["model", "seq", "cluster"], sort=False)
-    largest = max((of for _, of in maps), key=len)
-    shown = largest.iloc[len(largest) // 2]
-    return {name: str(shown[name]) for name in CHOICES}
 
 
 def _looked_up(chart: Any, lines: pd.DataFrame, contender: str) -> Any:

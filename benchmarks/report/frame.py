@@ -210,10 +210,11 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     planned = record.plan.get("predicted_memory", [])
+    network = record.spec.get("bandwidth", 1.0)  # the share of its speed, in a study
     derived = {
         "model": spec.model.name,
         "parameters": math.nan if shape is None else float(parameter_count(shape)),
-        "cluster": spec.cluster.name + _network(record.spec.get("bandwidth", 1.0)),
+        "cluster": spec.cluster.name + ("" if network == 1.0 else f", {network:g} × its network"),
         "on_cpu": device.name == "cpu" or spec.cluster.name == "cpu_gloo",
         "num_gpus": spec.num_gpus,
         "global_batch": spec.global_batch,
@@ -246,11 +247,6 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         **_throughput(record, spec),
     }
     return {name: getattr(record, name) for name in _RECORDED} | derived
-
-
-def _network(share: float) -> str:
-    """What a study's cluster is called whose network between nodes has a share of its speed."""
-    return "" if share == 1.0 else f", {share:g} × its network"
 
 
 def _trained(spec: RecordedSpec) -> str:

@@ -59,8 +59,8 @@ def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("note", "note"),
     )
     over = rows["peak_gib"] > rows["memory_limit_gib"]
-    data = rows.assign(note=["over the device" if is_over else "" for is_over in over])
-    return table("memory", "Memory", columns, data)
+    notes = ["over the device" if is_over else "" for is_over in over]
+    return table("memory", "Memory", columns, rows.assign(note=notes))
 
 
 def _note(row: Mapping[Any, Any], usual_code: str) -> str:
@@ -142,11 +142,10 @@ def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         ends = {f"{name}{end}" for name in hidden for end in ("", "_low", "_high")}
         compared = compared.assign(**dict.fromkeys(ends & {*compared}, math.nan))
     labels = compared["contender"].map(display.contender_label)
-    columns = (*_key_columns(rows).values(), *_COLUMNS)
     return table(
         "paper",
         "Comparison",
-        columns,
+        (*_key_columns(rows).values(), *_COLUMNS),
         compared.assign(base=options.base, label=labels),
     )
 
@@ -196,13 +195,13 @@ def _grid(name: str, evidence: str, rows: pd.DataFrame) -> Grid:
         cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
     lines = [_line(cell, keys, metrics, groups) for cell in cells.values()]
     cluster = display.cluster_label(rows["cluster"].iloc[0])
-    shown = [metric for group in groups.values() for metric in group]
+    shown = [*keys, *(metric for group in groups.values() for metric in group)]
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
         caption=_caption(rows, constant=constant, metrics=metrics, base=base),
-        heads=tuple(column.head for column in (*keys, *shown)),
-        numeric=tuple(column.form is not None for column in (*keys, *shown)),
+        heads=tuple(column.head for column in shown),
+        numeric=tuple(column.form is not None for column in shown),
         rows=tuple(cells for cells, _ in lines),
         records=tuple(records for _, records in lines),
         groups=(
@@ -243,8 +242,7 @@ def _line(
             continue
         why = MISSING if row is None else display.status_label(row["status"])
         cells += [TextCell(why), *(TextCell(MISSING) for _ in group[1:])]
-    order = [cell[name]["record_id"] for name in groups if name in cell]
-    return tuple(cells), tuple(map(str, order))
+    return tuple(cells), tuple(str(cell[name]["record_id"]) for name in groups if name in cell)
 
 
 def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -280,8 +278,7 @@ def _caption(
             text = ", ".join(f"{seq} ({display.model_label(str(model))})" for model, seq in pairs)
         same.append(f"{key.head} {text}")
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(rows["memory_kind"]) if kind]
-    has_ranges = rows["tokens_per_s_per_gpu_low"].notna().any()
-    parts = ["medians of timed steps"] * bool(has_ranges)
+    parts = ["medians of timed steps"] * bool(rows["tokens_per_s_per_gpu_low"].notna().any())
     if same:
         parts.append("all rows: " + ", ".join(same))
     worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics

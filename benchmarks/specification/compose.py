@@ -76,18 +76,16 @@ def _composed(config_name: str, points: Iterable[Sequence[str]]) -> Iterator[dic
     own = OmegaConf.load(CONF / f"{config_name}.yaml")
     for point in points:
         parsed = {word: _parsed(word) for word in point}
-        values = {word: each for word, each in parsed.items() if _is_value(each, own)}
+        values = {  # which choose no group nor anything of Hydra
+            word: each
+            for word, each in parsed.items()
+            if not (each.is_sweep_override() or each.package)
+            and not each.key_or_group.startswith("hydra.")
+            and ("." in each.key_or_group or each.key_or_group in own)
+        }
         config = deepcopy(of_groups(tuple(word for word in point if word not in values)))
         ConfigLoaderImpl._apply_overrides_to_config(list(values.values()), config)
         yield _plain(config)
-
-
-def _is_value(override: Override, own: Any) -> bool:
-    """Whether a word of one point only sets a value, and chooses no group nor anything of Hydra."""
-    key = override.key_or_group
-    if override.is_sweep_override() or override.package or key.startswith("hydra."):
-        return False
-    return "." in key or key in own
 
 
 def _parser() -> CommandParser:
@@ -234,15 +232,15 @@ def _refuse_doubled(parsed: Sequence[Override]) -> None:
         seen[key] = word
 
 
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return cast("dict[str, Any]", values)
+
+
 def _any_knob(word: str) -> str:
     """The word, with a ``+`` if it sets a contender's knob, so that Hydra accepts unknown knobs:
     the contender's own type refuses them with a better message."""
     return f"++{word}" if word.startswith("contender.") else word
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return cast("dict[str, Any]", values)
 
 
 def _one_line(error: Exception, words: Sequence[str]) -> str:
@@ -263,20 +261,12 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
     missing = re.search(
         r"Key '([^']+)' is not in struct|could not override '([^']+)'", str(error), re.I
     )
-    if missing and (path := _misspelt(words, missing)):
-        return path
-    return "; ".join(lines[:2])
-
-
-def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
-    """The message for a key that no configuration has, with the key that is most like it."""
-    last = next(part for part in missing.groups() if part).rpartition(".")[2]
+    last = next(filter(None, missing.groups())).rpartition(".")[2] if missing else ""
     word = next((w for w in words if w.partition("=")[0].rpartition(".")[2] == last), "")
-    if not word:
-        return ""
+    if not missing or not word:
+        return "; ".join(lines[:2])
     near = difflib.get_close_matches(last, known_keys(), n=1, cutoff=0.6)
-    hint = f" (did you mean {near[0]}?)" if near else " (see --help)"
-    return f"{word}: there is no such key{hint}"
+    return f"{word}: there is no such key ({f'did you mean {near[0]}?' if near else 'see --help'})"
 
 
 @lru_cache
