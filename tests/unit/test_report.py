@@ -37,8 +37,7 @@ from benchmarks.report.speedup import (
 from benchmarks.report.table import MISSING, print_table
 from benchmarks.report.tables import paper_grids, throughput_table
 from benchmarks.report.write import make_table, report_folder, write_one_table, write_report
-from tests.unit.report_frames import QUIET, column, failed, frame_of
-from tests.unit.synthetic_records import make_record, write_records
+from tests.unit.synthetic_records import QUIET, column, failed, frame_of, make_record, write_records
 
 
 def test_throughput_is_the_formula(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from benchmarks.report.tables import paper_grids, paper_table, throughput_table
 from benchmarks.report.write import grids_of, make_table, write_one_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.report_frames import frame_of
-from tests.unit.synthetic_records import make_record, spec_values, write_records
+from tests.unit.synthetic_records import frame_of, make_record, spec_values, write_records
 
 Change = Callable[[dict[str, Any]], None]
 
