@@ -81,8 +81,7 @@ def test_a_point_over_its_memory(suite: Suite) -> None:
     record = suite.only_record()
     assert record.status == "oom"
     assert "memory limit" in record.reason
-    assert len(record.step_s) == 3
-    assert suite.states() == ["oom"]
+    assert (len(record.step_s), suite.states()) == (3, ["oom"])
 
 
 def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:

@@ -101,8 +101,7 @@ def test_interrupted_while_it_waits_for_another_submission(suite: Suite) -> None
     os.kill(second.pid, signal.SIGINT)
     assert second.wait() == 130
     go.touch()
-    assert first.wait() == 0
-    assert len(suite.queue()) == 1
+    assert (first.wait(), len(suite.queue())) == (0, 1)
 
 
 def test_what_sbatch_says_after_it_has_submitted_is_not_believed(suite: Suite) -> None:
@@ -121,8 +120,7 @@ def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     stand_before(suite, "sbatch", lost)
     suite.stand_in(*HELD)
     suite.environment.clear()
-    assert len(suite.queue()) == 1
-    assert suite.stand_in(*HELD).count("left alone") == 1
+    assert (len(suite.queue()), suite.stand_in(*HELD).count("left alone")) == (1, 1)
     suite.cluster.run("scancel", *suite.report_jobs())
     wait_until(lambda: not suite.report_jobs(), "the end of the report job")
     assert "report      job " in suite.stand_in(*HELD)

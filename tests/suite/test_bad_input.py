@@ -150,8 +150,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert all(line.startswith("auto: ") for line in lines[:-1])  # what "auto" became
     assert lines[-1].startswith("error: ")
     assert words in lines[-1]
-    assert printed.out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert (printed.out, list(tmp_path.iterdir())) == ("", [])
 
 
 OTHER_CASES = [
@@ -251,8 +250,7 @@ def test_ctrl_c_that_became_another_error_is_one_line_too(
         except KeyboardInterrupt as error:
             raise RuntimeError("cannot be imported") from error
 
-    assert run_command(interrupted_import) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert (run_command(interrupted_import), capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_sigterm_ends_the_workers_of_a_command() -> None:
@@ -330,8 +328,7 @@ def test_what_a_locale_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch)
         print("1 \u2013 2")
         return 0
 
-    assert run_command(say) == 0
-    assert written.getvalue() == b"1 ? 2\n"
+    assert (run_command(say), written.getvalue()) == (0, b"1 ? 2\n")
 
 
 @pytest.mark.parametrize("module", [*COMMANDS, *STUDIES])

@@ -129,8 +129,7 @@ def test_two_ctrl_c_end_a_sweep_with_one_line(launcher: subprocess.Popen[str], r
         assert printed[-1] == "interrupted; the same command goes on from here\n"
         assert not any("Traceback" in line for line in printed)
         wait_until(lambda: not ranks_of(runs), "the end of its ranks")  # which SIGKILL begins
-    assert launcher.wait() == 130
-    assert launcher.stdout.read() == ""
+    assert (launcher.wait(), launcher.stdout.read()) == (130, "")
 
 
 def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], runs: Path) -> None:

@@ -1,5 +1,5 @@
-"""Made-up records for the report's tests: plausible sizes, fixed noise, real schedules as spans; and what
-tables show of them."""
+"""Made-up records for the report's tests: plausible sizes, fixed noise, real schedules as spans;
+and what tables show of them."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ def test_a_whole_attempt(attempt: Path, spec: RunSpec) -> None:
     assert (record.status, record.reason) == ("ok", "")
     assert (record.spans, record.span_clock) == ([row], "compute stream")
     assert record.step_s == [2.0, 3.0]  # the slower rank of each step
-    assert record.warmup_s == [9.0]
-    assert record.losses == [5.0, 4.0, 3.0]
+    assert (record.warmup_s, record.losses) == ([9.0], [5.0, 4.0, 3.0])
     assert [rank.peak_rss_bytes for rank in record.ranks] == [100, 101]
     assert record.ranks[1].environment["host"] == "node1"
     assert record.spec_id == spec.spec_id

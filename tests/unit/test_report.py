@@ -47,8 +47,7 @@ def test_throughput_is_the_formula(tmp_path: Path) -> None:
     assert {*row_of(record)} == {*frame.columns}
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
-    assert row["memory_kind"] == "resident"
-    assert row["steps_unsettled"] == ""
+    assert (row["memory_kind"], row["steps_unsettled"]) == ("resident", "")
 
 
 def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
@@ -215,8 +214,7 @@ def test_speedup_takes_the_fastest_configuration_and_the_median_of_cells(tmp_pat
             make_record("deepspeed_3d", num_gpus=gpus, step_s=[2.0] * 6),
         ]
     rows = latest_ok(frame_of(*records, root=tmp_path))
-    assert len(rows) == 6
-    assert list(paired_speedups(rows, "deepspeed_3d")["speedup"]) == [2.0, 2.0]
+    assert (len(rows), list(paired_speedups(rows, "deepspeed_3d")["speedup"])) == (6, [2.0, 2.0])
     table = speedup_table(rows)
     assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 2 + ["2.00"]
     assert column(table, "model")[-1] == "median of 2 cells"
@@ -235,8 +233,7 @@ def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.json").write_text(text)
     frame, skipped = load_frame([tmp_path])
-    assert len(frame) == 1
-    assert len(skipped) == 4
+    assert (len(frame), len(skipped)) == (1, 4)
     for name in ("cut", "future", "other", "list"):
         assert any(str(tmp_path / name / "record.json") in line for line in skipped)
 

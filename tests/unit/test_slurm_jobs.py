@@ -491,8 +491,7 @@ def test_why_an_attempt_ended(attempt: Path, end: ScriptEnd, log: str, expected:
     (attempt / "srun.log").write_text(log)
     record = close(attempt, end)
     assert Ending(record.status, record.reason, record.interrupted) == expected
-    assert record.step_s == [1.0]
-    assert record.slurm["job"] == "7_0"
+    assert (record.step_s, record.slurm["job"]) == ([1.0], "7_0")
 
 
 @pytest.mark.parametrize(

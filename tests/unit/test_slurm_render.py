@@ -66,8 +66,7 @@ def test_equal_resources_share_an_array_and_no_point_gets_those_of_another() -> 
     sized = [(point, resources_of(point.spec, options(), None)) for point in points]
     arrays = group(sized, SUBMISSION, "sweep")
     shapes = [(a.resources.nodes, a.resources.ranks_per_node, len(a.points)) for a in arrays]
-    assert shapes == [(1, 4, 2), (1, 8, 2), (2, 8, 2)]
-    assert len({array.name for array in arrays}) == 3
+    assert (shapes, len({array.name for array in arrays})) == ([(1, 4, 2), (1, 8, 2), (2, 8, 2)], 3)
     texts = [render_array(array, options(), Path("/runs")) for array in arrays]
     assert ["--nodes=2" in text for text in texts] == [False, False, True]
 

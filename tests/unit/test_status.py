@@ -189,5 +189,4 @@ def test_a_watched_sweep_is_listed_again_when_it_changes_until_it_has_ended(
 
         monkeypatch.setattr("time.sleep", nap)
         rows = printed(tmp_path, monkeypatch, capsys, "--watch", "--check")
-    assert [row for row in rows if row.startswith("1 ")] == ["1 running", "1 ok"]
-    assert len(naps) == 2
+    assert ([row for row in rows if row.startswith("1 ")], len(naps)) == (["1 running", "1 ok"], 2)

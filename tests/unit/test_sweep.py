@@ -186,8 +186,7 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
     begun.clear()
     (tmp_path / "other").mkdir()
     now = config | {"retries": 2, "runs_dir": str(tmp_path / "other")}
-    assert [r.status for r in launch_points([point], [now]) or ()] == ["ok"]
-    assert len(begun) == 2
+    assert ([r.status for r in launch_points([point], [now]) or ()], len(begun)) == (["ok"], 2)
 
 
 def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,8 +290,7 @@ def test_a_trace_over_the_device_warns() -> None:
     traced = make_record(provenance="traced", fields=fields)  # on a device of 16 GiB
     assert over_device(traced) == "WARNING: 20.0 GiB are more than the device's 16 GiB"
     small = make_record(provenance="traced", fields=fields | {"predicted": {"peak_bytes": 2**30}})
-    assert over_device(small) == ""
-    assert over_device(make_record()) == ""
+    assert (over_device(small), over_device(make_record())) == ("", "")
 
 
 STEP = {"event": "step", "index": 2, "seconds": 2.0, "loss": 5.54321, "grad_norm": 1.25}
