@@ -26,7 +26,7 @@ from benchmarks.launch.slurm.submissions import (
     write_submission,
 )
 from benchmarks.records.events import EventWriter
-from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
+from tests.unit.conftest import HERE, RUNNING, silent_for, submitted, view_of
 
 
 @pytest.mark.parametrize(
