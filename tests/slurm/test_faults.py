@@ -160,12 +160,10 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
         "SQUEUE_FORMAT": "%u",
         "OMP_NUM_THREADS": "77",
     }
-    printed = suite.stand_in("seed=0,3")
-    assert "environment SBATCH_EXPORT=NONE applies" in printed
+    assert "environment SBATCH_EXPORT=NONE applies" in suite.stand_in("seed=0,3")
     suite.wait_for_states(["ok", "running"])
     assert "left alone" in suite.stand_in("seed=3")
-    ok = suite.only_record()
-    assert ok.ranks[0].environment["OMP_NUM_THREADS"] == "1"
+    assert suite.only_record().ranks[0].environment["OMP_NUM_THREADS"] == "1"
     suite.cluster.run("scancel", *suite.queue())
 
 

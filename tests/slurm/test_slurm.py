@@ -147,7 +147,11 @@ def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
     assert "step" in next(r.detail for r in suite.status().values() if r.state == "running")
     suite.wait_for_records(1)
     suite.cluster.kill_node("zpnode8")
-    suite.wait_for_lost(1)
+    wait_until(
+        lambda: suite.status() and any(r.status == "lost" for r in suite.records()),
+        "a lost attempt, which status records",
+        every_s=1.0,
+    )
     lost = next(r for r in suite.records() if r.status != "ok")
     assert (lost.status, lost.interrupted) == ("lost", True)
     assert "NODE_FAIL" in lost.reason

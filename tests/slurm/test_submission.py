@@ -141,7 +141,7 @@ def test_a_local_run_leaves_alone_what_waits_in_the_queue(suite: Suite) -> None:
 
 
 def test_odd_paths_comments_setups_and_neighbours(suite: Suite) -> None:
-    odd = suite.beside("a folder, with 100% (odd) 'characters'")
+    odd = Suite(suite.cluster, suite.directory / "a folder, with 100% (odd) 'characters'")
     setup = "launcher.setup=['yes | head -n 1 >/dev/null']"  # ends with the status of head
     comment = '+launcher.sbatch.comment="two words"'
     odd.stand_in("seed=3,0", comment, setup, "+launcher.sbatch.nodelist=zpnode5")

@@ -208,8 +208,7 @@ def test_other_commands_refuse_it_too(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "_FIRST_LINE_S", 1e6)  # however slow a loaded machine is
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = f"benchmarks.{FOLDERS.get(name, name)}"
-    assert importlib.import_module(module).main() == 2
+    assert importlib.import_module(f"benchmarks.{FOLDERS.get(name, name)}").main() == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")

@@ -134,8 +134,7 @@ def test_two_ctrl_c_end_a_sweep_with_one_line(launcher: subprocess.Popen[str], r
 
 def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], runs: Path) -> None:
     start(launcher, runs)
-    victim = ranks_of(runs)[1]
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(ranks_of(runs)[1].pid, signal.SIGKILL)
     wait_until(lambda: statuses(runs), "the record of the death")
     first = next(iter(map(read_record, find_records([runs]))))
     assert first.status == "failed"

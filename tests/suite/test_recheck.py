@@ -82,8 +82,7 @@ def simulated(name: str, cell: Cell, candidate: Candidate[Any]) -> dict[str, Any
         setting=setting_of(candidate),
         predicted=prediction(result),
     )
-    computed = line_of(record)
-    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
+    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line_of(record).items()}
 
 
 def plan(row: Row) -> dict[str, Any]:

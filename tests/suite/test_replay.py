@@ -440,8 +440,7 @@ def test_ddp_sends_buffers_once_where_gradients_were_reduced_before(tmp_path: Pa
 
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
     (traced,) = trace(CONVOLUTIONS, 4, tmp_path)
-    kernels = kernels_of(traced)
-    found = [(kernel.name, kernel.product) for kernel in kernels if kernel.product]
+    found = [(kernel.name, kernel.product) for kernel in kernels_of(traced) if kernel.product]
     flops = {"aten::convolution": 0, "aten::convolution_backward": 0}
     for name, product in found:
         assert isinstance(product, Product)

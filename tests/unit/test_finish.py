@@ -202,8 +202,7 @@ with keep_alive(Path(sys.argv[1])):
 def test_whoever_holds_an_attempt_is_alive_until_it_ends_however_it_ends(attempt: Path) -> None:
     """Also from another container: with process numbers of its own."""
     command = [sys.executable, "-c", _HOLDER, str(attempt / ALIVE)]
-    isolated = ["unshare", "--pid", "--fork", "--kill-child", *command]
-    for words in (command, isolated):
+    for words in (command, ["unshare", "--pid", "--fork", "--kill-child", *command]):
         holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert holder.stdout is not None
         if holder.stdout.readline() != "held\n":

@@ -72,8 +72,7 @@ def test_names_at_curve_ends_do_not_cover_each_other() -> None:
 
 
 def test_traces_give_every_lane_of_every_rank_its_own_thread(tmp_path: Path) -> None:
-    rows = latest_ok(frame_of(make_record(), root=tmp_path))
-    (path,) = write_traces(rows, tmp_path)
+    (path,) = write_traces(latest_ok(frame_of(make_record(), root=tmp_path)), tmp_path)
     events = json.loads(path.read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == len(make_record().spans)
@@ -129,8 +128,7 @@ def test_a_map_has_room_for_what_was_swept(tmp_path: Path) -> None:
     for picture in (before, after):
         save(picture, tmp_path)
         (axis, *_), figure = picture.figure.axes, picture.figure
-        left = min(label.get_window_extent().x0 for label in axis.get_yticklabels())
-        assert left >= 0
+        assert min(label.get_window_extent().x0 for label in axis.get_yticklabels()) >= 0
         assert axis.get_window_extent().width > figure.bbox.width / 5
 
 
@@ -271,10 +269,8 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
         make_record("fsdp", fields=failed("oom", "rank 0: out of memory")),
     ]
     old = latest_ok(frame_of(*before, root=tmp_path / "a"))
-    new = latest_ok(frame_of(*after, root=tmp_path / "b"))
-    changes = compare(old, new)
-    verdicts = {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()}
-    assert verdicts == {
+    changes = compare(old, latest_ok(frame_of(*after, root=tmp_path / "b")))
+    assert {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()} == {
         ("zeropp", 4): "faster",
         ("deepspeed_3d", 4): "slower",
         ("torch_pp", 4): "no difference shown",
@@ -283,12 +279,10 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
     }
     made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
     assert "comparison.csv" in {path.name for path in made.files}
-    reasons = [*filter(None, made.worse.values())]
-    assert reasons == ["23 % slower", "ok -> oom", "is gone"]
+    assert [*filter(None, made.worse.values())] == ["23 % slower", "ok -> oom", "is gone"]
     lenient = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET, 0.25)
     assert [*filter(None, lenient.worse.values())] == ["ok -> oom", "is gone"]
-    other = make_record("zeropp", global_batch=32)
-    write_records([other], tmp_path / "c")
+    write_records([make_record("zeropp", global_batch=32)], tmp_path / "c")
     none = write_comparison([tmp_path / "a"], [tmp_path / "c"], tmp_path / "out", QUIET)
     why = "the two sets have no configuration in common"
     assert none.worse == {"all": f"{why}; global_batch is 16, and 32"}
@@ -421,8 +415,7 @@ def test_every_form_of_the_committed_tables(
 
 
 def test_the_verdicts_table_says_what_its_plans_say() -> None:
-    rows = latest_ok(load_frame([REFERENCE / "claim_33"])[0])
-    table = paper_table(rows)
+    table = paper_table(latest_ok(load_frame([REFERENCE / "claim_33"])[0]))
     numbers = table.numbers
     lines = sum(len(grid.rows) for grid in paper_grids(table))
     assert lines == len(table.data.groupby([*CELL])) < len(numbers)
@@ -492,8 +485,7 @@ def test_what_no_table_has_cannot_be_chosen(tmp_path: Path, wrong: Options, said
 
 
 def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
-    table = paper_table(load_frame([tmp_path])[0])
-    csv, parquet, *_ = write_table(table, [], tmp_path)
+    csv, parquet, *_ = write_table(paper_table(load_frame([tmp_path])[0]), [], tmp_path)
     assert [pd.read_csv(csv).columns[0], pd.read_parquet(parquet).columns[0]] == ["model"] * 2
 
 

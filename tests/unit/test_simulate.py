@@ -147,11 +147,10 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
     """Python calls that a step of 8 ranks with 4 chunks each takes, and its number of actions."""
     schedule = build("zeropp", num_ranks=8, chunks=4, num_microbatches=microbatches)
     lowered = lower(schedule, gather=True)
-    layout = Layout(pp=8, chunks=4, shard=8)
     plan = SizedPlan(
         contender="zeropp",
         shape=task().shape,
-        layout=layout,
+        layout=Layout(pp=8, chunks=4, shard=8),
         microbatch_size=1,
         schedule=lowered,
         cuts=tuple(range(33)),
@@ -168,8 +167,7 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        result = simulate(plan, task().cluster, price=price)
-        step_s = result.step_s
+        step_s = simulate(plan, task().cluster, price=price).step_s
     finally:
         sys.setprofile(before)
     assert step_s > microbatches * 4 * 3.0

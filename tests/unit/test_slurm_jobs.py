@@ -57,8 +57,7 @@ def test_attempts_without_a_record_are_closed_once_their_job_is_gone(
     assert [record.status for record in closed] == ([expected] if expected else [])
     assert all(record.interrupted and record.step_s == [1.0] for record in closed)
     assert close_ended(view_of(attempt, *queued)) == []
-    alive = view_of(attempt, *queued)
-    assert bool(alive.under_way()) == (bool(queued) or expected is None)
+    assert bool(view_of(attempt, *queued).under_way()) == (bool(queued) or expected is None)
 
 
 @pytest.mark.parametrize("who", [{"cluster": "there@head"}, {"user": 12345}])
@@ -267,8 +266,7 @@ def test_a_job_is_what_sbatch_says_or_what_has_its_name(
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:
     directory = submitted(attempt, "7", report_job="8")
     assert view_of(attempt, RUNNING).unreported() == [directory]
-    report = QueuedJob(job="8", state="PENDING")
-    assert view_of(attempt, RUNNING, report).unreported() == []
+    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == []
     assert view_of(attempt).unreported() == []
 
 
@@ -353,8 +351,7 @@ def test_what_the_controller_knows_of_a_task_that_the_queue_does_not_list(
     monkeypatch.setattr(client, "call", call)
     job = client.known_to_controller("7_1")
     assert (job.state if job else "") == state
-    ended = client.last_state("7_1")
-    assert (ended is None) == (not answers or (answers.get("7") == ARRAY))
+    assert (client.last_state("7_1") is None) == (not answers or (answers.get("7") == ARRAY))
 
 
 def test_waiting_points_are_not_submitted_again_where_squeue_is_late(

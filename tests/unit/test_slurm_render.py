@@ -133,8 +133,7 @@ def test_flags_say_what_the_map_says() -> None:
 def script_of(settings: SlurmOptions, **changes: Any) -> str:
     """The script of one point."""
     point = Point(spec_of(**changes), None, "")
-    sized = [(point, resources_of(point.spec, settings, None))]
-    (array,) = group(sized, SUBMISSION, "sweep")
+    (array,) = group([(point, resources_of(point.spec, settings, None))], SUBMISSION, "sweep")
     return render_array(array, settings, Path("/runs"))
 
 

@@ -43,14 +43,12 @@ from tests.waiting import wait_until
 def config_of(root: Path, kind: str = "local", /, **launcher: Any) -> dict[str, Any]:
     """A configuration with its folders below ``root``."""
     places = {"runs_dir": str(root / "runs"), "report_dir": str(root / "report")}
-    whole = {"rerun": "missing", "repeats": 1, "launcher": {"kind": kind, **launcher}}
-    return places | whole
+    return places | {"rerun": "missing", "repeats": 1, "launcher": {"kind": kind, **launcher}}
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = [spec_from_mapping(mapping() | {"seed": seed}) for seed in (0, 1, 0)]
-    points = [Point(spec, None, "no plan") for spec in specs]
-    launch_points(points, [config_of(tmp_path)] * 3)
+    launch_points([Point(spec, None, "no plan") for spec in specs], [config_of(tmp_path)] * 3)
     assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
 
@@ -61,8 +59,7 @@ def test_runs_stay_where_their_report_would_replace_a_file(
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "report.html").write_text("of the user")
     point = Point(spec_from_mapping(mapping()), None, "no plan")
-    config = config_of(tmp_path)
-    assert run_points([point], [config]) == 1
+    assert run_points([point], [config_of(tmp_path)]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"no report: {tmp_path}/report/report.html: is of no report")
     assert len(list(find_records([tmp_path / "runs"]))) == 1
@@ -217,8 +214,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) ->
     with SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
         ending = Ending("failed", "no [such] luck " * 9)
-        record = write_unstarted(POINT.spec, runs_dir, new_header("local"), ending)
-        bar.finished(record)
+        bar.finished(write_unstarted(POINT.spec, runs_dir, new_header("local"), ending))
     return out.getvalue()
 
 
@@ -425,8 +421,7 @@ def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
         monkeypatch.setenv(name, value)
     reason = "rank 1: RuntimeError: " + "expected all tensors on one device " * 9
     spec = spec_from_mapping(mapping())
-    header = new_header("local")
-    write_unstarted(spec, tmp_path, header, Ending("failed", f"{reason}{REASON}"))
+    write_unstarted(spec, tmp_path, new_header("local"), Ending("failed", f"{reason}{REASON}"))
     first, *folded, long, counts = printed(tmp_path, monkeypatch, capsys)
     assert first.split()[:2] == [spec.spec_id, "failed"]
     assert 3 <= len(folded) <= 2 + len(reason) // (columns - 20)

@@ -127,8 +127,7 @@ def test_equal_specifications_on_one_kind_of_machine_are_repeats(tmp_path: Path,
 
 
 def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
-    root = two(tmp_path, _ranks(versions={"torch": "2.11.0"}))
-    rows = latest_ok(load_frame([root])[0])
+    rows = latest_ok(load_frame([two(tmp_path, _ranks(versions={"torch": "2.11.0"}))])[0])
     assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
     (note,) = notes_of(rows)
     assert note.startswith("1 of 1 rows also ran with other versions")
@@ -159,8 +158,7 @@ def test_numbers_are_in_their_order_and_what_follows_from_a_name_is_no_column(
         records.append(make_record(model_fields={"layers": layers}))
     rows = latest_ok(frame_of(*records, root=tmp_path))
     assert varied(rows) == ["model.layers"]  # neither hidden nor ffn, which gpt_mini has others of
-    tiny = rows[rows["model"] == "gpt_tiny"]
-    assert list(tiny["model.layers"]) == [4, 8, 16, 128]
+    assert list(rows[rows["model"] == "gpt_tiny"]["model.layers"]) == [4, 8, 16, 128]
 
 
 def _sweep(root: Path) -> pd.DataFrame:
