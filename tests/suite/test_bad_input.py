@@ -194,9 +194,9 @@ def test_there_are_enough_of_them() -> None:
     assert len({*CASES, *OTHER_CASES}) == len(CASES) + len(OTHER_CASES) >= 60
 
 
-@pytest.mark.parametrize(("line", "words"), OTHER_CASES, ids=[case[0] for case in OTHER_CASES])
+@pytest.mark.parametrize(("typed", "words"), OTHER_CASES, ids=[case[0] for case in OTHER_CASES])
 def test_other_commands_refuse_it_too(
-    line: str,
+    typed: str,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -204,15 +204,14 @@ def test_other_commands_refuse_it_too(
 ) -> None:
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    name, *arguments = line.format(demo=DEMO, tmp=tmp_path, script=SCRIPT).split()
+    name, *arguments = typed.format(demo=DEMO, tmp=tmp_path, script=SCRIPT).split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "_FIRST_LINE_S", 1e6)  # however slow a loaded machine is
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     assert importlib.import_module(f"benchmarks.{FOLDERS.get(name, name)}").main() == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert words in lines[0]
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 def test_ctrl_c_while_a_command_still_imports_is_one_line(tmp_path: Path) -> None:
@@ -302,11 +301,9 @@ def test_a_terminal_of_no_columns_is_one_of_80(columns: str, tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == "1 ok"
 
 
-COMMANDS = ("report.__main__", "show", "status", "tune.__main__", "validation.__main__")
-STUDIES = (
-    "validation.strangers",
-    "evidence.renew",
-    "evidence.traced",
+COMMANDS = (
+    *("report.__main__", "show", "status", "tune.__main__", "validation.__main__"),
+    *("validation.strangers", "evidence.renew", "evidence.traced"),
 )
 
 
@@ -317,7 +314,6 @@ def _handler_of_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("_handler_of_ctrl_c")
 @pytest.mark.usefixtures("_handler_of_ctrl_c")
 def test_what_a_locale_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
@@ -330,7 +326,7 @@ def test_what_a_locale_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch)
     assert (run_command(say), written.getvalue()) == (0, b"1 ? 2\n")
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, *STUDIES])
+@pytest.mark.parametrize("module", COMMANDS)
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -307,13 +307,15 @@ def test_every_best_plan_whose_code_runs_is_a_plan_of_a_trainer() -> None:
 
 def test_errors_follow_from_the_committed_predictions() -> None:
     rows = [r for r in read("validation/validation.csv") if r["predicted"] and r["fits"]]
-    found = errors_of([predicted(row) for row in rows if row["unit"] != "yes/no"])
+    found = errors_of(
+        [
+            Prediction(published()[row["place"]].row, float(row["predicted"]))
+            for row in rows
+            if row["unit"] != "yes/no"
+        ]
+    )
     stored = pd.read_csv(REFERENCE / "validation/errors.csv")
     pd.testing.assert_frame_equal(found, stored, rtol=0, atol=1.1e-4)
-
-
-def predicted(cells: Row) -> Prediction:
-    return Prediction(published()[cells["place"]].row, float(cells["predicted"]))
 
 
 def test_the_verdict_follows_from_the_committed_plans() -> None:

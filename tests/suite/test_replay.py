@@ -614,15 +614,10 @@ ASKED = [
 ]
 
 
-def last_step(log: Sequence[Issued]) -> list[Issued]:
-    """What a rank issues in the step that a replay is of."""
-    places = [index for index, issued in enumerate(log) if issued.kind == "place"]
-    return list(log[places[-2] : places[-1]])
-
-
 def shape_of(log: Sequence[Issued]) -> list[object]:
-    """The last step of a log without the names of ranks: streams and events are numbered as they
-    appear."""
+    """The last step of a log, which a replay is of, without the names of ranks: streams and events
+    are numbered as they appear."""
+    *_, begin, end = (index for index, issued in enumerate(log) if issued.kind == "place")
     numbers: dict[object, int] = {}
     return [
         (
@@ -632,7 +627,7 @@ def shape_of(log: Sequence[Issued]) -> list[object]:
             [(part.ranks, part.content, part.moved) for part in one.parts],
             one.kernel,
         )
-        for one in last_step(log)
+        for one in log[begin:end]
     ]
 
 

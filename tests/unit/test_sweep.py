@@ -32,12 +32,16 @@ from benchmarks.records.record import RunRecord, find_records
 from benchmarks.records.recorded_spec import read_spec
 from benchmarks.specification import SpecError
 from benchmarks.specification import progress as bars
-from benchmarks.specification.run_spec import RunSpec, load_spec, spec_from_mapping
+from benchmarks.specification.run_spec import load_spec, spec_from_mapping
 from benchmarks.status import main
 from tests.unit.conftest import RUNNING, submitted, view_of
 from tests.unit.synthetic_records import make_record, spec_values
 from tests.unit.toy_spec import changed, mapping
 from tests.waiting import wait_until
+
+TOY = spec_from_mapping(mapping())
+PLANNED = plan_point(TOY)
+POINT = Point(TOY, None, "global_batch=16: " + "too odd, " * 19 + "try 8")
 
 
 def config_of(root: Path, kind: str = "local", /, **launcher: Any) -> dict[str, Any]:
@@ -58,15 +62,13 @@ def test_runs_stay_where_their_report_would_replace_a_file(
 ) -> None:
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "report.html").write_text("of the user")
-    point = Point(spec_from_mapping(mapping()), None, "no plan")
-    assert run_points([point], [config_of(tmp_path)]) == 1
+    assert run_points([POINT], [config_of(tmp_path)]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith(f"no report: {tmp_path}/report/report.html: is of no report")
     assert len(list(find_records([tmp_path / "runs"]))) == 1
 
 
 def test_what_a_launcher_cannot_do_is_one_line(tmp_path: Path) -> None:
-    point = Point(spec_from_mapping(mapping()), None, "no plan")
     slurm = config_of(tmp_path, "slurm", report_dir="report", dry_run=True) | {"retries": 2}
     for wrong, why in (
         (config_of(tmp_path, "local", threads=4), r"launcher\.threads=4: unknown key"),
@@ -74,7 +76,7 @@ def test_what_a_launcher_cannot_do_is_one_line(tmp_path: Path) -> None:
         (slurm, r"retries=2: needs launcher\.wait=true"),
     ):
         with pytest.raises(SpecError, match=why):
-            launch_points([point], [wrong])
+            launch_points([POINT], [wrong])
 
 
 def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
@@ -133,15 +135,14 @@ def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
 def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    point = plan_point(spec_from_mapping(mapping()))
     config = config_of(tmp_path)
     ending = Ending("failed", "rank 1: ValueError: no such token")
-    write_unstarted(point.spec, tmp_path / "runs", new_header("local"), ending)
-    assert run_points([point], [config]) == 1
+    write_unstarted(PLANNED.spec, tmp_path / "runs", new_header("local"), ending)
+    assert run_points([PLANNED], [config]) == 1
     said = capsys.readouterr().err
     assert "0 of 1 points to run with launcher=local, 1 already recorded" in said
-    write_unstarted(point.spec, tmp_path / "runs", new_header("local"), Ending("ok"))
-    assert run_points([point], [config]) == 0
+    write_unstarted(PLANNED.spec, tmp_path / "runs", new_header("local"), Ending("ok"))
+    assert run_points([PLANNED], [config]) == 0
 
 
 def test_a_dry_run_says_why_and_how_long_with_any_launcher(
@@ -170,7 +171,6 @@ def test_a_dry_run_says_why_and_how_long_with_any_launcher(
 def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = plan_point(spec_from_mapping(mapping()))
     endings = [Ending("lost", "its node is gone", True), Ending("ok"), Ending("failed", "no")]
     begun: list[Ending] = []
 
@@ -184,25 +184,21 @@ def test_what_ended_from_outside_is_run_again_as_often_as_is_asked_for(
         if retries:
             begun[:] = [Ending("ok")] * 2  # the next one fails by itself: it is not tried again
         now = config | {"retries": retries, "rerun": rerun}
-        assert [r.status for r in launch_points([point], [now]) or ()] == statuses
+        assert [r.status for r in launch_points([PLANNED], [now]) or ()] == statuses
         assert len(begun) == runs
     begun.clear()
     (tmp_path / "other").mkdir()
     now = config | {"retries": 2, "runs_dir": str(tmp_path / "other")}
-    assert ([r.status for r in launch_points([point], [now]) or ()], len(begun)) == (["ok"], 2)
+    assert ([r.status for r in launch_points([PLANNED], [now]) or ()], len(begun)) == (["ok"], 2)
 
 
 def test_what_else_is_under_way_in_the_folder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Such as the same command's points of before its configuration was edited."""
-    point = Point(spec_from_mapping(mapping()), None, "no plan")
-    announce([point], [point], [], "slurm", {"gpt-older": "job 7_0 is pending"})
+    announce([POINT], [POINT], [], "slurm", {"gpt-older": "job 7_0 is pending"})
     told = capsys.readouterr().err
     assert "(and 1 that are not of this sweep: zeropp status, zeropp cancel)" in told
-    announce([point], [], [], "slurm", {point.spec.spec_id: "job 7_0 is pending"})
+    announce([POINT], [], [], "slurm", {POINT.spec.spec_id: "job 7_0 is pending"})
     assert "not of this sweep" not in capsys.readouterr().err
-
-
-POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) -> str:
@@ -360,18 +356,13 @@ def test_missing_key_is_named() -> None:
 
 
 def test_spec_id_depends_on_every_value_and_on_nothing_else(tmp_path: Path) -> None:
-    spec = spec_from_mapping(mapping())
-    assert spec.spec_id == spec_from_mapping(mapping()).spec_id
-    assert spec.spec_id != spec_from_mapping(changed("optimizer.lr", 0.5)).spec_id
+    assert TOY.spec_id == spec_from_mapping(mapping()).spec_id
+    assert TOY.spec_id != spec_from_mapping(changed("optimizer.lr", 0.5)).spec_id
     path = tmp_path / "spec.json"
-    path.write_text(json.dumps(spec.to_dict()))
-    assert load_spec(path) == spec
-
-
-def test_spec_is_frozen() -> None:
-    spec: RunSpec = spec_from_mapping(mapping())
+    path.write_text(json.dumps(TOY.to_dict()))
+    assert load_spec(path) == TOY
     with pytest.raises(AttributeError):
-        spec.num_gpus = 8  # type: ignore[misc]
+        TOY.num_gpus = 8  # type: ignore[misc]
 
 
 def printed(
@@ -400,10 +391,9 @@ REASON = "contender.pp=3: " + "a long reason with /a/path/that/no/line/holds/" +
 def test_a_reason_has_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = spec_from_mapping(mapping())
-    write_unstarted(spec, tmp_path, new_header("local"), Ending("infeasible", REASON))
+    write_unstarted(TOY, tmp_path, new_header("local"), Ending("infeasible", REASON))
     row, reason, counts = printed(tmp_path, monkeypatch, capsys)
-    assert row.split()[:3] == [spec.spec_id, "infeasible", "measured,"]
+    assert row.split()[:3] == [TOY.spec_id, "infeasible", "measured,"]
     assert row.endswith((" 0 s ago", " 1 s ago"))
     assert reason == f"    {REASON}"
     assert counts == "1 infeasible"
@@ -420,10 +410,9 @@ def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
     for name, value in terminal.items():
         monkeypatch.setenv(name, value)
     reason = "rank 1: RuntimeError: " + "expected all tensors on one device " * 9
-    spec = spec_from_mapping(mapping())
-    write_unstarted(spec, tmp_path, new_header("local"), Ending("failed", f"{reason}{REASON}"))
+    write_unstarted(TOY, tmp_path, new_header("local"), Ending("failed", f"{reason}{REASON}"))
     first, *folded, long, counts = printed(tmp_path, monkeypatch, capsys)
-    assert first.split()[:2] == [spec.spec_id, "failed"]
+    assert first.split()[:2] == [TOY.spec_id, "failed"]
     assert 3 <= len(folded) <= 2 + len(reason) // (columns - 20)
     assert all(line.startswith("    ") and len(line) <= columns for line in folded)
     assert " ".join([*folded, long]).split() == f"{reason}{REASON}".split()
@@ -434,13 +423,12 @@ def test_a_terminal_folds_between_words_and_never_into_a_narrow_column(
 def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = spec_from_mapping(mapping())
-    write_unstarted(spec, tmp_path, new_header("slurm"), Ending("failed", "not submitted"))
-    with started(spec, new_header("local"), tmp_path) as attempt:
+    write_unstarted(TOY, tmp_path, new_header("slurm"), Ending("failed", "not submitted"))
+    with started(TOY, new_header("local"), tmp_path) as attempt:
         EventWriter(attempt, 0).write("step", index=7, seconds=1.0)
         row, log, counts = printed(tmp_path, monkeypatch, capsys)
     assert log == f"    {attempt / 'rank_000.log'}"
-    assert row.split()[:4] == [spec.spec_id, "running", "step", "7"]
+    assert row.split()[:4] == [TOY.spec_id, "running", "step", "7"]
     assert "s ago" in row  # of a point that hangs, this is what shows it
     assert counts == "1 running"
 
@@ -529,15 +517,14 @@ def test_a_script_can_choose_points_and_check_them(
 def test_a_watched_sweep_is_listed_again_when_it_changes_until_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = spec_from_mapping(mapping())
     with ExitStack() as running:
-        running.enter_context(started(spec, new_header("local"), tmp_path))
+        running.enter_context(started(TOY, new_header("local"), tmp_path))
         naps: list[float] = []
 
         def nap(seconds: float) -> None:
             naps.append(seconds)
             if len(naps) == 2:
-                write_unstarted(spec, tmp_path, new_header("local"), Ending("ok"))
+                write_unstarted(TOY, tmp_path, new_header("local"), Ending("ok"))
                 running.close()
 
         monkeypatch.setattr("time.sleep", nap)
