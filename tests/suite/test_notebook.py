@@ -18,11 +18,6 @@ from tests.unit.synthetic_records import make_record, write_records
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def outputs_of(path: Path) -> list[dict[str, object]]:
-    cells = json.loads(path.read_text())["cells"]
-    return [output for cell in cells for output in cell.get("outputs", [])]
-
-
 def count_images(outputs: list[dict[str, object]]) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)  # type: ignore[operator]
 
@@ -49,7 +44,8 @@ def run(notebook: str, records: Path, made: Path) -> list[dict[str, object]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return outputs_of(made)
+    cells = json.loads(made.read_text())["cells"]
+    return [output for cell in cells for output in cell.get("outputs", [])]
 
 
 def test_notebook_runs_on_records(tmp_path: Path) -> None:

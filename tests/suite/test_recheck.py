@@ -46,6 +46,7 @@ from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Op, StageCost
 
 Row = dict[str, str]
+BOUND = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
 
 
 @cache
@@ -272,19 +273,17 @@ def over_bound(ranks: int, chunks: int, unit: int, m: int) -> float:
 
 
 def test_orders_are_within_the_committed_bound() -> None:
-    bound = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
-    every = sizes(bound["largest_ranks"])
-    assert (len(every), bound["missed"]) == (bound["sizes"], 0)
-    assert bound["largest_over_bound"] <= 1 + 1e-9
-    assert max(over_bound(*size) for size in every[::600]) <= bound["largest_over_bound"] + 1e-9
+    every = sizes(BOUND["largest_ranks"])
+    assert (len(every), BOUND["missed"]) == (BOUND["sizes"], 0)
+    assert BOUND["largest_over_bound"] <= 1 + 1e-9
+    assert max(over_bound(*size) for size in every[::600]) <= BOUND["largest_over_bound"] + 1e-9
 
 
 @pytest.mark.evidence
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_orders_are_within_the_committed_bound(part: int) -> None:
-    bound = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
-    every = sizes(bound["largest_ranks"])[part::PARTS]
-    assert max(over_bound(*size) for size in every) <= bound["largest_over_bound"] + 1e-9
+    every = sizes(BOUND["largest_ranks"])[part::PARTS]
+    assert max(over_bound(*size) for size in every) <= BOUND["largest_over_bound"] + 1e-9
 
 
 def test_every_published_row_is_there() -> None:
