@@ -67,12 +67,14 @@ class SlurmCluster:
 
     def start(self) -> None:
         """Start everything and wait until a job has run on every node."""
-        self._write_configuration()
-        self._add_host_names()
+        self._write_files()
         self._start_munge()
         self._start_database()
         self.start_controller()
-        self._add_account()
+        add = ("sacctmgr", "--immediate", "add")  # once slurmctld has entered its cluster
+        account = (*add, "account", _ACCOUNT, "cluster=zeropp")
+        wait_until(lambda: self._succeeds(*account), "the cluster's entry in slurmdbd")
+        self.run(*add, "user", "root", f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
         for name in self.names:
             self.start_node(name)
         everywhere = ("--partition=apart", f"--nodes={NODES}", f"--ntasks={NODES}")
@@ -136,7 +138,12 @@ class SlurmCluster:
     def _of_node(self, name: str) -> list[psutil.Process]:
         """The slurmd of a node, its step daemons and all that they started."""
         slurmd = psutil.Process(self._daemons[name].pid)
-        steps = [p for p in psutil.process_iter(["cmdline"]) if self._is_step_on(p, name)]
+        steps = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if process.name() == "slurmstepd"
+            and any(_node_of(child) == name for child in _children(process))
+        ]
         return [slurmd, *steps, *(child for step in steps for child in _children(step))]
 
     def run(self, *command: str) -> str:
@@ -154,13 +161,14 @@ class SlurmCluster:
         return done.stdout
 
     def _succeeds(self, *command: str) -> bool:
-        try:
+        with suppress(RuntimeError, subprocess.TimeoutExpired):
             self.run(*command)
-        except (RuntimeError, subprocess.TimeoutExpired):
-            return False
-        return True
+            return True
+        return False
 
-    def _write_configuration(self) -> None:
+    def _write_files(self) -> None:
+        """The configuration, and the names of the virtual nodes, which must resolve: ranks find
+        each other by them."""
         for name in ("state", "spool", "devices"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         for index in range(GPUS_PER_NODE):
@@ -184,9 +192,6 @@ class SlurmCluster:
         gpus = f"{self.directory}/devices/gpu[0-{GPUS_PER_NODE - 1}]"
         gres = f"AutoDetect=off\nName=gpu Type=fake File={gpus}\n"
         (self.directory / "gres.conf").write_text(gres)
-
-    def _add_host_names(self) -> None:
-        """Ranks find each other by node name, so the names of the virtual nodes must resolve."""
         lines = [line for line in _lines(_HOSTS) if _HOSTS_MARK not in line]
         if lines and not lines[-1].endswith("\n"):
             lines[-1] += "\n"
@@ -218,13 +223,6 @@ class SlurmCluster:
         self._spawn("slurmdbd", "slurmdbd", "-D")
         wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), "slurmdbd")
 
-    def _add_account(self) -> None:
-        """slurmctld enters its cluster when it starts; then there can be an account in it."""
-        add = ("sacctmgr", "--immediate", "add")
-        account = (*add, "account", _ACCOUNT, "cluster=zeropp")
-        wait_until(lambda: self._succeeds(*account), "the cluster's entry in slurmdbd")
-        self.run(*add, "user", "root", f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
-
     def _spawn(self, name: str, *command: str) -> None:
         with (self.directory / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
@@ -251,22 +249,13 @@ class SlurmCluster:
     def _reap_steps(self) -> None:
         """Step daemons outlive slurmd, to report to it; ours have a log in our directory open."""
         for process in psutil.process_iter(["name"]):
-            if process.info["name"] == "slurmstepd" and self._is_mine(process):
+            held: list[str] = []
+            with suppress(OSError):
+                held = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+            is_mine = any(path.startswith(str(self.directory)) for path in held)
+            if process.info["name"] == "slurmstepd" and is_mine:
                 for doomed in (*_children(process), process):
                     _kill(doomed)
-
-    def _is_mine(self, process: psutil.Process) -> bool:
-        mine = str(self.directory)
-        try:
-            held = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-        except OSError:
-            return False
-        return any(path.startswith(mine) for path in held)
-
-    def _is_step_on(self, process: psutil.Process, node: str) -> bool:
-        if process.name() != "slurmstepd":
-            return False
-        return any(_variable(child, "SLURMD_NODENAME") == node for child in _children(process))
 
 
 def _free_ports(number: int) -> int:
@@ -285,21 +274,17 @@ def _lines(path: Path) -> list[str]:
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    return []
 
 
-def _variable(process: psutil.Process, name: str) -> str:
-    try:
-        return process.environ().get(name, "")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return ""
+def _node_of(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.environ().get("SLURMD_NODENAME", "")
+    return ""
 
 
 def _kill(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.kill()
-    except psutil.NoSuchProcess:
-        return

@@ -54,10 +54,6 @@ class Suite:
         self.report = directory / "report"
         self.environment: dict[str, str] = {}  # beside that of a client of the cluster
 
-    def beside(self, name: str) -> Suite:
-        """Another suite of the same cluster, in a folder of this name."""
-        return Suite(self.cluster, self.directory / name)
-
     def sweep(self, *overrides: str) -> str:
         """Submit a sweep of real ranks and return what was printed."""
         command = call("benchmarks.run", self.given(*overrides), self.variables)
@@ -127,46 +123,25 @@ class Suite:
 
     def wait_for_steps(self, number: int) -> Path:
         """Wait until all ranks of an attempt have measured this many steps; returns it."""
+        self._wait(lambda: self._stepping(number), f"{number} steps below {self.runs}")
+        return [*self._stepping(number).values()][-1]
 
-        def stepping() -> list[Path]:
-            found = []
-            for attempt in self.runs.glob("*/slurm-*"):
-                ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
-                if ranks and min(ranks) >= number and len(ranks) == self._num_ranks(attempt):
-                    found.append(attempt)
-            return found
-
-        self._wait(stepping, f"{number} steps below {self.runs}")
-        return stepping()[-1]
-
-    @staticmethod
-    def _num_ranks(attempt: Path) -> int:
-        return int(json.loads((attempt / "spec.json").read_text())["num_gpus"])
+    def _stepping(self, steps: int) -> dict[int, Path]:
+        """Attempts whose ranks have all measured so many steps, by the seeds of their points."""
+        found = {}
+        for attempt in self.runs.glob("*/slurm-*"):
+            ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
+            spec = json.loads((attempt / "spec.json").read_text())
+            if len(ranks) == spec["num_gpus"] and min(ranks) >= steps:
+                found[int(spec["seed"])] = attempt
+        return found
 
     def wait_for_all_steps(self, number: int) -> dict[int, Path]:
         """Wait until all ranks of this many attempts have measured two steps; the attempts by the
         seeds of their points."""
-
-        def stepping() -> dict[int, Path]:
-            found = {}
-            for attempt in self.runs.glob("*/slurm-*"):
-                ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
-                if len(ranks) == 2 and min(ranks) >= 2:
-                    found[json.loads((attempt / "spec.json").read_text())["seed"]] = attempt
-            return found
-
         what = f"steps of {number} attempts below {self.runs}"
-        self._wait(lambda: len(stepping()) >= number, what)
-        return stepping()
-
-    def wait_for_lost(self, number: int) -> None:
-        """Wait until ``benchmarks.status`` has recorded this many attempts as lost."""
-
-        def lost() -> bool:
-            self.status()
-            return sum(record.status == "lost" for record in self.records()) >= number
-
-        self._wait(lost, f"{number} lost attempts of {self.runs}")
+        self._wait(lambda: len(self._stepping(2)) >= number, what)
+        return self._stepping(2)
 
     def wait_for_states(self, expected: list[str]) -> None:
         """Wait until the points have these states; where none of them waits or runs, until Slurm's
@@ -194,7 +169,10 @@ class Suite:
         try:
             wait_until(condition, what, every_s=1.0)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}\n{_account(self.cluster)}") from None
+            jobs = self.cluster.run("squeue", "--array", "--long")
+            nodes = self.cluster.run("sinfo", "--Node", "--long")
+            log = (self.cluster.directory / "slurmctld.log").read_text().splitlines()[-60:]
+            raise TimeoutError("\n".join([str(error), jobs, nodes, *log])) from None
 
     def queue(self) -> list[str]:
         """The ids of the points of this suite's sweeps that wait or run: tasks of arrays."""
@@ -207,18 +185,9 @@ class Suite:
     def jobs(self) -> list[tuple[str, str]]:
         """The ids and dependencies of all jobs of this suite's sweeps that wait or run."""
         sweeps = {path.name for path in (self.runs / "slurm").glob("*")}
-        form = "--format=%i %j %E"
-        lines = self.cluster.run("squeue", "--noheader", "--array", form).splitlines()
-        told = [line.split() for line in lines]
+        printed = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %j %E")
+        told = map(str.split, printed.splitlines())
         return [(job, waits) for job, name, waits in told if name.rpartition("-")[0] in sweeps]
-
-
-def _account(cluster: SlurmCluster) -> str:
-    """What the controller says of jobs and nodes, and the end of its log."""
-    jobs = cluster.run("squeue", "--array", "--long")
-    nodes = cluster.run("sinfo", "--Node", "--long")
-    log = (cluster.directory / "slurmctld.log").read_text().splitlines()
-    return "\n".join([jobs, nodes, *log[-60:]])
 
 
 def _escaped(path: Path) -> str:

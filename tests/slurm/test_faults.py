@@ -1,4 +1,5 @@
-"""The table of faults in docs/slurm.md, each provoked in a running job of two nodes.
+"""The table of faults in docs/slurm.md, each provoked in a running job of two nodes; disks that are
+full or cannot be written to; hosts' clocks and a checkout's files that change under a job.
 
 All points of a test run at the same time, each meets a fault of its own, and the record of each is
 compared with the table. Afterwards the same command completes what was interrupted, and no more.
@@ -8,16 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.records.record import RunRecord
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
@@ -155,12 +160,10 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
         "SQUEUE_FORMAT": "%u",
         "OMP_NUM_THREADS": "77",
     }
-    printed = suite.stand_in("seed=0,3")
-    assert "environment SBATCH_EXPORT=NONE applies" in printed
+    assert "environment SBATCH_EXPORT=NONE applies" in suite.stand_in("seed=0,3")
     suite.wait_for_states(["ok", "running"])
     assert "left alone" in suite.stand_in("seed=3")
-    ok = suite.only_record()
-    assert ok.ranks[0].environment["OMP_NUM_THREADS"] == "1"
+    assert suite.only_record().ranks[0].environment["OMP_NUM_THREADS"] == "1"
     suite.cluster.run("scancel", *suite.queue())
 
 
@@ -171,8 +174,7 @@ def test_the_user_signal_at_preemption_is_not_the_time_limit(suite: Suite) -> No
     (suite.directory / "calm").touch()  # the second attempt shall end
     suite.cluster.take_node("zpnode7")
     first, after = suite.wait_for_records(2)
-    assert (first.status, first.interrupted) == ("preempted", True)
-    assert after.status == "ok"
+    assert (first.status, first.interrupted, after.status) == ("preempted", True, "ok")
     assert first.slurm["job"] == after.slurm["job"]  # the same job came back
 
 
@@ -191,3 +193,149 @@ def test_a_frozen_node_is_lost_and_its_job_does_not_run_beside_the_next(suite: S
     (suite.directory / "calm").touch()
     assert "1 of 1 points to run" in suite.stand_in("seed=3")
     suite.wait_for_states(["ok"])
+
+
+@contextmanager
+def mounted(place: Path, *options: str) -> Iterator[None]:
+    """Something mounted on a folder; skips where that is not allowed."""
+    place.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *options, str(place)], check=False, timeout=LIMIT_S).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=False, timeout=LIMIT_S)
+
+
+@contextmanager
+def read_only(place: Path) -> Iterator[None]:
+    """A folder that nothing can be written into by its name; open files go on, as on a server that
+    changed what it exports."""
+    with mounted(place, "--bind", str(place)):
+        remount = ["mount", "-o", "remount,ro,bind", str(place)]
+        subprocess.run(remount, check=True, timeout=LIMIT_S)
+        yield
+
+
+@contextmanager
+def full(place: Path) -> Iterator[None]:
+    """A disk without a byte left."""
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError:
+            pass
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+TROUBLES = {"full": (full, "no space left"), "read-only": (read_only, "read-only file system")}
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_a_disk_that_fails_before_and_during_a_run(suite: Suite, kind: str) -> None:
+    trouble, words = TROUBLES[kind]
+    with mounted(suite.runs, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        with trouble(suite.runs):
+            printed = suite.stand_in("seed=3", expect=None)
+        assert words in printed.lower()
+        assert "Traceback" not in printed
+        suite.stand_in("seed=3")
+        attempt = suite.wait_for_steps(3)
+        with trouble(suite.runs):
+            if kind == "read-only":  # ranks that cannot write end by themselves
+                suite.cluster.run("scancel", "--signal=KILL", *suite.queue())
+            suite.wait_until_idle()
+            assert list(suite.status()) == [attempt.parent.name]  # says what can be said
+            assert not (attempt / "record.json").exists()
+        suite.wait_for_states(["failed"])
+        (record,) = [r for r in suite.records() if r.slurm.get("job")]
+        assert record.interrupted
+        assert len(record.step_s) >= 3
+        (suite.directory / "calm").touch()
+        suite.stand_in("seed=3")
+        suite.wait_for_states(["ok"])
+
+
+def faked(offset: str) -> dict[str, str]:
+    """Variables under which programs see a clock that is wrong by so much."""
+    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    if not found:
+        pytest.skip("not installed: libfaketime (apt-get install faketime)")
+    return {"LD_PRELOAD": str(found[0]), "FAKETIME": offset}
+
+
+def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, str]:
+    """What a command prints (stdout, stderr) that is run by an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=suite.variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@FIRST
+def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
+    """By four minutes: more than any grace, and nearly as much as munge allows."""
+    suite.environment = faked("-240s")
+    suite.stand_in("seed=3", "launcher.sbatch.time=2", "launcher.grace_s=20")
+    attempt = suite.wait_for_steps(3)
+    suite.environment = {}
+    suite.wait_for_records(1)
+    record = suite.only_record()
+    assert (record.status, record.interrupted) == ("timeout", False)  # and not preempted
+    assert "time limit" in record.reason
+    assert len(record.step_s) > 3
+    assert suite.states() == ["timeout"]
+    assert record.record_id.endswith(attempt.name)
+    late_s = record.ranks[0].environment["clock"] - attempt.stat().st_mtime
+    assert late_s < -200  # the clock was wrong indeed
+
+
+def test_the_clock_is_a_day_ahead_where_somebody_asks(suite: Suite) -> None:
+    suite.stand_in("seed=3")
+    suite.wait_for_steps(3)
+    suite.environment = faked("+1d")
+    told, _ = typed(suite, "benchmarks.status", str(suite.runs), "--json")
+    assert [point["state"] for point in json.loads(told)] == ["running"]
+    _, said = typed(suite, "benchmarks.run", *suite.words("seed=3"))
+    assert "left alone" in said
+    assert suite.records() == []
+    suite.cluster.run("scancel", *suite.queue())
+
+
+def test_the_checkout_is_edited_before_the_job_starts(suite: Suite) -> None:
+    mine = suite.directory / "mine"
+    copy_checkout(mine)
+    real: tuple[str, ...] = (
+        "num_gpus=1",
+        "global_batch=2",
+        "measure.gate=false",
+        "measure.timeline=false",
+    )
+    real += ("measure.warmup_steps=0", "measure.steps=1", "+launcher.sbatch.hold=true")
+    real += ("+launcher.report_sbatch.hold=true",)
+    for seed, snapshot in enumerate(("true", "false")):
+        choice = (f"seed={seed}", f"launcher.snapshot={snapshot}")
+        typed(suite, "benchmarks.run", *suite.given(*real, *choice), folder=mine)
+    headers = suite.runs.glob("slurm/*/specs/*/attempt.json")
+    (before,) = {json.loads(path.read_text())["code_digest"] for path in headers}
+    with (mine / "zeropp" / "plan.py").open("a") as file:
+        file.write("# edited\n")
+    suite.cluster.run("scontrol", "release", *suite.queue())
+    suite.wait_for_records(2)
+    kept, changed = sorted(suite.records(), key=lambda record: record.spec["seed"])
+    assert [kept.status, changed.status] == ["ok", "ok"], (kept.reason, changed.reason)
+    note = "the suite's files changed between submission and start; the ranks' count"
+    assert [note in record.notes for record in (kept, changed)] == [False, True]
+    assert [record.code_digest == before for record in (kept, changed)] == [True, False]

@@ -1,9 +1,15 @@
-"""Sweeps on a real Slurm: every way in which a point can end, and what a second call does."""
+"""Sweeps on a real Slurm: every way in which a point can end, and what a second call does. A user's
+own loop under Slurm's ``--signal`` saves before its time is up, and goes on."""
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 
+from benchmarks import CHECKOUT
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
 from tests.waiting import wait_until
 
@@ -79,10 +85,8 @@ def test_a_point_over_its_memory(suite: Suite) -> None:
     suite.stand_in("seed=2", "launcher.sbatch.mem=300")
     suite.wait_for_records(1)
     record = suite.only_record()
-    assert record.status == "oom"
+    assert (record.status, len(record.step_s), suite.states()) == ("oom", 3, ["oom"])
     assert "memory limit" in record.reason
-    assert len(record.step_s) == 3
-    assert suite.states() == ["oom"]
 
 
 def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
@@ -127,9 +131,8 @@ def test_preempted_and_requeued(suite: Suite) -> None:
     (suite.directory / "calm").touch()  # the second attempt shall end
     suite.cluster.take_node("zpnode6")
     preempted, after = suite.wait_for_records(2)
-    assert (preempted.status, preempted.interrupted) == ("preempted", True)
+    assert (preempted.status, preempted.interrupted, after.status) == ("preempted", True, "ok")
     assert len(preempted.step_s) >= 2  # of every rank
-    assert after.status == "ok"
     assert preempted.slurm["job"] == after.slurm["job"]  # the same job, kept apart
     assert [preempted.slurm["restart"], after.slurm["restart"]] == [0, 1]
     assert suite.states() == ["ok"]
@@ -142,7 +145,11 @@ def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
     assert "step" in next(r.detail for r in suite.status().values() if r.state == "running")
     suite.wait_for_records(1)
     suite.cluster.kill_node("zpnode8")
-    suite.wait_for_lost(1)
+    wait_until(
+        lambda: suite.status() and any(r.status == "lost" for r in suite.records()),
+        "a lost attempt, which status records",
+        every_s=1.0,
+    )
     lost = next(r for r in suite.records() if r.status != "ok")
     assert (lost.status, lost.interrupted) == ("lost", True)
     assert "NODE_FAIL" in lost.reason
@@ -154,3 +161,35 @@ def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
     suite.wait_for_records(3)
     suite.wait_for_states(["ok", "ok"])
     assert "0 of 2 points to run" in suite.stand_in("seed=3,0")
+
+
+LOOP = Path(__file__).with_name("preempted.py")
+
+
+def test_a_job_that_is_signalled_saves_and_goes_on(suite: Suite) -> None:
+    place = suite.directory
+
+    def submit(name: str, steps: int, *more: str) -> str:
+        given = ("sbatch", "--parsable", "--account=science", "--ntasks=2", "--time=30", *more)
+        command = f"PYTHONPATH={CHECKOUT} srun {sys.executable} {LOOP} {place} {steps}"
+        wrapped = f"{command} || echo left with $?"
+        return suite.cluster.run(*given, f"--output={place / name}", f"--wrap={wrapped}").strip()
+
+    def ended(job: str) -> bool:
+        return not suite.cluster.run("squeue", "--noheader", f"--jobs={job}").strip()
+
+    first = submit("first", 10**9, "--signal=TERM@60")
+    wait_until((place / "stepping").exists, "a step of the first job")
+    suite.cluster.end_in(first, 80)
+    wait_until(lambda: ended(first), "the end of the first job")
+    said = (place / "first").read_text()
+    assert said.count("begins at step 0") == 2
+    assert "left with 143" in said
+    second = submit("second", int((place / "stepping").read_text()) + 3)
+    wait_until(lambda: ended(second), "the end of the second job")
+    said = (place / "second").read_text()
+    assert "left with" not in said
+    begun = {int(step) for step in re.findall(r"begins at step (\d+)", said)}
+    saved = int((place / "stepping").read_text()) - 3
+    assert begun <= {saved, saved + 1}  # the step that saved was not told
+    assert len(begun) == 1

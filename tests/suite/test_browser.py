@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, Request, sync_playwright
+from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
 from benchmarks import CHECKOUT
@@ -32,9 +32,16 @@ pytestmark = [
 ]
 
 
-def _of_a_network(request: Request) -> list[str]:
-    """The address of a request that a page without a network must not make; else nothing."""
-    return [request.url] if request.url.startswith("http") else []
+def _watched(page: Page, file: Path, of: str = "") -> list[str]:
+    """Open a file; what the page will say (messages of a kind, or all), its errors, and the
+    addresses of requests that a page without a network must not make."""
+    found: list[str] = []
+    page.set_default_timeout(200_000)
+    page.on("console", lambda m: found.extend([m.text] * (of in ("", m.type))))
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("request", lambda asked: found.extend([asked.url] * asked.url.startswith("http")))
+    page.goto(file.as_uri())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +55,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=200_000)
         opened = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened.set_default_timeout(200_000)
-        problems: list[str] = []
-        opened.on("console", lambda message: problems.append(message.text))
-        opened.on("pageerror", lambda error: problems.append(str(error)))
-        opened.on("request", lambda request: problems.extend(_of_a_network(request)))
-        opened.goto(Path(root / "out" / "report.html").as_uri())
+        problems = _watched(opened, root / "out" / "report.html")
         yield opened
         assert problems == []  # over all that the tests did: no error, no request to a network
         browser.close()
@@ -75,12 +77,7 @@ def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
     browser = page.context.browser
     assert browser is not None
     other = browser.new_page()
-    problems: list[str] = []
-    other.on("console", lambda m: problems.extend([m.text] if m.type == "error" else []))
-    other.on("pageerror", lambda error: problems.append(str(error)))
-    other.on("request", lambda request: problems.extend(_of_a_network(request)))
-    other.set_default_timeout(200_000)
-    other.goto((root / "atlas.html").as_uri())
+    problems = _watched(other, root / "atlas.html", of="error")
     other.wait_for_selector("svg")
     yield other
     assert problems == []
@@ -132,15 +129,13 @@ def column(page: Page, name: str) -> list[str]:
 
 
 def test_tables_are_filled(page: Page) -> None:
-    assert page.locator("#table-throughput tbody tr").count() == 6
-    assert page.locator("#table-speedup tbody tr").count() == 3  # two cells and their median
-    assert page.locator("#table-evidence tbody tr").count() == 2  # step and memory
+    lines = {"throughput": 6, "speedup": 3, "evidence": 2}  # a median; step and memory
+    assert {name: page.locator(f"#table-{name} tbody tr").count() for name in lines} == lines
     assert "OOM" in column(page, "step [s]")
 
 
 def test_the_answer_and_the_papers_table_are_on_the_first_screen(page: Page) -> None:
-    answer = page.locator("p.answer").first
-    assert "times as fast" in answer.inner_text()
+    assert "times as fast" in page.locator("p.answer").first.inner_text()
     box = page.locator("#table-paper").bounding_box()
     assert box is not None
     assert box["y"] + box["height"] < 900
@@ -153,13 +148,6 @@ def test_numbers_are_set_to_the_right_and_names_stay_in_view(page: Page) -> None
     assert number.evaluate("node => getComputedStyle(node).textAlign") == "right"
     first = page.locator("#table-throughput tbody td").first
     assert first.evaluate("node => getComputedStyle(node).position") == "sticky"
-
-
-def test_a_phone_scrolls_tables_and_not_the_page(page: Page) -> None:
-    page.set_viewport_size({"width": 390, "height": 844})
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    page.set_viewport_size({"width": 1280, "height": 900})
-    assert wide <= 390
 
 
 @pytest.mark.parametrize("width", [390, 1440])
@@ -181,13 +169,17 @@ def test_a_figure_of_the_docs_is_shown_whole(page: Page, width: int) -> None:
     assert box["width"] > 0.9 * min(width, 900)
 
 
-def test_nothing_is_cut_off_on_paper(page: Page) -> None:
-    page.emulate_media(media="print")
-    page.set_viewport_size({"width": 1032, "height": 700})  # A4 landscape without its margins
+@pytest.mark.parametrize(
+    ("width", "media"),
+    [(390, "screen"), (1032, "print")],  # a phone, and A4 landscape without its margins
+)
+def test_tables_scroll_or_fold_and_not_the_page(page: Page, width: int, media: str) -> None:
+    page.emulate_media(media=media)  # type: ignore[arg-type]
+    page.set_viewport_size({"width": width, "height": 700})
     wide = page.evaluate("document.documentElement.scrollWidth")
     page.emulate_media(media="screen")
     page.set_viewport_size({"width": 1280, "height": 900})
-    assert wide <= 1032
+    assert wide <= width
 
 
 def test_dark_mode_is_dark(page: Page) -> None:
@@ -224,16 +216,14 @@ def test_sorting_keeps_words_below_numbers(page: Page) -> None:
     for _ in range(2):
         button.click()
         *steps, last = column(page, "step [s]")
-        assert last == "OOM"
-        assert len(numbers(steps)) == 5
+        assert (last, len(numbers(steps))) == ("OOM", 5)
 
 
 def test_filter_hides_rows(page: Page) -> None:
     box = page.locator("#Throughput .filter")
-    box.fill("deepspeed")
-    assert page.locator("#table-throughput tbody tr:visible").count() == 2
-    box.fill("")
-    assert page.locator("#table-throughput tbody tr:visible").count() == 6
+    for word, rows in (("deepspeed", 2), ("", 6)):
+        box.fill(word)
+        assert page.locator("#table-throughput tbody tr:visible").count() == rows
 
 
 def test_source_is_one_click_away(page: Page) -> None:

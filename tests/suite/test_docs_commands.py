@@ -1,9 +1,11 @@
 """Every command of the documentation is one that the suite takes: its words are read, and its
-points are composed and checked, but nothing is run."""
+points are composed and checked. Those of docs/questions.md are run, and end as the page says;
+its code is run by tests/gloo/test_docs.py."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -14,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
+from benchmarks.explain import answer
 from benchmarks.launch.sweep import spec_of
 from benchmarks.show import parse, split_form
 from benchmarks.specification.command import CommandParser
 from benchmarks.specification.compose import compose
+from tests.slurm.commands import call
 from zeropp.__main__ import FOLDERS
 
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
@@ -93,3 +97,37 @@ def test_an_experiment_may_make_a_command_a_sweep() -> None:
 
 def test_there_are_commands() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 35
+
+
+PAGE = (CHECKOUT / "docs" / "questions.md").read_text("utf-8")
+COMMANDS = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
+
+
+def test_every_question_has_links_and_an_answer() -> None:
+    sections = PAGE.split("\n## ")[1:]
+    assert len(sections) == 18
+    for section in sections:
+        assert "https://github.com/" in section, section
+        assert "```" in section or "](training.md)" in section, section
+
+
+def search_shorter() -> None:
+    """Than a person does, in the process of a command."""
+    answer.SEARCH_S = 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_answers(command: str, tmp_path: Path) -> None:
+    _, refused, told = command.rpartition("! ")
+    word, *words = shlex.split(told.removeprefix("zeropp "))
+    module = f"benchmarks.{word}"
+    if module == "benchmarks.run":
+        words += [f"runs_dir={tmp_path / 'runs'}", f"report_dir={tmp_path / 'report'}"]
+    module += ".__main__" * (CHECKOUT / module.replace(".", "/")).is_dir()
+    done = call(module, words, os.environ, search_shorter)
+    if refused:
+        assert done.returncode == 2, done.printed
+        assert "error: " in done.printed
+    else:
+        assert done.returncode in ((0, 1) if "explain" in module else (0,)), done.printed
+        assert done.stdout

@@ -129,14 +129,12 @@ def test_two_ctrl_c_end_a_sweep_with_one_line(launcher: subprocess.Popen[str], r
         assert printed[-1] == "interrupted; the same command goes on from here\n"
         assert not any("Traceback" in line for line in printed)
         wait_until(lambda: not ranks_of(runs), "the end of its ranks")  # which SIGKILL begins
-    assert launcher.wait() == 130
-    assert launcher.stdout.read() == ""
+    assert (launcher.wait(), launcher.stdout.read()) == (130, "")
 
 
 def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], runs: Path) -> None:
     start(launcher, runs)
-    victim = ranks_of(runs)[1]
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(ranks_of(runs)[1].pid, signal.SIGKILL)
     wait_until(lambda: statuses(runs), "the record of the death")
     first = next(iter(map(read_record, find_records([runs]))))
     assert first.status == "failed"
@@ -210,23 +208,14 @@ def with_seeds(point: Point, seeds: range) -> list[Point]:
     return [replace(point, spec=replace(point.spec, seed=seed)) for seed in seeds]
 
 
-def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
-    """What the two commands do, without the seconds that their start takes."""
-    for kind in order:
-        points = many[kind]
-        config: dict[str, Any] = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
-        config |= {"rerun": "missing", "repeats": 1}
-        launch_points(points, [config | {"launcher": {"kind": kind}}] * len(points))
-
-
 def start_all(
     many: dict[str, list[Point]], order: list[str], runs: Path, last_touch: int | None = None
 ) -> int:
-    """The same in a process of its own, whose number is returned; it kills itself right before it
-    touches a file of the runs folder for the time ``last_touch``."""
-    pid = os.fork()
-    if pid:
-        return pid
+    """What the commands do, without the seconds that their start takes, in a process whose exit
+    code is returned, negative for a signal; it kills itself right before it touches a file of the
+    runs folder for the time ``last_touch``."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         os.setsid()
         with (runs.parent / "output").open("a") as output:
@@ -234,7 +223,10 @@ def start_all(
             os.dup2(output.fileno(), 2)
         if last_touch is not None:
             die_before_touch(runs, last_touch)
-        run_all(many, order, runs)
+        config: dict[str, Any] = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
+        config |= {"rerun": "missing", "repeats": 1}
+        for kind in order:
+            launch_points(many[kind], [config | {"launcher": {"kind": kind}}] * len(many[kind]))
         os._exit(0)
     except Exception:
         traceback.print_exc()
@@ -262,19 +254,14 @@ def die_before_touch(runs: Path, number: int) -> None:
     sys.addaudithook(count)
 
 
-def exit_of(pid: int) -> int:
-    """Wait for a process of ``start_all`` and return its exit code, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def kill_then_complete(many: dict[str, list[Point]], runs: Path) -> None:
     """All lives of a sweep's launcher, each a fork of this process, which has one thread."""
     use_stand_ins()
     chance = random.Random(20)
     for _ in range(MOMENTS):
         order, moment = chance.sample(list(many), 2), chance.randint(1, MOST_TOUCHES)
-        assert exit_of(start_all(many, order, runs, moment)) == -signal.SIGKILL
-    assert exit_of(start_all(many, list(many), runs)) == 0
+        assert start_all(many, order, runs, moment) == -signal.SIGKILL
+    assert start_all(many, list(many), runs) == 0
 
 
 def test_a_sweep_killed_at_30_random_moments(runs: Path) -> None:

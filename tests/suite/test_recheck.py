@@ -46,6 +46,7 @@ from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Op, StageCost
 
 Row = dict[str, str]
+BOUND = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
 
 
 @cache
@@ -82,8 +83,7 @@ def simulated(name: str, cell: Cell, candidate: Candidate[Any]) -> dict[str, Any
         setting=setting_of(candidate),
         predicted=prediction(result),
     )
-    computed = line_of(record)
-    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
+    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line_of(record).items()}
 
 
 def plan(row: Row) -> dict[str, Any]:
@@ -273,19 +273,17 @@ def over_bound(ranks: int, chunks: int, unit: int, m: int) -> float:
 
 
 def test_orders_are_within_the_committed_bound() -> None:
-    bound = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
-    every = sizes(bound["largest_ranks"])
-    assert (len(every), bound["missed"]) == (bound["sizes"], 0)
-    assert bound["largest_over_bound"] <= 1 + 1e-9
-    assert max(over_bound(*size) for size in every[::600]) <= bound["largest_over_bound"] + 1e-9
+    every = sizes(BOUND["largest_ranks"])
+    assert (len(every), BOUND["missed"]) == (BOUND["sizes"], 0)
+    assert BOUND["largest_over_bound"] <= 1 + 1e-9
+    assert max(over_bound(*size) for size in every[::600]) <= BOUND["largest_over_bound"] + 1e-9
 
 
 @pytest.mark.evidence
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_orders_are_within_the_committed_bound(part: int) -> None:
-    bound = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
-    every = sizes(bound["largest_ranks"])[part::PARTS]
-    assert max(over_bound(*size) for size in every) <= bound["largest_over_bound"] + 1e-9
+    every = sizes(BOUND["largest_ranks"])[part::PARTS]
+    assert max(over_bound(*size) for size in every) <= BOUND["largest_over_bound"] + 1e-9
 
 
 def test_every_published_row_is_there() -> None:
@@ -308,13 +306,15 @@ def test_every_best_plan_whose_code_runs_is_a_plan_of_a_trainer() -> None:
 
 def test_errors_follow_from_the_committed_predictions() -> None:
     rows = [r for r in read("validation/validation.csv") if r["predicted"] and r["fits"]]
-    found = errors_of([predicted(row) for row in rows if row["unit"] != "yes/no"])
+    found = errors_of(
+        [
+            Prediction(published()[row["place"]].row, float(row["predicted"]))
+            for row in rows
+            if row["unit"] != "yes/no"
+        ]
+    )
     stored = pd.read_csv(REFERENCE / "validation/errors.csv")
     pd.testing.assert_frame_equal(found, stored, rtol=0, atol=1.1e-4)
-
-
-def predicted(cells: Row) -> Prediction:
-    return Prediction(published()[cells["place"]].row, float(cells["predicted"]))
 
 
 def test_the_verdict_follows_from_the_committed_plans() -> None:

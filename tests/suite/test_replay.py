@@ -1,5 +1,6 @@
-"""``zeropp replay`` on scripts that know nothing of this project, and
-``launcher=replay``."""
+"""``zeropp replay`` on scripts that know nothing of this project, and ``launcher=replay``. It runs
+one of the ranks that do the same: another shard, replica or tensor-parallel rank of a stage issues
+what the first one does."""
 
 from __future__ import annotations
 
@@ -9,20 +10,24 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.records.record import read_record
+from benchmarks.specification.contenders import CONTENDERS
+from tests.gloo.cases import request
 from tests.slurm.commands import call
 from tests.suite.traced import A800, kernels_of, step_of, trace
 from zeropp.emulate.clock import Replay, replay
 from zeropp.emulate.kernels import describe
-from zeropp.emulate.log import STEP, Log, Message
+from zeropp.emulate.log import STEP, Issued, Log, Message
 from zeropp.emulate.script import ScriptError
-from zeropp.emulate.trace import Trace, trace_script
+from zeropp.emulate.trace import Trace, trace_ranks, trace_script
 from zeropp.schedule.plan import MemoryBytes
 from zeropp.types.operators import Attention, Product
+from zeropp.types.training import OptimizerConfig
 
 PLAIN = "scripts/examples/plain_fsdp2.py"
 PIPELINE = """
@@ -435,8 +440,7 @@ def test_ddp_sends_buffers_once_where_gradients_were_reduced_before(tmp_path: Pa
 
 def test_convolutions_are_products_and_two_forwards_have_one_reduction(tmp_path: Path) -> None:
     (traced,) = trace(CONVOLUTIONS, 4, tmp_path)
-    kernels = kernels_of(traced)
-    found = [(kernel.name, kernel.product) for kernel in kernels if kernel.product]
+    found = [(kernel.name, kernel.product) for kernel in kernels_of(traced) if kernel.product]
     flops = {"aten::convolution": 0, "aten::convolution_backward": 0}
     for name, product in found:
         assert isinstance(product, Product)
@@ -602,3 +606,38 @@ def test_a_point_is_replayed_and_its_record_says_so(tmp_path: Path) -> None:
     assert record.step_s[0] > 0
     assert len(record.predicted["busy_s"]) == 2
     assert {span[1] for span in record.spans} >= {"compute", "gather", "transfer"}
+
+
+ASKED = [
+    {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2},
+    {"name": "torch_pp", "pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"},
+]
+
+
+def shape_of(log: Sequence[Issued]) -> list[object]:
+    """The last step of a log, which a replay is of, without the names of ranks: streams and events
+    are numbered as they appear."""
+    *_, begin, end = (index for index, issued in enumerate(log) if issued.kind == "place")
+    numbers: dict[object, int] = {}
+    return [
+        (
+            one.kind,
+            numbers.setdefault(one.stream, len(numbers)),
+            numbers.setdefault(one.event, len(numbers)),
+            [(part.ranks, part.content, part.moved) for part in one.parts],
+            one.kernel,
+        )
+        for one in log[begin:end]
+    ]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked["name"])
+def test_ranks_of_one_stage_issue_the_same(asked: dict[str, Any]) -> None:
+    plan = request(8, asked).plan()
+    place = plan.layout.coordinates(0)
+    alike = [r for r in range(8) if plan.layout.coordinates(r)["pp"] == place["pp"]]
+    ranks = [alike[0], alike[-1]]  # which differ on every other axis
+    program = CONTENDERS[plan.contender]
+    first, last = trace_ranks(plan, ranks, optimizer=OptimizerConfig(), program=program, steps=2)
+    assert len(shape_of(first.log)) > 100
+    assert shape_of(first.log) == shape_of(last.log)

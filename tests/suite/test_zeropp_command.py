@@ -29,8 +29,7 @@ def call(
     """The exit status of a command line, and what it printed on both streams."""
     monkeypatch.setattr(sys, "argv", line.split())
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    status = command.main()
-    return status, *capsys.readouterr()
+    return command.main(), *capsys.readouterr()
 
 
 def test_every_command_is_named_and_starts(

@@ -1,4 +1,5 @@
-"""Made-up records for the report's tests: plausible sizes, fixed noise, real schedules as spans."""
+"""Made-up records for the report's tests: plausible sizes, fixed noise, real schedules as spans;
+and what tables show of them."""
 
 from __future__ import annotations
 
@@ -7,13 +8,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from rich.console import Console
+
 from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord
+from benchmarks.report.frame import load_frame
+from benchmarks.report.table import Table
 from benchmarks.specification.run_spec import spec_from_mapping
 from zeropp.schedule import event_loop, lower
 from zeropp.schedule.build import build
 from zeropp.schedule.program import StageCost
 from zeropp.types.timeline import Provenance
 
+QUIET = Console(quiet=True)
 MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
 LINK = {"bandwidth_gb_s": 5.0, "latency_us": 20.0}
 _SUCCESS: dict[str, Any] = {
@@ -145,3 +152,21 @@ def span_rows(contender: str) -> tuple[tuple[Any, ...], ...]:
     )
     spans = event_loop.run(program, [cost] * compute.num_stages).spans()
     return tuple((s.rank, s.lane, s.action, s.start_s, s.end_s) for s in spans)
+
+
+def frame_of(*records: object, root: Path) -> pd.DataFrame:
+    write_records(list(records), root)  # type: ignore[arg-type]
+    frame, skipped = load_frame([root])
+    assert skipped == []
+    return frame
+
+
+def column(table: Table, head: str) -> list[str]:
+    """A column of a table as people read it, top to bottom."""
+    grid = table.grid()
+    index = grid.heads.index(head)
+    return [row[index].text for row in grid.rows]
+
+
+def failed(status: str, reason: str) -> dict[str, object]:
+    return {"status": status, "reason": reason, "step_s": [], "spans": []}

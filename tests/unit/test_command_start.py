@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks import CHECKOUT
 from tests.waiting import wait_until
@@ -64,36 +63,22 @@ print(json.dumps(answers))
 """
 
 
-class Answer(NamedTuple):
-    """The exit status of a command, what it printed, and the slow imports that it made."""
-
-    status: int
-    printed: str
-    errors: str
-    slow: list[str]
-
-
-def answers(folder: Path) -> dict[str, Answer]:
-    """What every command answers."""
+def test_help_reads_well_and_imports_nothing_slow(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN, *(command for command, _ in ANSWERS)],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
-        cwd=folder,
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
     )
-    return {command: Answer(*told) for command, told in json.loads(done.stdout).items()}
-
-
-def test_help_reads_well_and_imports_nothing_slow(tmp_path: Path) -> None:
-    answered = answers(tmp_path)
+    answers = json.loads(done.stdout)
     for command, words in ANSWERS:
-        answer = answered[command]
-        errors = [] if command.startswith("explain /") else answer.errors.splitlines()  # progress
-        assert (command, answer.status, errors, answer.slow) == (command, 0, [], [])
-        assert (command, [word for word in words if word not in answer.printed]) == (command, [])
+        status, printed, told, slow = answers[command]
+        errors = [] if command.startswith("explain /") else told.splitlines()  # progress
+        assert (command, status, errors, slow) == (command, 0, [], [])
+        assert (command, [word for word in words if word not in printed]) == (command, [])
 
 
 def python(*words: str) -> str:

@@ -21,8 +21,7 @@ from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.speedup import with_speedups
 from benchmarks.specification import CONF
 from benchmarks.specification.compose import _any_knob, _parsed, _plain, compose
-from tests.unit.report_frames import frame_of
-from tests.unit.synthetic_records import make_record
+from tests.unit.synthetic_records import frame_of, make_record
 from tests.unit.toy_spec import spec_of
 
 PEERS = CHECKOUT / "results" / "reference" / "peers"

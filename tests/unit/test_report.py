@@ -1,7 +1,9 @@
-"""The report from made-up records: what is shown, what is skipped, what is never mixed."""
+"""The report from made-up records: what is shown, what is skipped, what is never mixed; and that of
+a folder of scripts/gpu: measurements beside what is described."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import io
 import json
@@ -16,6 +18,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from benchmarks.records.lone import LONE, is_of_one_gpu, read_lone
 from benchmarks.records.record import GateCheck, GateResult, read_record
 from benchmarks.report import TABLES, Options
 from benchmarks.report.__main__ import main
@@ -27,6 +30,7 @@ from benchmarks.report.evidence import (
     published_table,
 )
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of, row_of
+from benchmarks.report.one_gpu import described_seconds, one_gpu_tables, write_one_gpu
 from benchmarks.report.speedup import (
     headline_table,
     paired_speedups,
@@ -37,8 +41,11 @@ from benchmarks.report.speedup import (
 from benchmarks.report.table import MISSING, print_table
 from benchmarks.report.tables import paper_grids, throughput_table
 from benchmarks.report.write import make_table, report_folder, write_one_table, write_report
-from tests.unit.report_frames import QUIET, column, failed, frame_of
-from tests.unit.synthetic_records import make_record, write_records
+from benchmarks.specification import SpecError
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from tests.unit.synthetic_records import QUIET, column, failed, frame_of, make_record, write_records
+from tests.unit.toy_spec import mapping
+from zeropp.price import price_plan
 
 
 def test_throughput_is_the_formula(tmp_path: Path) -> None:
@@ -48,8 +55,7 @@ def test_throughput_is_the_formula(tmp_path: Path) -> None:
     assert {*row_of(record)} == {*frame.columns}
     assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
     assert pd.isna(row["mfu"])  # a CPU has no known peak
-    assert row["memory_kind"] == "resident"
-    assert row["steps_unsettled"] == ""
+    assert (row["memory_kind"], row["steps_unsettled"]) == ("resident", "")
 
 
 def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
@@ -116,8 +122,8 @@ def test_what_never_had_a_plan_is_named_by_what_was_asked(tmp_path: Path) -> Non
         )
     )
     shown = headline_table(rows)
-    assert column(shown, "contender") == ["FSDP2", "ZeroPP"]
-    assert column(shown, "configuration") == ["auto", "auto"]
+    columns = [column(shown, head) for head in ("contender", "configuration")]
+    assert columns == [["FSDP2", "ZeroPP"], ["auto", "auto"]]
 
 
 def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
@@ -193,8 +199,8 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
     rows = latest_ok(frame_of(simulated, root=tmp_path))
     distances = published_distances(rows)
-    assert set(distances["role"]) == {"fitted", "adjusted", "held out"}
-    assert set(distances["quantity"]) == {"speed", "memory"}
+    kinds = ({*distances["role"]}, {*distances["quantity"]})
+    assert kinds == ({"fitted", "adjusted", "held out"}, {"speed", "memory"})
     assert len(distances) > 800
     vtrain = distances[distances["source"].str.startswith("vTrain")]["error"]  # step times
     committed = pd.read_csv(VALIDATION)
@@ -216,8 +222,7 @@ def test_speedup_takes_the_fastest_configuration_and_the_median_of_cells(tmp_pat
             make_record("deepspeed_3d", num_gpus=gpus, step_s=[2.0] * 6),
         ]
     rows = latest_ok(frame_of(*records, root=tmp_path))
-    assert len(rows) == 6
-    assert list(paired_speedups(rows, "deepspeed_3d")["speedup"]) == [2.0, 2.0]
+    assert (len(rows), list(paired_speedups(rows, "deepspeed_3d")["speedup"])) == (6, [2.0, 2.0])
     table = speedup_table(rows)
     assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 2 + ["2.00"]
     assert column(table, "model")[-1] == "median of 2 cells"
@@ -236,8 +241,7 @@ def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.json").write_text(text)
     frame, skipped = load_frame([tmp_path])
-    assert len(frame) == 1
-    assert len(skipped) == 4
+    assert (len(frame), len(skipped)) == (1, 4)
     for name in ("cut", "future", "other", "list"):
         assert any(str(tmp_path / name / "record.json") in line for line in skipped)
 
@@ -452,3 +456,121 @@ def test_the_last_line_is_the_path_of_the_page(tmp_path: Path) -> None:
     )
     last = file.getvalue().splitlines()[-1]
     assert last == f"{out / 'throughput.html'} (and 4 other files in its folder)"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FASTER = 1.25  # described over measured, of every action
+NAMES = {"F": "forward", "I": "B", "W": "W", "B": "B + W"}
+
+
+def spec_of(recompute: str, **knobs: object) -> RunSpec:
+    """A job with tensor parallelism, whose collectives no lone rank has."""
+    values = mapping() | {"precision": "bf16", "num_gpus": 8, "microbatch_size": 2}
+    values["cluster"]["device"] |= {"peak_bf16_tflops": 0.1}
+    values["contender"] = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "recompute": recompute} | knobs
+    return spec_from_mapping(values)
+
+
+def write_rank(folder: Path, name: str, spec: RunSpec, *, is_whole: bool = True) -> None:
+    """A lone rank that takes 1 / FASTER of what the cost model says of its own kernels."""
+    plan = spec.plan()
+    price, count = price_plan(plan, spec.cluster), plan.num_microbatches
+    cost, more = price.stages[1], price.extras[1]
+    forward = cost.forward - more.tensor_forward - more.transfer_forward
+    backward = cost.backward_input + cost.backward_weight - more.reductions
+    backward -= more.tensor_backward + more.transfer_backward
+    compute = {"1F": forward / FASTER, "1B": backward / FASTER}
+    step = (count * (forward + backward) + cost.update) / FASTER
+    values: dict[str, Any] = {"spec": spec.to_dict(), "rank": plan.layout.pipeline(0)[1]}
+    if is_whole:
+        values |= {"step_s": [step, step, 9.0], "issued_s": [0.1, 0.2, 0.3], "loss": 1.0}
+        values |= {"memory": {"peak_reserved_bytes": 2**30}, "compute_s": compute}
+        values["ops_s"] = {"UPDATE": {"sum": cost.update / FASTER}}
+    else:
+        values["all FAILED"] = "OutOfMemoryError: no room"
+    (folder / f"lone_{name}.json").write_text(json.dumps(values))
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "one_gpu"
+    folder.mkdir()
+    write_rank(folder, "plain", spec_of("none"))
+    write_rank(folder, "full", spec_of("full"))
+    write_rank(folder, "bad", spec_of("none", tp=1), is_whole=False)
+    kernels = [{"what": "dX", "model_over_measured": ratio} for ratio in (0.5, 0.9, 1.3)]
+    block = {"compiled": True, "device_s": {"F": 2.0, "B": 9.0}, "model_s": {"F": 1.0}}
+    prices = {"products": [*kernels, {"what": "dX", "failed": "no"}], "blocks": [block]}
+    (folder / "prices.json").write_text(json.dumps(prices))
+    near = {"kind": "loss (sgd, bf16)", "error": 1e-3, "limit": 2e-3}
+    gate: dict[str, Any] = {"event": "gate", "passed": True}
+    gate["checks"] = [near | {"error": 1e-9}, near]
+    gate["checks"].append(near | {"error": 9.0, "limit": 9.1})  # rounding hides it
+    run = {"codes": [0, 0], "events": [gate, {"event": "done"}], "seconds": 12.0}
+    (folder / "many_four.json").write_text(json.dumps(run))
+    (folder / "many_hang.json").write_text(json.dumps({"codes": [None], "events": []}))
+    return folder
+
+
+def test_every_action_stands_beside_what_is_described(folder: Path, tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    made = write_one_gpu(folder, tmp_path / "report", console)
+    assert made.skipped == ["failed: bad: OutOfMemoryError: no room"]
+    assert console.export_text().startswith(made.skipped[0])
+    assert (tmp_path / "report" / "one_gpu.html").is_file()
+    actions = rows_of(tmp_path / "report" / "actions.csv")
+    assert {row["evidence"] for row in actions} == {LONE}
+    ratios = [float(row["described_over_measured"]) for row in actions]
+    assert ratios == pytest.approx([FASTER] * len(actions))
+    plain = ["forward", "B + W", "update", "all"]
+    for name, kinds in {"plain": plain, "full": [*plain, "recomputation"]}.items():
+        assert [row["action"] for row in actions if row["point"] == name] == kinds
+    steps = {row["point"]: row for row in rows_of(tmp_path / "report" / "steps.csv")}
+    assert (steps["plain"]["host_s"], steps["plain"]["peak_gib"]) == ("0.2", "1.0")
+    assert float(steps["plain"]["described_over_measured"]) == pytest.approx(FASTER)
+    described = [float(steps[name]["described_gib"]) for name in ("full", "plain")]
+    assert 0 < described[0] < described[1]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_kernels_and_gates_have_tables(folder: Path, tmp_path: Path) -> None:
+    write_one_gpu(folder, tmp_path / "report", Console(quiet=True))
+    kernels = {row["kernel"]: row for row in rows_of(tmp_path / "report" / "kernels.csv")}
+    assert list(kernels["dX"].values()) == ["products", "dX", "3", "0.9", "0.5", "1.3"]
+    assert kernels["forward"]["described_over_measured"] == "0.5"
+    four, hang = rows_of(tmp_path / "report" / "gates.csv")
+    assert list(four.values())[:4] == ["four", "2", "passed", "done"]
+    assert four["worst"] == "loss (sgd, bf16): 1.0e-03 of 2.0e-03"
+    assert (hang["gate"], hang["ended"]) == ("none", "[None]")
+
+
+def test_what_is_described_has_no_network(folder: Path) -> None:
+    one = next(one for one in read_lone(folder) if one.name == "plain")
+    assert one.spec is not None
+    plan = one.spec.plan()
+    price = price_plan(plan, one.spec.cluster)
+    told = described_seconds(one, plan, price)
+    assert told["forward"] < plan.num_microbatches * price.stages[1].forward
+    assert told["B + W"] == told["B"] + told["W"]
+
+
+def test_a_folder_without_lone_ranks_is_none_of_them(tmp_path: Path) -> None:
+    assert not is_of_one_gpu(tmp_path)
+    (tmp_path / "lone_x.json").write_text("[]")
+    assert is_of_one_gpu(tmp_path)
+    with pytest.raises(SpecError, match=r"lone_x\.json: must be a JSON object"):
+        read_lone(tmp_path)
+
+
+def test_the_committed_folder_is_told_by_the_model() -> None:
+    """Every contender's best plan of the verdict's cell, on one H100."""
+    _, steps, _, gates = one_gpu_tables(ROOT / "results" / "reference" / "one_gpu")
+    found = steps.data.set_index("point")["described_over_measured"].to_dict()
+    ratios = {name: ratio for name, ratio in found.items() if str(name).startswith("a_")}
+    assert set(ratios) == {"a_deepspeed", "a_fsdp", "a_megatron", "a_zeropp"}
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
+    assert "passed" in set(gates.data["gate"])

@@ -26,7 +26,13 @@ from benchmarks.launch.slurm.submissions import (
     write_submission,
 )
 from benchmarks.records.events import EventWriter
-from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
+from tests.unit.conftest import HERE, RUNNING, silent_for, submitted, view_of
+
+
+def let_end(monkeypatch: pytest.MonkeyPatch, *ended: EndedJob) -> None:
+    """Let accounting know these endings of the task, or nothing."""
+    known = {"7_0": [*ended]} if ended else {}
+    monkeypatch.setattr(submissions, "endings", lambda jobs: known)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +58,12 @@ def test_attempts_without_a_record_are_closed_once_their_job_is_gone(
 ) -> None:
     submitted(attempt, "7")
     silent_for(attempt, silent_s)
-    monkeypatch.setattr(submissions, "endings", lambda jobs: {"7_0": endings} if endings else {})
+    let_end(monkeypatch, *endings)
     closed = close_ended(view_of(attempt, *queued))
     assert [record.status for record in closed] == ([expected] if expected else [])
     assert all(record.interrupted and record.step_s == [1.0] for record in closed)
     assert close_ended(view_of(attempt, *queued)) == []
-    alive = view_of(attempt, *queued)
-    assert bool(alive.under_way()) == (bool(queued) or expected is None)
+    assert bool(view_of(attempt, *queued).under_way()) == (bool(queued) or expected is None)
 
 
 @pytest.mark.parametrize("who", [{"cluster": "there@head"}, {"user": 12345}])
@@ -69,7 +74,7 @@ def test_what_cannot_be_seen_from_here_is_alive(
     submitter = {"cluster": HERE.identity, "user": 1000, "host": "login2"} | who
     submitted(attempt, "7", sweep="sweep", **submitter)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(submissions, "endings", lambda jobs: {})
+    let_end(monkeypatch)
     silent_for(attempt, 9999)
     assert close_ended(view_of(attempt)) == []
     (line,) = view_of(attempt).under_way().values()
@@ -133,9 +138,7 @@ def test_a_job_that_starts_and_ends_between_two_reads(
     attempt.rename(hidden)
     view = view_of(attempt)  # the folder was read before the job began,
     hidden.rename(attempt)  # the queue after it had ended
-    monkeypatch.setattr(
-        submissions, "endings", lambda jobs: {"7_0": [EndedJob("NODE_FAIL", "", "")]}
-    )
+    let_end(monkeypatch, EndedJob("NODE_FAIL", "", ""))
     assert [record.status for record in close_ended(view)] == ["lost"]
     assert [path.name for path in attempt.parent.iterdir()] == [attempt.name]
 
@@ -160,8 +163,7 @@ def test_a_job_that_never_began_says_why(attempt: Path, monkeypatch: pytest.Monk
     submitted(attempt, "7")
     shutil.rmtree(attempt)
     for exit_code, words in (("0:53", "folder cannot be opened"), ("1:0", "before its script")):
-        ended = {"7_0": [EndedJob("FAILED", exit_code, "n")]}
-        monkeypatch.setattr(submissions, "endings", lambda jobs, told=ended: told)
+        let_end(monkeypatch, EndedJob("FAILED", exit_code, "n"))
         (record,) = close_ended(view_of(attempt))
         assert words in record.reason
         assert record.interrupted
@@ -176,8 +178,7 @@ def test_a_job_number_that_comes_again_does_not_reach_the_older_attempt(
     again = submitted(attempt, "7", sweep="zeropp-later")
     (point,) = view_of(attempt).points
     assert (point.job, point.attempts()) == ("7_0", [])
-    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
-    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    let_end(monkeypatch, EndedJob("FAILED", "1:0", "n"))
     (record,) = close_ended(view_of(attempt))
     assert record.record_id == f"{spec_id}/{attempt_name(again)}-0" == f"{spec_id}/slurm-later-0"
     assert [path.name for path in attempt.parent.glob("*/record.json")] == ["record.json"]
@@ -191,8 +192,7 @@ def test_an_emptied_attempt_is_an_interruption(
     submitted(attempt, "7")
     for path in attempt.iterdir():
         path.unlink()
-    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
-    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    let_end(monkeypatch, EndedJob("FAILED", "1:0", "n"))
     (record,) = close_ended(view_of(attempt))
     assert (record.status, record.interrupted, record.step_s) == ("failed", True, [])
     assert view_of(attempt).under_way() == {}  # so the same command runs it again
@@ -205,8 +205,7 @@ def test_an_attempt_without_a_frozen_file_is_named_and_runs_again(
     submitted(attempt, "7", cluster=HERE.identity)
     (attempt / name).unlink()
     silent_for(attempt, 1000)
-    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
-    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    let_end(monkeypatch, EndedJob("FAILED", "1:0", "n"))
     view = view_of(attempt)
     assert close_ended(view) == []
     assert view.problems == [f"{attempt / name}: no such file or directory"]
@@ -267,8 +266,7 @@ def test_a_job_is_what_sbatch_says_or_what_has_its_name(
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:
     directory = submitted(attempt, "7", report_job="8")
     assert view_of(attempt, RUNNING).unreported() == [directory]
-    report = QueuedJob(job="8", state="PENDING")
-    assert view_of(attempt, RUNNING, report).unreported() == []
+    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == []
     assert view_of(attempt).unreported() == []
 
 
@@ -321,7 +319,7 @@ def test_a_second_run_of_a_point_is_its_submissions_and_no_orphan(
     write_submission(directory, Submission(arrays=[array], user=os.getuid()))
     for folder in (first, second):
         silent_for(folder, 1000)
-    monkeypatch.setattr(submissions, "endings", lambda jobs: {})
+    let_end(monkeypatch)
     view = view_of(first, replace(RUNNING, job="7_1"))
     assert [point.attempts() for point in view.points] == [[first], [second]]
     assert view.latest[spec_id].job == "7_1"  # the one that runs
@@ -353,8 +351,7 @@ def test_what_the_controller_knows_of_a_task_that_the_queue_does_not_list(
     monkeypatch.setattr(client, "call", call)
     job = client.known_to_controller("7_1")
     assert (job.state if job else "") == state
-    ended = client.last_state("7_1")
-    assert (ended is None) == (not answers or (answers.get("7") == ARRAY))
+    assert (client.last_state("7_1") is None) == (not answers or (answers.get("7") == ARRAY))
 
 
 def test_waiting_points_are_not_submitted_again_where_squeue_is_late(
@@ -386,8 +383,7 @@ def test_what_no_node_has_is_named_by_the_controller(
 ) -> None:
     submitted(attempt, "7")
     shutil.rmtree(attempt)
-    ended = {"7_0": [EndedJob("FAILED", "1:0", "None assigned")]}
-    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    let_end(monkeypatch, EndedJob("FAILED", "1:0", "None assigned"))
     monkeypatch.setattr(submissions, "last_state", lambda job: now)
     (record,) = close_ended(view_of(attempt))
     assert record.reason.startswith(reason)
@@ -491,8 +487,7 @@ def test_why_an_attempt_ended(attempt: Path, end: ScriptEnd, log: str, expected:
     (attempt / "srun.log").write_text(log)
     record = close(attempt, end)
     assert Ending(record.status, record.reason, record.interrupted) == expected
-    assert record.step_s == [1.0]
-    assert record.slurm["job"] == "7_0"
+    assert (record.step_s, record.slurm["job"]) == ([1.0], "7_0")
 
 
 @pytest.mark.parametrize(

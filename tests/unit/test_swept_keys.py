@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.launch.attempt import plan_summary
@@ -37,8 +36,7 @@ from benchmarks.report.tables import paper_grids, paper_table, throughput_table
 from benchmarks.report.write import grids_of, make_table, write_one_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
-from tests.unit.report_frames import frame_of
-from tests.unit.synthetic_records import make_record, spec_values, write_records
+from tests.unit.synthetic_records import QUIET, frame_of, make_record, spec_values
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -128,8 +126,7 @@ def test_equal_specifications_on_one_kind_of_machine_are_repeats(tmp_path: Path,
 
 
 def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
-    root = two(tmp_path, _ranks(versions={"torch": "2.11.0"}))
-    rows = latest_ok(load_frame([root])[0])
+    rows = latest_ok(load_frame([two(tmp_path, _ranks(versions={"torch": "2.11.0"}))])[0])
     assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
     (note,) = notes_of(rows)
     assert note.startswith("1 of 1 rows also ran with other versions")
@@ -160,8 +157,7 @@ def test_numbers_are_in_their_order_and_what_follows_from_a_name_is_no_column(
         records.append(make_record(model_fields={"layers": layers}))
     rows = latest_ok(frame_of(*records, root=tmp_path))
     assert varied(rows) == ["model.layers"]  # neither hidden nor ffn, which gpt_mini has others of
-    tiny = rows[rows["model"] == "gpt_tiny"]
-    assert list(tiny["model.layers"]) == [4, 8, 16, 128]
+    assert list(rows[rows["model"] == "gpt_tiny"]["model.layers"]) == [4, 8, 16, 128]
 
 
 def _sweep(root: Path) -> pd.DataFrame:
@@ -244,8 +240,7 @@ def sweep(root: Path) -> pd.DataFrame:
             step = 1.0 - 0.1 * number + (0.3 if recompute == "full" else 0.0)
             fields = {"plan": plan_summary(point.plan)}
             records.append(make_record(step_s=[step] * 6, fields=fields, contender_knobs=knobs))
-    write_records(records, root)
-    return latest_ok(load_frame([root])[0])
+    return latest_ok(frame_of(*records, root=root))
 
 
 def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
@@ -263,16 +258,13 @@ def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
         ablation_table(rows, Options(against={"unit": "3"}))
     (picture,) = ablation_figure(rows)
     assert len(picture.figure.axes[0].patches) == 6
-    options, quiet = Options(), Console(quiet=True)
-    write_one_table(
-        "ablation", [tmp_path / "runs"], out=tmp_path / "out", options=options, console=quiet
-    )
-    assert len(pd.read_csv(tmp_path / "out" / "ablation.csv")) == 6
+    out = tmp_path / "out"
+    write_one_table("ablation", [tmp_path / "runs"], out=out, options=Options(), console=QUIET)
+    assert len(pd.read_csv(out / "ablation.csv")) == 6
 
 
 def test_no_sweep_is_a_header_alone(tmp_path: Path) -> None:
-    write_records([make_record()], tmp_path)
-    rows = latest_ok(load_frame([tmp_path])[0])
+    rows = latest_ok(frame_of(make_record(), root=tmp_path))
     assert ablation_table(rows).data.empty
     assert list(ablation_figure(rows)) == []
     assert "change" in ablation_table(rows).numbers.columns
@@ -285,9 +277,7 @@ def test_a_loss_beyond_the_band_is_named_with_its_step() -> None:
     assert beyond([5.5, 5.21, 5.0], RIGHT, "fp32") == ""
     assert beyond([5.5, 5.2, 8.99], RIGHT, "fp32").startswith("step 3: loss 8.9900, but 5.0000")
     assert beyond([5.5, float("nan")], RIGHT, "bf16").startswith("step 2")
-
-
-def test_a_loss_that_is_no_number_is_wrong_without_anything_to_compare_with() -> None:
+    # Without anything to compare with:
     assert beyond([5.5, float("nan")], [], "fp32") == "step 2: loss nan is not a finite number"
     assert beyond([5.5, float("inf")], [5.5, float("inf")], "fp32").startswith("step 2")
 
