@@ -18,7 +18,6 @@ versions=("$@")
 tests_of_torch=(
     tests/gloo/test_private_names.py
     tests/gloo/test_engine.py
-    tests/gloo/test_engine_checkpoint.py
     tests/gloo/test_engine_memory.py
     tests/gloo/test_errors_on_one_rank.py
     tests/gloo/test_optimizers.py

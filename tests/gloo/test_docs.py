@@ -210,7 +210,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
@@ -246,10 +246,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(world: World, folder: Path) -> None:
+    text = folder / "text.txt"
+    text.write_text(TEXT.read_text("utf-8")[:60_000], "utf-8")
+
     def run(out: str, steps: int, pp: int, ranks: int) -> list[list[float]]:
         options = {"pp": pp, "steps": steps, "length": 32, "every": 2, "keep": 2, "lr": 1e-3}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        given = str(folder), str(TEXT), "--out", str(folder / out), "--separator", "\n", *words
+        given = str(folder), str(text), "--out", str(folder / out), "--separator", "\n", *words
         return world.run(run_example, *given, size=ranks)
 
     (whole,) = run("alone", 5, 1, 1)

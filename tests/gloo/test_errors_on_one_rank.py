@@ -3,7 +3,9 @@ would do so for gloo's 30 minutes, and the world would be cut off."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 
 from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.layers import ROWS, WIDTH, One, linear
 from tests.gloo.models import built, data, error_of, loss_function, refuses, seeded, step, steps
-from tests.gloo.world import on_ranks
+from tests.gloo.world import WorkerError, World, on_ranks
 from zeropp.engine import checkpoint
+from zeropp.engine.checkpoint import CheckpointError
 from zeropp.engine.parameters import flat
 from zeropp.engine.ranks.errors import together
 from zeropp.engine.ranks.lanes import Lane, make_lane
@@ -272,3 +276,123 @@ def test_constructions_that_fail_on_one_rank() -> None:
             assert starts(error_of(lambda: built(pp=3)), "ValueError: broken here")
     new = set(threading.enumerate()) - threads
     assert [one.name for one in new if one.name.startswith("zeropp")] == []
+
+
+SAVED = Case(pp=2, batch=2, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
+
+
+def save_after(directory: Path, count: int, killed_in: str) -> str:
+    """Train and save; in ``killed_in`` a rank dies while it writes. Gives what then was raised."""
+    model = build_model_of(SAVED)
+    for number in range(count):
+        model.engine.step(local_microbatches(SAVED, number))
+    if killed_in:
+        write = state_dict_saver.save
+
+        def fail(state: dict[str, Any], **options: Any) -> None:
+            write(state, **options)
+            raise KeyboardInterrupt
+
+        state_dict_saver.save = fail
+        try:
+            model.save(directory)
+        except KeyboardInterrupt:
+            return "died"
+        finally:
+            state_dict_saver.save = write
+    model.save(directory)
+    return "saved"
+
+
+def load_from(directory: Path) -> str:
+    """Steps done of a checkpoint, or what its load says."""
+    model = build_model_of(SAVED)
+    try:
+        model.load(directory)
+    except CheckpointError as error:
+        return str(error)
+    return f"{model.steps_done} steps"
+
+
+def test_the_last_whole_checkpoint_survives_a_death_while_saving(
+    world: World, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoint"
+    assert set(world.run(save_after, place, 1, "", size=SAVED.world)) == {"saved"}
+    assert set(world.run(save_after, place, 2, "the save", size=SAVED.world)) == {"died"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"1 steps"}
+    assert set(world.run(save_after, place, 2, "", size=SAVED.world)) == {"saved"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
+    place.rename(tmp_path / "checkpoint.being-replaced")  # as between the two renames
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
+    assert set(world.run(save_after, place, 3, "", size=SAVED.world)) == {"saved"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"3 steps"}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+    world.run(save_after, place, 1, "", size=SAVED.world)
+    victim = sorted(place.glob("*.distcp"))[0]
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
+    assert said.startswith(f"{victim}: damaged (its digest differs)")
+    victim.unlink()
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
+    assert said.startswith(f"{victim}: missing")
+    (place / "digests.json").write_text("{")
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
+    assert said.startswith(f"{place / 'digests.json'}: damaged")
+
+
+@on_ranks(2)
+def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(tmp_path: Path) -> None:
+    """The last save goes through a link."""
+    draft, target = tmp_path / "papers" / "draft.txt", tmp_path / "large disk"
+    if dist.get_rank() == 0:
+        draft.parent.mkdir()
+        draft.write_text("years of work")
+        (tmp_path / "latest").symlink_to(target)  # which is not there yet
+    dist.barrier()
+    with built(pp=2) as model:
+        for place in (draft.parent, draft):
+            said = error_of(partial(model.save, place))
+            assert said.startswith(f"CheckpointError: {place}: is there, but is no checkpoint")
+        model.save(tmp_path / "latest")
+    assert draft.read_text() == "years of work"
+    assert (tmp_path / "latest").is_symlink()
+    assert (target / ".metadata").is_file()
+    missing = "the model has 4.bias, but it has nothing of that name, so that it is of another la"
+    for count, words in ((5, missing), (3, "it has 3.bias, but the model has nothing")):
+        with built(seeded([linear] * count), pp=2) as other:
+            said = error_of(partial(other.load, tmp_path / "latest"))
+            assert said.startswith(f"CheckpointError: {target}: {words}")
+
+
+def answer(what: str) -> int | Callable[[], None]:
+    """This rank's number, unless it fails in one way or another."""
+    if what == "raises" and dist.get_rank() == 1:
+        raise ValueError("no such luck")
+    if what == "dies":
+        os._exit(1)
+    if what == "hangs":
+        time.sleep(60)
+    dist.barrier()
+    return (lambda: None) if what == "cannot be sent" else dist.get_rank()
+
+
+@pytest.mark.timeout(300)  # of the 600 that a test may take; forks included
+def test_what_a_rank_does_not_answer_is_an_error_and_the_next_task_has_a_new_world(
+    world: World,
+) -> None:
+    for what, size, words in (
+        ("raises", 2, r"(?s)rank 1: .*no such luck"),
+        ("dies", 1, "rank 0: died"),
+        ("hangs", 1, "no answer in time"),
+        ("cannot be sent", 1, r"(?s)rank 0: .*pickle.*lambda"),
+    ):
+        with pytest.raises(WorkerError, match=words):
+            world.run(answer, what, size=size, timeout_s=1 if what == "hangs" else 200)
+    assert world.run(answer, "", size=2) == [0, 1]
