@@ -47,7 +47,7 @@ def _losses(plans: pd.DataFrame) -> Picture:
     sequences, gpus = drawn["global_batch"] // drawn["num_gpus"], drawn["num_gpus"]
     model, cluster = display.model_label(drawn["model"]), display.cluster_label(drawn["cluster"])
     place = f"{model} on {gpus} {cluster}, best plans, simulated"
-    words = f"{sequences} sequence{'s' * (sequences > 1)} per GPU"
+    words = f"{sequences} sequence{'' if sequences <= 1 else 's'} per GPU"
     return time_breakdown({words: bars}, "losses", place)
 
 
