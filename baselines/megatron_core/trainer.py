@@ -241,11 +241,8 @@ class MegatronTrainer(ActionRecorder):
         groups = supported_keywords(get_megatron_optimizer, use_gloo_process_groups=False)
         optimizer = get_megatron_optimizer(settings, self._chunks, **groups)
         self._inner = private_names.inner_optimizers(optimizer)
-        # Each steps torch's instead of the Adam that it was made with, over the same shards.
         for inner in self._inner:
-            shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
-            inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
-            inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
+            _step_with(inner, config)
         return optimizer
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Contents]]:
@@ -281,6 +278,14 @@ class MegatronTrainer(ActionRecorder):
         if op is Op.FORWARD:
             self._passes[id(private_names.output_of_forward(result))] = place
         return result
+
+
+def _step_with(inner: Any, config: OptimizerConfig) -> None:
+    """Let one of Megatron-Core's optimizers step torch's instead of the Adam that it was made with,
+    over the same shards."""
+    shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
+    inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
+    inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
 
 
 def _forward_step(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:

@@ -64,7 +64,7 @@ def can_have(contender: Contender[Any]) -> set[str]:
 
 
 def likeness(contender: Contender[Any]) -> tuple[str, ...]:
-    """Its trainer, and what it can have: one trainer may build different programs of one library."""
+    """Its trainer, and what it can have: one trainer may build several programs of a library."""
     return (contender.trainer, *sorted(can_have(contender)))
 
 
