@@ -47,7 +47,7 @@ PRELOADED = [
     "tests.gloo.frozen",  # the last one
 ]
 _NICE = 5  # eight ranks on few cores leave room to the tests of the other pytest process
-GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
+GRACE_S = 3.0  # for the other ranks to say what went wrong, after one said it
 
 
 def start_server() -> None:
@@ -124,8 +124,9 @@ class World:
                 rank = pipes[pipe]
                 try:
                     replies[rank] = _unpacked(cast(Connection, pipe).recv_bytes())
-                except (EOFError, OSError):  # before a reply, or within one
+                except (EOFError, OSError):  # before a reply, or within one; peers notice it
                     replies[rank] = (False, "died")
+                    continue
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return [replies.get(rank, (False, "no answer in time")) for rank in range(len(workers))]
