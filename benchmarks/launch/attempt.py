@@ -323,7 +323,8 @@ def last_words(log: Path) -> str:
     except OSError:
         return ""
     causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip())]
-    return causes[-1][:300] if causes else ""
+    own = [x for x in causes if not x.startswith("slurm") or _PASSING.search(x)]
+    return (own or causes or [""])[-1][:300]
 
 
 def make_record(

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
-from benchmarks.specification import SpecError
 from benchmarks.specification.reading import adapter
 from zeropp.types.literals import MORE_THAN_0
 from zeropp.types.timeline import Provenance
@@ -230,19 +229,24 @@ def find_records(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_below(root: Path, name: str) -> list[Path]:
-    """The sorted paths of files with a name below a folder; raises SpecError for a folder that may
-    not be read.
+    """The sorted paths of files with a name below a folder, also behind links. A folder that may
+    not be read is among them, so that its reader names it.
 
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.
     """
+    paths, seen, starts = list[Path](), set[str](), [os.fspath(root)]
 
-    def refuse(error: OSError) -> None:
+    def closed(error: OSError) -> None:
         if isinstance(error, PermissionError):
-            raise SpecError(f"{error.filename}: {error.strerror}") from None
+            paths.append(Path(error.filename))
 
-    paths: list[Path] = []
-    for place, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        paths += [Path(place, name)] * (name in files)
+    for start in starts:  # links are followed last, as they may lead anywhere
+        for place, folders, files in os.walk(start, onerror=closed):
+            is_new = (real := os.path.realpath(place)) not in seen
+            seen.add(real)
+            paths += [Path(place, name)] * (is_new and name in files)
+            folders[:] = [folder for folder in folders if is_new and not folder.startswith(".")]
+            below = (os.path.join(place, folder) for folder in folders)
+            starts += filter(os.path.islink, below)
     return sorted(paths)

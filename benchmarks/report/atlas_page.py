@@ -91,9 +91,10 @@ def write_page(rows: pd.DataFrame, path: Path) -> str:
 
 
 def cases(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line per case and contender, with the texts of the page."""
-    best = best_or_failed(rows[rows["evidence"].str.startswith("simulated")])
+    """A line per case and contender, with the texts of the page; older tables have others."""
     order = [*{**ATLAS, **ROWS}]
+    is_shown = rows["evidence"].str.startswith("simulated") & rows["contender"].isin(order)
+    best = best_or_failed(rows[is_shown])
     best = best.sort_values("contender", key=lambda names: names.map(order.index), kind="stable")
     return pd.DataFrame([*map(_case, best.to_dict("records"))])
 

@@ -2,7 +2,7 @@
 
 ``plans.csv`` has one line per row of the comparison, cell and mode, with the commit that simulated
 it, and ``assumptions.csv`` what its best plans would take with other constants. Every table, figure
-and sentence of the verdict is derived from these two and from the errors of published runs.
+and number of the verdict is derived from these two and from the errors of published runs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def simulate_cells(
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
     anew = config["rerun"] == "all"
     lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=anew)
-    places = {name: place for place, name in enumerate(ROWS)}
+    places = {name: place for place, name in enumerate(ROWS)}  # older tables have others, too
+    lines = [line for line in lines if line["contender"] in places]
     table = with_shared_plans(with_own(pd.DataFrame(lines)))
     table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
     write(out / TABLE, table.drop(columns="place"))

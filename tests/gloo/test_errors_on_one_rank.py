@@ -359,8 +359,13 @@ def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(tmp_path: Pat
     with built(pp=2) as model:
         for place in (draft.parent, draft):
             said = error_of(partial(model.save, place))
-            assert said.startswith(f"CheckpointError: {place}: is there, but is no checkpoint")
+            assert said.startswith(f"CheckpointError: {draft}: is no part of a checkpoint")
         model.save(tmp_path / "latest")
+        if dist.get_rank() == 0:
+            (target / "scheduler.pt").write_text("of another hand")
+        dist.barrier()
+        said = error_of(partial(model.save, tmp_path / "latest"))
+        assert said.startswith(f"CheckpointError: {target / 'scheduler.pt'}: is no part")
     assert draft.read_text() == "years of work"
     assert (tmp_path / "latest").is_symlink()
     assert (target / ".metadata").is_file()

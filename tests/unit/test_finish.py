@@ -95,6 +95,30 @@ def test_records_in_hidden_folders_are_not_of_these_runs(attempt: Path) -> None:
     assert len(list(find_records([copy]))) == 1  # asked for by its name
 
 
+def test_records_are_found_behind_links_once_and_closed_folders_are_named(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rank(attempt, 0)
+    finish_attempt(attempt)
+    linked, closed = attempt.parent / "a link", attempt.parent / "closed"
+    linked.mkdir()
+    (linked / "point").symlink_to(attempt)
+    (linked / "round").symlink_to(linked)
+    (linked / "same").symlink_to(attempt)
+    assert list(find_records([linked / "same"])) == [linked / "same" / "record.json"]
+    assert list(find_records([linked])) == [linked / "point" / "record.json"]
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refuse(place: str) -> object:
+        if str(place) == str(closed):  # as for another user than root, whom modes do not stop
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert sorted(find_records([attempt.parent])) == [closed, attempt / "record.json"]
+
+
 def test_an_attempt_has_one_record(attempt: Path) -> None:
     write_rank(attempt, 0)
     first = finish_attempt(attempt)

@@ -212,6 +212,7 @@ def test_an_attempt_without_a_frozen_file_is_named_and_runs_again(
     assert view.under_way() == {}
 
 
+@pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_a_point_whose_submission_is_damaged_is_left_alone_until_that_is_removed(
     attempt: Path, is_removed: bool
@@ -224,6 +225,9 @@ def test_a_point_whose_submission_is_damaged_is_left_alone_until_that_is_removed
     assert close_ended(view_of(attempt)) == []
     lines = list(view_of(attempt).under_way().values())
     words = f"{directory / 'submission.json'} is damaged: remove {directory} if its jobs are gone"
+    assert lines == [words] * (not is_removed)
+    close(attempt, ScriptEnd(1, "TERM"))  # whose job may come again
+    lines = list(view_of(attempt).under_way().values())
     assert lines == [words] * (not is_removed)
 
 
@@ -279,6 +283,16 @@ def test_a_job_that_only_has_to_leave_the_queue(
     close(attempt, ScriptEnd(5, "USR1", elapsed_s=elapsed_s))  # at its limit, or preempted
     found = view_of(attempt, RUNNING).under_way()
     assert set(found) == ({attempt.parent.name} if is_underway else set())
+
+
+@pytest.mark.usefixtures("silent_slurm")
+def test_a_signal_while_slurm_does_not_answer_is_run_again_by_the_next_submission(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: None)
+    record = close(attempt, ScriptEnd(5, "USR1", elapsed_s=40))
+    assert (record.status, record.interrupted) == ("timeout", True)
+    assert "time limit or preemption, Slurm did not say which" in record.reason
 
 
 @pytest.mark.parametrize(
@@ -558,6 +572,7 @@ def test_a_failure_before_the_ranks_start_says_its_line(
         (unstarted / "rank_000.log").write_text("loading\n")
     place = unstarted.parents[1] if file == "a.log" else unstarted
     after = f"{NOISE}\nslurmstepd: error: *** STEP 7.0 ON n CANCELLED\n"
+    after += "slurmstepd: error: Unable to unlink domain socket\n" if line else ""
     (place / file).write_text(f"loading\n{line}\n{after}" if line else after)
     record = close(unstarted, end)
     assert (record.status, record.reason) == ("failed", reason + line)

@@ -261,11 +261,11 @@ def checked(directory: Path | str) -> Path:
 def _place(directory: Path | str) -> Path:
     """Where a checkpoint goes: behind links, and never in the place of other files."""
     place = Path(directory).resolve()
-    is_free = not place.exists() or (place.is_dir() and not any(place.iterdir()))
-    if not is_free and not (place / ".metadata").is_file():
+    there = sorted(place.iterdir()) if place.is_dir() else [place] * place.exists()
+    if others := [path for path in there if not (_is_own(path) or path.name == _DIGESTS)]:
         raise CheckpointError(
-            f"{place}: is there, but is no checkpoint, and would be lost (give the checkpoint a "
-            "name of its own)"
+            f"{others[0]}: is no part of a checkpoint, and would be lost (give the checkpoint a "
+            "folder of its own)"
         )
     return place
 

@@ -130,7 +130,10 @@ def of_time(known: Evidence) -> Ending | None:
     if end.caught != "USR1":
         return None
     limit = time_limit_s(str(slurm.get("job", "")), _CLIENT_TIMEOUT_S)
-    left = 0.0 if limit is None else limit - end.elapsed_s
+    if limit is None:  # the job does not requeue itself; the next submission runs the point again
+        words = "SIGUSR1: its time limit or preemption, Slurm did not say which"
+        return Ending("timeout", words + known.where, interrupted=True)
+    left = limit - end.elapsed_s
     if left <= slurm.get("grace_s", 60) + _LATE_S:
         return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){known.where}")
     words = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"

@@ -228,8 +228,9 @@ class View:
             return "" if is_over else f"job {job.job} is {job.state.lower()}"
         if self.sees(point):
             return ""
-        # A job that was preempted may begin another attempt.
+        # A preempted job may begin another attempt, and so may one that nobody can ask for.
         is_open = record is None or record.status == "preempted"
+        is_open |= comes_again and point.submission is None
         return self._unseen(point) if is_open else ""
 
     @staticmethod
