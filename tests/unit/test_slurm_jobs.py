@@ -248,7 +248,7 @@ NO_ID = "sbatch: no job id in its answer 'Submitted, perhaps'"
 def test_a_job_is_what_sbatch_says_or_what_has_its_name(
     monkeypatch: pytest.MonkeyPatch, answer: Any, known: Any, expected: Any
 ) -> None:
-    def call(*command: str, more: object = None) -> str:
+    def call(*command: str, **_: object) -> str:
         said = {"sbatch": answer, "squeue": known}.get(command[0], "")
         if isinstance(said, SlurmError):
             raise said

@@ -222,18 +222,13 @@ class View:
     def _under_way(self, point: SubmittedPoint) -> str:
         attempts, job = point.attempts(), self.queued.get(point.job)
         record = _record_of(attempts[-1]) if attempts else None
-        comes_again = record is not None and record.interrupted
         if job is not None:
-            is_over = record is not None and not comes_again
+            is_over = record is not None and not record.interrupted
             return "" if is_over else f"job {job.job} is {job.state.lower()}"
         if self.sees(point):
             return ""
-        # A job that was preempted may begin another attempt.
-        is_open = record is None or record.status == "preempted"
-        return self._unseen(point) if is_open else ""
-
-    @staticmethod
-    def _unseen(point: SubmittedPoint) -> str:
+        if record is not None and record.status != "preempted":  # which may begin another attempt
+            return ""
         way = f"remove {point.directory} if its jobs are gone"
         if point.submission is None:
             return f"{point.directory / 'submission.json'} is damaged: {way}"
