@@ -16,14 +16,9 @@ if TYPE_CHECKING:  # reports need no contenders
     from benchmarks.specification.run_spec import RunSpec
 
 
-def tokens_per_step(spec: RecordedSpec | RunSpec) -> int:
-    """Tokens trained on in one step, over all ranks."""
-    return spec.global_batch * spec.model.seq
-
-
 def tokens_per_s_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float:
     """Tokens per second and rank."""
-    return tokens_per_step(spec) / step_s / spec.num_gpus
+    return spec.global_batch * spec.model.seq / step_s / spec.num_gpus
 
 
 def model_tflops_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:

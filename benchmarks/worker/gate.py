@@ -283,13 +283,11 @@ def observe(
         result = trainer.step(*local_batch(batches, layout, step, device))
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
-        scalars = [
-            abs(float(result.loss) - loss) / loss,
-            abs(float(result.grad_norm) - norm) / norm,
-        ]
         pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
         sizes = expected.update_norms[step].tolist()
-        rows.append([*scalars])
+        rows.append(
+            [abs(float(result.loss) - loss) / loss, abs(float(result.grad_norm) - norm) / norm]
+        )
         for part in zip(*pairs, strict=True):  # the norms, then the parts along the updates
             rows[-1] += [_relative(x, size) for x, size in zip(part, sizes, strict=True)]
         before = after
@@ -373,9 +371,8 @@ def run_gate(
                 checks += checks_of(part, expected, seen)
                 del trainer
             checks += order_checks(part, contender, source, device, sgd)
-    kinds = {check.kind for check in checks}
     if spec.precision == "bf16":
-        if "loss (sgd, fp32)" not in kinds:
+        if "loss (sgd, fp32)" not in {check.kind for check in checks}:
             left_out.append("fp32: this configuration has no plan in fp32")
         ordered = [check for check in checks if check.kind.startswith(_ORDERED)]
         if not ordered:
@@ -497,13 +494,17 @@ def gate_shape(shape: ModelShape) -> ModelShape:
     numbers of heads: as wide as fits, as wider updates are rounded less."""
     if parameter_count(shape) <= MAX_PARAMETERS:
         return shape
-    shapes = [_reduced(shape, shape.heads * width) for width in _HEADS]
+    shapes = [
+        replace(
+            shape,
+            name=f"{shape.name} (reduced to hidden {hidden}, seq {_SEQ})",
+            hidden=hidden,
+            ffn=2 * hidden,
+            seq=_SEQ,
+        )
+        for hidden in (shape.heads * width for width in _HEADS)
+    ]
     return next((s for s in shapes if parameter_count(s) <= MAX_PARAMETERS), shapes[-1])
-
-
-def _reduced(shape: ModelShape, hidden: int) -> ModelShape:
-    name = f"{shape.name} (reduced to hidden {hidden}, seq {_SEQ})"
-    return replace(shape, name=name, hidden=hidden, ffn=2 * hidden, seq=_SEQ)
 
 
 def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[str]) -> GateResult:
@@ -545,9 +546,10 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
         errors = errors.nan_to_num(nan=math.inf)  # where one process diverges and gets no numbers
         step = int((errors / limits).argmax())
         error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
-        check = GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
-        kinds.setdefault(kind, []).append(check)
-    return [worst_check(checks) for checks in kinds.values()]
+        kinds.setdefault(kind, []).append(
+            GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
+        )
+    return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
 
 
 def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
@@ -567,8 +569,3 @@ def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str]
         found[name, ""] = distances.updates[:, index]
         found[name, "scale"] = distances.scales[:, index]
     return found
-
-
-def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
-    """The check with the largest error in relation to its limit."""
-    return max(checks, key=lambda check: check.error / check.limit)
