@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
-from benchmarks.report.ratio_errors import error_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
@@ -67,9 +66,11 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
         candidate, own = settled(question, search_s or SEARCH_S)
         try:
             plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
-            task, device = question.task, question.task.cluster.device
-            cluster = replace(task.cluster, device=replace(device, launch_us=0.0))
-            at_once = question.contender.simulated(replace(task, cluster=cluster), candidate)
+            cluster = question.task.cluster
+            cluster = replace(cluster, device=replace(cluster.device, launch_us=0.0))
+            at_once = question.contender.simulated(
+                replace(question.task, cluster=cluster), candidate
+            )
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
     return Answer(question, plan, own, plan.step_s - at_once.step_s)
@@ -166,9 +167,3 @@ def mfu(result: SimResult, question: Question) -> float | None:
     task = question.task
     flops = model_flops_per_token(task.shape) * result.tokens_per_s_per_gpu
     return share_of_peak(task.cluster.device, task.precision, flops / 1e12)
-
-
-def measured_errors(question: Question) -> str:
-    """How far the simulator was from published runs that it had not seen, of this program in any
-    version if there are enough, as words."""
-    return error_text(question.contender.name, question.contender.label)

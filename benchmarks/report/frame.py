@@ -411,7 +411,7 @@ def best_or_failed(rows: pd.DataFrame) -> pd.DataFrame:
     ranked = ranked.sort_values(
         ["_ok", "tokens_per_s_per_gpu", "started_at"], kind="stable", na_position="first"
     )
-    return _one_per_contender(ranked.sort_values("_ok", kind="stable")).drop(columns="_ok")
+    return _one_per_contender(ranked).drop(columns="_ok")
 
 
 def _one_per_contender(ranked: pd.DataFrame) -> pd.DataFrame:

@@ -25,7 +25,7 @@ from benchmarks.records.own_cache import Job, Line, fill, write
 from benchmarks.records.simulated import TABLE, commit_of
 from benchmarks.report.charts import save
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.write import make_table, write_table_forms
+from benchmarks.report.write import make_table, write_tables
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import COMPARED, CONTENDERS, ROWS, whole
@@ -121,7 +121,7 @@ def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> Non
     pictures = pictures_of(plans, verdicts, uncertainty)
     paths = [path for picture in pictures for path in save(picture, out).paths]
     rows = latest_ok(load_frame([out / TABLE])[0])
-    paper = write_table_forms(make_table("paper", rows), out / "paper")
+    paper = write_tables("paper", [make_table("paper", rows)], out / "paper")
     names = [TABLE, REPRICED, "verdict.csv", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
@@ -151,8 +151,7 @@ def simulate_cells(
             key = (*cell.key, name, mode)
             part = CellPart(cell, name, mode, spec.tolerance, known.get(key, ()), spec.budget_s)
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
-    anew = config["rerun"] == "all"
-    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=anew)
+    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=config["rerun"] == "all")
     places = {name: place for place, name in enumerate(ROWS)}
     table = with_shared_plans(with_own(pd.DataFrame(lines)))
     table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
