@@ -29,6 +29,14 @@ SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth o
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
 _DEGREES = ("tp", "pp", "context", "shard", "replicate")
+# Knobs that are opened with another one: chunks belong to a schedule.
+_TOGETHER = dict.fromkeys(_DEGREES, _FOLLOWS) | {
+    "tp": (*_FOLLOWS, "sequence_parallel"),
+    "pp": (*_FOLLOWS, "chunks", "schedule"),
+    "chunks": ("schedule",),
+    "schedule": ("chunks",),
+    "recompute": ("recompute_blocks",),
+}
 _FIXED = ("name", "split_backward")
 
 
@@ -150,15 +158,8 @@ def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
     for field in fields(knobs):
         if field.name in _FIXED or "Auto" not in str(field.type):
             continue
-        opened = {field.name: "auto"}
-        if field.name in _DEGREES:
-            opened |= {name: "auto" for name in _FOLLOWS if hasattr(knobs, name)}
-        if field.name in ("pp", "chunks", "schedule"):  # chunks belong to a schedule
-            opened |= {name: "auto" for name in ("chunks", "schedule") if hasattr(knobs, name)}
-        if field.name == "tp" and hasattr(knobs, "sequence_parallel"):
-            opened |= {"sequence_parallel": "auto"}
-        if field.name == "recompute":
-            opened |= {"recompute_blocks": "auto"}
+        others = [name for name in _TOGETHER.get(field.name, ()) if hasattr(knobs, name)]
+        opened = dict.fromkeys([field.name, *others], "auto")
         yield field.name, replace(knobs, **opened), candidate.microbatch_size
 
 

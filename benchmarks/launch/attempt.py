@@ -88,12 +88,11 @@ def keep_alive(file: Path) -> Iterator[None]:
             with suppress(OSError):
                 os.utime(descriptor)
 
-    thread = Thread(target=beat, daemon=True)
     try:
         with suppress(OSError):  # a file system without locks: the heartbeat alone will do
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, gethostname().encode())
-        thread.start()
+        Thread(target=beat, daemon=True).start()
         yield
     finally:
         over.set()
@@ -401,9 +400,8 @@ def close_abandoned(runs_dir: Path) -> list[str]:
     problems = []
     for launcher in ("local", "trace"):
         for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
-            if not is_open(directory) or not any(directory.iterdir()):
-                continue
-            if (directory / "record.json").exists() or is_alive(directory):
+            is_begun = is_open(directory) and any(directory.iterdir())
+            if not is_begun or (directory / "record.json").exists() or is_alive(directory):
                 continue
             try:
                 close_attempt(

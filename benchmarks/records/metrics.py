@@ -58,8 +58,7 @@ def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
         "predicted": [record.predicted.get("peak_bytes")],
     }
     for kind, values in kinds.items():
-        known = [value for value in values if value is not None]
-        if known:
+        if known := [value for value in values if value is not None]:
             return max(known) / 2**30, kind
     return None
 

@@ -283,8 +283,7 @@ def _caption(
         parts.append("all rows: " + ", ".join(same))
     worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics
     words = {flops.name: f"{flops.head} (of the model)"}
-    rates = [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]
-    if rates:
+    if rates := [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]:
         parts.append(f"per {worker}: {', '.join(rates)}")
     if kinds:
         parts.append(f"{memory.head}: peak of the fullest {worker} ({' or '.join(kinds)})")

@@ -73,11 +73,8 @@ def write_report(
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
     sentences = answers(rows)
-    if rows["contender"].nunique() > 1:
-        for sentence in sentences:
-            console.print(sentence, markup=False)
-    for note in notes_of(rows):
-        console.print(note, markup=False)
+    for line in [*sentences * (rows["contender"].nunique() > 1), *notes_of(rows)]:
+        console.print(line, markup=False)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         files = [folder / "report.html", folder / "tables.md"]

@@ -60,8 +60,7 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     specs: list[RunSpec] = []
     for cell in cells:
         for row in runnable:
-            winner = winner_of(cell, tolerance, row)
-            if winner is None:
+            if (winner := winner_of(cell, tolerance, row)) is None:
                 continue
             spec = dataclasses.replace(
                 base,
@@ -118,11 +117,15 @@ def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> Non
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    pictures = pictures_of(plans, verdicts, uncertainty)
-    paths = [path for picture in pictures for path in save(picture, out).paths]
+    pictures = [save(picture, out) for picture in pictures_of(plans, verdicts, uncertainty)]
     rows = latest_ok(load_frame([out / TABLE])[0])
     paper = write_tables("paper", [make_table("paper", rows)], out / "paper")
-    names = [TABLE, REPRICED, "verdict.csv", *(path.name for path in paths)]
+    names = [
+        TABLE,
+        REPRICED,
+        "verdict.csv",
+        *(path.name for picture in pictures for path in picture.paths),
+    ]
     names += [f"paper/{path}" for path in paper]
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
     console = Console()

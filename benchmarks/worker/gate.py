@@ -193,12 +193,10 @@ def expect(
 ) -> Expected:
     """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
-    named = build_model(spec.model, 0, "meta").named_parameters()
-    shapes = {name: parameter.shape for name, parameter in named}
+    shapes = {name: p.shape for name, p in build_model(spec.model, 0, "meta").named_parameters()}
     count = len(shapes)
     ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
-    size = (1 + len(ways), STEPS, 2 + 2 * count)
-    tables = torch.zeros(size, dtype=torch.float64)
+    tables = torch.zeros(1 + len(ways), STEPS, 2 + 2 * count, dtype=torch.float64)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
 

@@ -265,9 +265,9 @@ def test_a_job_is_what_sbatch_says_or_what_has_its_name(
 
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:
     directory = submitted(attempt, "7", report_job="8")
-    assert view_of(attempt, RUNNING).unreported() == [directory]
-    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == []
-    assert view_of(attempt).unreported() == []
+    assert [*view_of(attempt, RUNNING).unreported()] == [directory]
+    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == {}
+    assert view_of(attempt).unreported() == {}
 
 
 @pytest.mark.usefixtures("silent_slurm")

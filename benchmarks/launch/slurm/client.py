@@ -212,8 +212,7 @@ def absence() -> str:
 def queued_jobs(users: Iterable[int]) -> dict[str, QueuedJob]:
     """The jobs and tasks of these users that wait or run, by id; raises SlurmError."""
     asked = ",".join(map(str, sorted(set(users))))
-    columns = "--format=%i|%T|%r|%N|%L"
-    flags = ("--array", "--noheader", "--states=all", f"--user={asked}", columns)
+    flags = ("--array", "--noheader", "--states=all", f"--user={asked}", "--format=%i|%T|%r|%N|%L")
     rows = [line.split("|") for line in call("squeue", *flags).splitlines()]
     jobs = [
         QueuedJob(job=row[0], state=row[1], reason=row[2], nodes=row[3], time_left=row[4])
