@@ -117,12 +117,8 @@ def _parser() -> CommandParser:
         choices=list(TABLES),
         help="write this table only, as CSV, Parquet, Markdown, LaTeX, HTML",
     )
-    add(
-        "--base",
-        default=DEFAULTS.base,
-        metavar="CONTENDER",
-        help="speed-ups are over this contender (%(default)s)",
-    )
+    base = "speed-ups are over this contender (%(default)s)"
+    add("--base", default=DEFAULTS.base, metavar="CONTENDER", help=base)
     add(
         "--against",
         default="",

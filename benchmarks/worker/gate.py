@@ -457,9 +457,8 @@ def losses_of_one_process(
     must call it."""
     steps = spec.measure.warmup_steps + spec.measure.steps
     drawn = spec.model.dropout and not contender.reproduces_dropout
-    if not spec.measure.gate or drawn or steps > MAX_STEPS:
-        return []
-    if parameter_count(spec.model) > MAX_PARAMETERS:
+    too_long = steps > MAX_STEPS or parameter_count(spec.model) > MAX_PARAMETERS
+    if not spec.measure.gate or drawn or too_long:
         return []
     losses = torch.zeros(1 + steps, dtype=torch.float64)  # after their number
     if dist.get_rank() == 0:
