@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
-from benchmarks.report.ratio_errors import error_text
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import PRICED
@@ -30,6 +29,14 @@ SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth o
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
 _DEGREES = ("tp", "pp", "context", "shard", "replicate")
+# Knobs that are opened with another one: chunks belong to a schedule.
+_TOGETHER = dict.fromkeys(_DEGREES, _FOLLOWS) | {
+    "tp": (*_FOLLOWS, "sequence_parallel"),
+    "pp": (*_FOLLOWS, "chunks", "schedule"),
+    "chunks": ("schedule",),
+    "schedule": ("chunks",),
+    "recompute": ("recompute_blocks",),
+}
 _FIXED = ("name", "split_backward")
 
 
@@ -67,9 +74,11 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
         candidate, own = settled(question, search_s or SEARCH_S)
         try:
             plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
-            task, device = question.task, question.task.cluster.device
-            cluster = replace(task.cluster, device=replace(device, launch_us=0.0))
-            at_once = question.contender.simulated(replace(task, cluster=cluster), candidate)
+            cluster = question.task.cluster
+            cluster = replace(cluster, device=replace(cluster.device, launch_us=0.0))
+            at_once = question.contender.simulated(
+                replace(question.task, cluster=cluster), candidate
+            )
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
     return Answer(question, plan, own, plan.step_s - at_once.step_s)
@@ -149,15 +158,8 @@ def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
     for field in fields(knobs):
         if field.name in _FIXED or "Auto" not in str(field.type):
             continue
-        opened = {field.name: "auto"}
-        if field.name in _DEGREES:
-            opened |= {name: "auto" for name in _FOLLOWS if hasattr(knobs, name)}
-        if field.name in ("pp", "chunks", "schedule"):  # chunks belong to a schedule
-            opened |= {name: "auto" for name in ("chunks", "schedule") if hasattr(knobs, name)}
-        if field.name == "tp" and hasattr(knobs, "sequence_parallel"):
-            opened |= {"sequence_parallel": "auto"}
-        if field.name == "recompute":
-            opened |= {"recompute_blocks": "auto"}
+        others = [name for name in _TOGETHER.get(field.name, ()) if hasattr(knobs, name)]
+        opened = dict.fromkeys([field.name, *others], "auto")
         yield field.name, replace(knobs, **opened), candidate.microbatch_size
 
 
@@ -166,9 +168,3 @@ def mfu(result: SimResult, question: Question) -> float | None:
     task = question.task
     flops = model_flops_per_token(task.shape) * result.tokens_per_s_per_gpu
     return share_of_peak(task.cluster.device, task.precision, flops / 1e12)
-
-
-def measured_errors(question: Question) -> str:
-    """How far the simulator was from published runs that it had not seen, of this program in any
-    version if there are enough, as words."""
-    return error_text(question.contender.name, question.contender.label)

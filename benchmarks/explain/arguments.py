@@ -83,7 +83,11 @@ def arguments_of_script(
             f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
             "behind the backslash of the line before it?)"
         )
-    started = [(words, behind) for words in (*launches, *alone) if (behind := _behind(words))]
+    started = [
+        (words, given)
+        for words in (*launches, *alone)
+        if (given := arguments_of(words[_program(words) + 1 :]))
+    ]
     of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
     if not started:
         raise SpecError(
@@ -111,10 +115,6 @@ def arguments_of_script(
 def _program(words: Sequence[str]) -> int:
     """The place of the Python file in the words of a command, -1 if there is none."""
     return next((place for place, word in enumerate(words) if word.endswith(".py")), -1)
-
-
-def _behind(words: Sequence[str]) -> Arguments:
-    return arguments_of(words[_program(words) + 1 :])
 
 
 def _expanded(

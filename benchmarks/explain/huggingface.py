@@ -226,8 +226,10 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         )
     replicate = machines if strategy == "HYBRID_SHARD" else own
     model.contender, model.free = "fsdp", "shard"
-    shard = share_of_ranks(gpus, {"replicate": replicate, "cp": cp})
-    model.knobs = {"shard": shard, "replicate": replicate}
+    model.knobs = {
+        "shard": share_of_ranks(gpus, {"replicate": replicate, "cp": cp}),
+        "replicate": replicate,
+    }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
     model.traits["eager"] = model.code  # where it is not compiled

@@ -151,12 +151,16 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
                 seconds = [_UNITS[form.unit](number, step) for number in later]
                 middle = median(seconds)
                 low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
-                spread, source = (high - low) / middle, f"{path.name} of {form.program}"
                 whole = [_UNITS[form.unit](number, step) for number in numbers if number > 0]
                 quarter = max(1, len(whole) // 4)  # the first has compilation and warm-up
                 ends = median(whole[quarter : 2 * quarter] or whole), median(whole[-quarter:])
-                grown = ends if ends[1] > (1 + GROWTH) * ends[0] else None
-                return Measurement(middle, source, len(seconds), spread, grown)
+                return Measurement(
+                    middle,
+                    f"{path.name} of {form.program}",
+                    lines=len(seconds),
+                    spread=(high - low) / middle,
+                    grown=ends if ends[1] > (1 + GROWTH) * ends[0] else None,
+                )
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
         f"--measured {path}: no line says how long a step took (known: logs of {programs}; or give "

@@ -92,8 +92,9 @@ def nearest(question: Question) -> list[PublishedNear]:
         same = cells["device"] == question.task.cluster.device.name
         if same and METRICS[cells["metric"]].kind in SPEEDS:
             stated = {name: cell for name, cell in cells.items() if name in COLUMNS and cell}
-            place = {"url": cells["place"], "table": cells["place"]}
-            row = PublishedRow.model_validate(stated | place)
+            row = PublishedRow.model_validate(
+                stated | {"url": cells["place"], "table": cells["place"]}
+            )
             near.append((_distance(row, question), row, float(cells["predicted"])))
     near.sort(key=lambda found: found[0])
     found = []

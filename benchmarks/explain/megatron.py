@@ -173,9 +173,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     if stage > 1:
         raise SpecError(f"--zero-stage={stage}: no price in Megatron's pipeline (use 0 or 1)")
     zero1 = bool(keys.take("--use-distributed-optimizer")) or stage == 1
-    reading.knobs["replicate_zero"] = int(zero1)
     inner = keys.take("--use-tp-pp-dp-mapping")
-    reading.knobs["placement"] = "pp_inner" if inner else "dp_inner"
+    reading.knobs |= {
+        "replicate_zero": int(zero1),
+        "placement": "pp_inner" if inner else "dp_inner",
+    }
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:

@@ -189,7 +189,8 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
             size for size in _SIZES if reading.model.get(size, model.get(size)) != model.get(size)
         ]
         model["name"] += "".join(f"_{model[size]}_{size}" for size in other)
-    own = settings.get("contender", reading.contender) == reading.contender
+    name = settings.get("contender", reading.contender)
+    own = name == reading.contender
     chosen = (reading.knobs if own else {}) | _below("contender.", given)
     if own:
         _follow(chosen, settings, model, reading, given)
@@ -202,7 +203,6 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
         if settings.get(key) is None:
             raise SpecError(f"{key}: the file does not say it (give {key}={example})")
-    name = settings.get("contender", reading.contender)
     if name not in PRICED:
         raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
     pads = reading.pads if own and reading.pads is not None else 128 * (name in _PADDING)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from benchmarks.specification import SpecError
@@ -54,14 +55,11 @@ class Reading:
 
 
 class Keys:
-    """The keys of one file, which are taken one after the other; what is left was not understood.
+    """The keys of one file, which are taken one after the other; what is left was not
+    understood."""
 
-    ``spelled`` makes the spelling of a key in messages.
-    """
-
-    def __init__(self, values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+    def __init__(self, values: Mapping[str, Any]) -> None:
         self._left = dict(values)
-        self._spelled = spelled
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key that this reader understands."""
@@ -72,7 +70,7 @@ class Keys:
         value = self.take(key, default)
         if value is True and default is not True:
             raise SpecError(
-                f"{self._spelled(key)}: has no value (where it is a variable, set it: TP=4 zeropp "
+                f"{key}: has no value (where it is a variable, set it: TP=4 zeropp "
                 "explain ..., and the script's own arguments behind --)"
             )
         return value
@@ -83,13 +81,13 @@ class Keys:
         try:
             return None if value is None else int(value)
         except (TypeError, ValueError):
-            raise SpecError(f"{self._spelled(key)}={value!r}: must be a whole number") from None
+            raise SpecError(f"{key}={value!r}: must be a whole number") from None
 
     def needed(self, key: str) -> int:
         """A whole number that must be there; raises SpecError where it is not."""
         number = self.number(key)
         if number is None:
-            raise SpecError(f"{self._spelled(key)}: missing; it has no default")
+            raise SpecError(f"{key}: missing; it has no default")
         return number
 
     def sort_rest(
@@ -104,9 +102,8 @@ class Keys:
         beginnings = tuple(harmless)
         for key, value in self._left.items():
             nothing, why = neutral.get(key, (None, ""))
-            setting = self._spelled(key) if value is True else f"{self._spelled(key)}={value}"
-            harmless_key = value is None or (not why and key.startswith(beginnings))
-            if harmless_key or (why and value == nothing):
+            setting = key if value is True else f"{key}={value}"
+            if value is None or (value == nothing if why else key.startswith(beginnings)):
                 reading.harmless.append(setting)
             else:
                 reading.named.append(f"{setting}: {why or UNKNOWN}")
@@ -127,9 +124,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def share_of_ranks(num_gpus: int, degrees: Mapping[str, int]) -> int:
     """The data-parallel degree that is left; raises SpecError if the others do not divide the
     GPUs."""
-    product = 1
-    for degree in degrees.values():
-        product *= degree
+    product = prod(degrees.values())
     if num_gpus % product:
         words = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
         raise SpecError(

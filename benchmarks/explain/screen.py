@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
-from benchmarks.explain.answer import Answer, Better, measured_errors, mfu
+from benchmarks.explain.answer import Answer, Better, mfu
 from benchmarks.report import ratio_errors
 from benchmarks.specification import SpecError
 from zeropp.choose.contender import describe, overrides
@@ -61,9 +61,9 @@ def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
 def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     """Print what was understood, and the answers to: will it fit, and why is it slow."""
     question, result = answer.question, answer.asked.result
-    task, reading = question.task, question.reading
+    task, reading, contender = question.task, question.reading, question.contender
     console.print(
-        f"{question.contender.label}: {task.shape.name} on {task.num_gpus} x {task.cluster.name}, "
+        f"{contender.label}: {task.shape.name} on {task.num_gpus} x {task.cluster.name}, "
         f"global batch {task.global_batch}, sequence {task.shape.seq}, {task.precision}",
         style="bold",
     )
@@ -75,7 +75,8 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     if verbose:
         indented(f"changes nothing: {', '.join(reading.harmless)}", console, style="dim")
     console.print(_speed(answer))
-    indented(f"simulated; {measured_errors(question)}", console)
+    errors = ratio_errors.error_text(contender.name, contender.label)
+    indented(f"simulated; {errors}", console)
     console.print(_memory(answer))
     console.print(
         f"Time: the model's kernels alone {100 * result.limit_share:.1f} %; "
@@ -209,8 +210,7 @@ def show_better(answer: Answer, better: Better, console: Console) -> None:
     def gain(plan: Evaluated[Any], *, one_program: bool) -> str:
         if not answer.fits:
             return "-"
-        ratio = answer.asked.step_s / plan.step_s
-        return ratio_errors.ratio_text(ratio, one_program=one_program)
+        return ratio_errors.ratio_text(answer.asked.step_s / plan.step_s, one_program=one_program)
 
     heads = ("plan", "step s", "times as fast", "peak GiB")
     if better.changes:

@@ -173,6 +173,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
             f"model.flavor={flavor!r}: its heads are 128 wide, and this suite's are hidden / heads "
             f"= {_HEADS_OF_128[plain]} (no price; the flavors {', '.join(_QWEN3)} have one)"
         )
+    named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
         reading.unknown = (
@@ -181,11 +182,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         )
         if not known:
             raise SpecError(reading.unknown)
-        return {"name": f"{name}_{plain}".lower(), "family": "llama"}  # a company's own
-    hidden, layers, heads, kv_heads, ffn, vocab, tied = known[plain]
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
-    return {**named, **sizes, "vocab": vocab, "tied_embeddings": tied}
+        return named  # a company's own
+    sizes = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")
+    return named | dict(zip(sizes, known[plain], strict=True))
 
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
@@ -223,11 +222,10 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
                 "priced as one pass"
             )
-    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
     sequence = keys.take("parallelism.enable_sequence_parallel", True)
-    reading.knobs |= {"chunks": chunks, "schedule": schedule}
+    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
+    reading.knobs |= {"chunks": chunks, "schedule": schedule, "placement": "dp_inner"}
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
-    reading.knobs["placement"] = "dp_inner"
     released = keys.take("parallelism.fsdp_reshard_after_forward", "default")
     if released == "always" and pp > 1:
         reading.named.append("fsdp_reshard_after_forward=always: priced as never in a pipeline")

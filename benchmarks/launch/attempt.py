@@ -88,12 +88,11 @@ def keep_alive(file: Path) -> Iterator[None]:
             with suppress(OSError):
                 os.utime(descriptor)
 
-    thread = Thread(target=beat, daemon=True)
     try:
         with suppress(OSError):  # a file system without locks: the heartbeat alone will do
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, gethostname().encode())
-        thread.start()
+        Thread(target=beat, daemon=True).start()
         yield
     finally:
         over.set()
@@ -366,18 +365,33 @@ def finish_attempt(
     started, if these were not all. Raises DamagedError if the spec or the header cannot be read,
     and OSError if nothing can be written, or if somebody closed the attempt before its end.
     """
-    record = _assembled(directory, ending, slurm, num_ranks)
-    if not record.write(path := directory / "record.json"):
-        raise FileExistsError(f"{path}: is there, and no record is overwritten")
+    record = close_attempt(directory, ending, slurm, num_ranks)
+    if record is None:
+        raise FileExistsError(
+            f"{directory / 'record.json'}: is there, and no record is overwritten"
+        )
     return record
 
 
 def close_attempt(
-    directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None = None
+    directory: Path,
+    ending: Ending | None,
+    slurm: Mapping[str, Any] | None = None,
+    num_ranks: int | None = None,
 ) -> RunRecord | None:
-    """Write the record of an attempt whose own process can no longer do it; returns None if it has
-    got a record meanwhile. Raises as ``finish_attempt`` does."""
-    record = _assembled(directory, ending, slurm, None)
+    """Write the record of an attempt whose own process may no longer do it; returns None if it has
+    got a record meanwhile. The arguments, and what it raises, are as of ``finish_attempt``."""
+    spec, header = frozen(directory)
+    ranks, expected = read_ranks(directory), num_ranks or spec["num_gpus"]
+    ending = ending or ending_by_events(expected, ranks)
+    if ending is None:
+        done = sum(bool(of_kind(events, "done")) for events in ranks.values())
+        silent = f"{expected - done} of {expected} ranks ended without saying why"
+        ending = Ending("failed", silent, interrupted=True)
+    if ending.status == "timeout":
+        ending = replace(ending, reason=ending.reason + _progress(ranks))
+    point, name = directory.resolve().parts[-2:]
+    record = make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))
     return record if record.write(directory / "record.json") else None
 
 
@@ -387,9 +401,8 @@ def close_abandoned(runs_dir: Path) -> list[str]:
     problems = []
     for launcher in ("local", "trace"):
         for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
-            if not is_open(directory) or not any(directory.iterdir()):
-                continue
-            if (directory / "record.json").exists() or is_alive(directory):
+            is_begun = is_open(directory) and any(directory.iterdir())
+            if not is_begun or (directory / "record.json").exists() or is_alive(directory):
                 continue
             try:
                 close_attempt(
@@ -421,19 +434,3 @@ def or_unwritten(spec: RunSpec, launcher: str, run: Callable[[], RunRecord]) -> 
         ending = Ending("failed", reason, interrupted=True)
         name = f"{launcher}-unwritten"
         return make_record(spec.spec_id, name, spec.to_dict(), new_header(launcher), ending)
-
-
-def _assembled(
-    directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None, num_ranks: int | None
-) -> RunRecord:
-    spec, header = frozen(directory)
-    ranks, expected = read_ranks(directory), num_ranks or spec["num_gpus"]
-    ending = ending or ending_by_events(expected, ranks)
-    if ending is None:
-        done = sum(bool(of_kind(events, "done")) for events in ranks.values())
-        silent = f"{expected - done} of {expected} ranks ended without saying why"
-        ending = Ending("failed", silent, interrupted=True)
-    if ending.status == "timeout":
-        ending = replace(ending, reason=ending.reason + _progress(ranks))
-    point, name = directory.resolve().parts[-2:]
-    return make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))

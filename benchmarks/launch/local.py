@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,7 +52,6 @@ from benchmarks.records.record import RunRecord
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from zeropp.price.cluster import Device
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 # The worker's settings come before torch.
@@ -134,34 +134,19 @@ def _be_rank(
     sys.exit(main(arguments))
 
 
-def is_here(device: Device) -> bool:
-    """Whether this machine has a device of that kind: a CPU or a GPU."""
-    return device.is_cpu or bool(_gpus())
-
-
 def _gpus() -> list[Path]:
     return [*Path("/dev").glob("nvidia[0-9]*")]
 
 
 def run_attempt(
-    point: Point,
-    *,
-    runs_dir: Path,
-    progress: SweepProgress,
-    variant: str = "",
-    shows_steps: bool = False,
-    share_gpu: bool = False,
+    point: Point, options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> RunRecord:
-    """Make one attempt at a point and write its record, whatever happens.
-
-    ``variant``: see ``RunRecord``; ``shows_steps``: print a line per step; ``share_gpu``: let all
-    ranks use the first GPU.
-    """
-    watched, num_ranks = _Watched(point, progress, shows_steps), point.spec.num_gpus
-    header = new_header("local", point.plan, variant)
+    """Make one attempt at a point and write its record, whatever happens."""
+    watched, num_ranks = _Watched(point, progress, options.steps), point.spec.num_gpus
+    header = new_header("local", point.plan, options.variant)
     with started(point.spec, header, runs_dir) as directory:
         try:
-            ending = _run_ranks(watched, directory, share_gpu=share_gpu)
+            ending = _run_ranks(watched, directory, share_gpu=options.share_gpu)
         except BaseException:
             ending = Ending("failed", "interrupted by the user", interrupted=True)
             finish_attempt(directory, ending, num_ranks=num_ranks)
@@ -328,7 +313,7 @@ def check(points: Sequence[Point], options: LocalOptions, sweep: Sweep) -> None:
     for point in points:
         check_rank(point)
         device, ranks, gpus = point.spec.cluster.device, point.spec.num_gpus, len(_gpus())
-        if not is_here(device):
+        if not (device.is_cpu or gpus):
             raise SpecError(
                 f"cluster={point.spec.cluster.name}: launcher=local needs that GPU here and none "
                 "is found (use cluster=cpu_gloo, or launcher=simulate)"
@@ -344,18 +329,8 @@ def launch(
     points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Run every point, also after one has failed; returns the records."""
-
-    def run(point: Point) -> RunRecord:
-        return run_attempt(
-            point,
-            runs_dir=runs_dir,
-            progress=progress,
-            variant=options.variant,
-            shows_steps=options.steps,
-            share_gpu=options.share_gpu,
-        )
-
     preload(points)
+    run = partial(run_attempt, options=options, runs_dir=runs_dir, progress=progress)
     return one_by_one(points, "local", progress, run)
 
 

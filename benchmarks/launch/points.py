@@ -119,8 +119,7 @@ def still_to_run(
                 why = f"last {alike[-1].status}: {alike[-1].reason}"
             if successes:
                 why = f"{successes} of {repeats} runs are recorded"
-            again = replace(point, why=why)
-            missing += [again] * ((repeats if point.plan else 1) - successes)
+            missing += [replace(point, why=why)] * ((repeats if point.plan else 1) - successes)
     if repeats > 1:
         missing = random.Random(0).sample(missing, len(missing))  # the same order every time
     return missing, failed

@@ -55,11 +55,12 @@ def launch(
     points: Sequence[Point], options: ReplayOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Replay every point and write its record."""
-
-    def run(point: Point) -> RunRecord:
-        return without_ranks(point, "replay", runs_dir, partial(_replayed, point, progress))
-
-    return one_by_one(points, options.kind, progress, run)
+    return one_by_one(
+        points,
+        "replay",
+        progress,
+        lambda point: without_ranks(point, "replay", runs_dir, partial(_replayed, point, progress)),
+    )
 
 
 def _replayed(point: Point, progress: SweepProgress) -> dict[str, Any]:

@@ -81,8 +81,7 @@ def without_ranks(
 def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
     """Record a point that cannot run."""
     header = new_header(options.kind, variant=options.variant)
-    ending = Ending("infeasible", reason)
-    write = partial(write_unstarted, point.spec, runs_dir, header, ending)
+    write = partial(write_unstarted, point.spec, runs_dir, header, Ending("infeasible", reason))
     return or_unwritten(point.spec, options.kind, write)
 
 
@@ -120,13 +119,11 @@ class SweepProgress:
                 words.append(f"{statistics.median(record.step_s):.3f} s/step")
             if record.losses:
                 words.append(f"loss {record.losses[-1]:.4f}")
-            peak = peak_memory_gib(record)
-            if peak is not None:
+            if peak := peak_memory_gib(record):
                 words.append(memory_text(peak[0]))
-            kernels = [
+            if kernels := [
                 sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums
-            ]
-            if kernels:
+            ]:
                 words.append(f"compute over its kernels {max(kernels):.3f}")
             detail = ", ".join(filter(None, (", ".join(words), over_device(record))))
         say_outcome(record.status, record.spec_id, detail)

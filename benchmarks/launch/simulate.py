@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
@@ -39,24 +40,22 @@ def launch(
     points: Sequence[Point], options: SimulateOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Price every point and write its record."""
-
-    def run(point: Point) -> RunRecord:
-        progress.update(point, "simulating")
-        return _price(point, options, runs_dir)
-
-    return one_by_one(points, "simulate", progress, run)
+    price = partial(_price, runs_dir=runs_dir, progress=progress)
+    return one_by_one(points, "simulate", progress, price)
 
 
-def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
+def _price(point: Point, runs_dir: Path, progress: SweepProgress) -> RunRecord:
     assert point.plan is not None  # infeasible points never reach a launcher
-    spec, header = point.spec, new_header("simulate", variant=options.variant)
+    progress.update(point, "simulating")
+    spec, header = point.spec, new_header("simulate")
     result = simulate(point.plan, spec.cluster, price=price_plan(point.plan, spec.cluster))
     plan = replace(point.plan, memory=result.memory)
     ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
     if result.peak_bytes > limit:
         peak, available = result.peak_bytes / 2**30, limit / 2**30
-        words = f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
-        ending = Ending("oom", words)
+        ending = Ending(
+            "oom", f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
+        )
     rows = result.timeline().to_rows()
     return write_unstarted(
         spec,

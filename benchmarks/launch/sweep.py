@@ -143,8 +143,7 @@ def point_of(config: dict[str, Any]) -> Point:
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
     """The spec in a composed configuration; raises SpecError for keys that are unknown."""
-    unknown = sorted(set(config) - _SPEC_KEYS - _RUN_KEYS)
-    if unknown:
+    if unknown := sorted(set(config) - _SPEC_KEYS - _RUN_KEYS):
         known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
         raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
     values = {key: value for key, value in config.items() if key in _SPEC_KEYS}
@@ -201,8 +200,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     writes nothing. Raises SpecError, before anything is written, if a launcher refuses a point or
     an option, and LaunchError if it does not know what is under way."""
     sweep, groups = read_sweep(configs[0]), _by_launcher(points, configs)
-    repeated = len(points) - sum(len(group) for _, group in groups)
-    if repeated:
+    if repeated := len(points) - sum(len(group) for _, group in groups):
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
         LAUNCHERS[options.kind].check(group, options, sweep)

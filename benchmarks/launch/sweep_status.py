@@ -134,8 +134,7 @@ def _status(
         return _queued(submitted, job)
     # A folder whose name begins with a dot is not an attempt yet.
     attempts = sorted(path for path in point.glob("[!.]*-*") if is_open(path))
-    alive = [p for p in attempts if not (p / "record.json").exists() and is_alive(p)]
-    if alive:
+    if alive := [p for p in attempts if not (p / "record.json").exists() and is_alive(p)]:
         log = str(alive[-1] / "rank_000.log")
         return status(state="running", detail=_progress(alive[-1]), log=log)
     if under_way:

@@ -67,11 +67,14 @@ def launch(
     points: Sequence[Point], options: TraceOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Trace every point, one rank per core at a time."""
-
-    def run(point: Point) -> RunRecord:
-        return without_ranks(point, "trace", runs_dir, partial(_traced, point, options, progress))
-
-    return one_by_one(points, "trace", progress, run)
+    return one_by_one(
+        points,
+        "trace",
+        progress,
+        lambda point: without_ranks(
+            point, "trace", runs_dir, partial(_traced, point, options, progress)
+        ),
+    )
 
 
 def _traced(point: Point, options: TraceOptions, progress: SweepProgress) -> dict[str, Any]:

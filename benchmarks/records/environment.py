@@ -117,8 +117,7 @@ def _cuda() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {"device": "cpu"}
-    index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": properties.name,
         "device_memory_gib": round(properties.total_memory / 2**30, 2),

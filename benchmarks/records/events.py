@@ -152,8 +152,7 @@ def _code_fields(ranks: Mapping[int, Events], launched_digest: str) -> dict[str,
     notes = []
     if launched_digest and first != launched_digest:
         notes.append("the suite's files changed between submission and start; the ranks' count")
-    others = [str(rank) for rank, digest in sorted(digests.items()) if digest not in ("", first)]
-    if others:
+    if others := [str(r) for r, digest in sorted(digests.items()) if digest not in ("", first)]:
         notes.append(f"other files of the suite than on rank 0 ran on ranks {', '.join(others)}")
     sha, dirty = str(code.get("sha", "unknown")), bool(code.get("dirty", True))
     return {"git_sha": sha, "git_dirty": dirty, "code_digest": str(first), "notes": notes}

@@ -16,14 +16,9 @@ if TYPE_CHECKING:  # reports need no contenders
     from benchmarks.specification.run_spec import RunSpec
 
 
-def tokens_per_step(spec: RecordedSpec | RunSpec) -> int:
-    """Tokens trained on in one step, over all ranks."""
-    return spec.global_batch * spec.model.seq
-
-
 def tokens_per_s_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float:
     """Tokens per second and rank."""
-    return tokens_per_step(spec) / step_s / spec.num_gpus
+    return spec.global_batch * spec.model.seq / step_s / spec.num_gpus
 
 
 def model_tflops_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:
@@ -63,8 +58,7 @@ def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
         "predicted": [record.predicted.get("peak_bytes")],
     }
     for kind, values in kinds.items():
-        known = [value for value in values if value is not None]
-        if known:
+        if known := [value for value in values if value is not None]:
             return max(known) / 2**30, kind
     return None
 

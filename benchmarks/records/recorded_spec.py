@@ -118,13 +118,11 @@ def check_key(key: str, flat: Collection[Mapping[str, str]]) -> None:
 def differences(flat: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Of each of several flat specs, the values of the keys that differ between them, without what
     follows from the name of its group (``model.layers`` from ``model``, if no model has two)."""
-    values: dict[str, set[tuple[str, ...]]] = {}  # by key: (name of the group, value)
-    for words in flat:
-        for key in words:
-            values.setdefault(key, set())
-    for key, seen in values.items():
-        group = key.partition(".")[0]
-        seen |= {(words.get(group, ""), words.get(key, "")) for words in flat}
+    keys = dict.fromkeys(key for words in flat for key in words)
+    values = {  # by key: (name of the group, value)
+        key: {(words.get(key.partition(".")[0], ""), words.get(key, "")) for words in flat}
+        for key in keys
+    }
     varying = [
         key
         for key, seen in values.items()

@@ -112,24 +112,52 @@ def _parser() -> CommandParser:
     )
     add = parser.add_argument
     add("runs", nargs="*", type=Path, help="records or folders (default: results/runs)")
-    table = "write this table only, as CSV, Parquet, Markdown, LaTeX, HTML"
-    add("--table", choices=list(TABLES), help=table)
+    add(
+        "--table",
+        choices=list(TABLES),
+        help="write this table only, as CSV, Parquet, Markdown, LaTeX, HTML",
+    )
     base = "speed-ups are over this contender (%(default)s)"
     add("--base", default=DEFAULTS.base, metavar="CONTENDER", help=base)
-    against = "base configuration of ablations, as in 'unit=8 chunks=2' (the most default one)"
-    add("--against", default="", metavar="KNOBS", help=against)
-    timelines = "draw and trace the timelines of every cell (slow)"
-    add("--timelines", action="store_true", help=timelines)
+    add(
+        "--against",
+        default="",
+        metavar="KNOBS",
+        help="base configuration of ablations, as in 'unit=8 chunks=2' (the most default one)",
+    )
+    add(
+        "--timelines", action="store_true", help="draw and trace the timelines of every cell (slow)"
+    )
     add("--pdf", action="store_true", help="write every figure as PDF, too (slow)")
-    contenders = "contenders of the paper's table (all) and of the maps of speed-ups (zeropp)"
-    add("--contenders", nargs="+", default=[], metavar="NAME", help=contenders)
-    columns = "columns of the paper's table (all): tokens_per_s_per_gpu model_tflops_per_gpu mfu "
-    add("--columns", nargs="+", default=[], metavar="NAME", help=columns + "peak_gib speedup")
-    compare = "two sets of runs, before and after; exit status 1 if something became worse"
-    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
+    add(
+        "--contenders",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="contenders of the paper's table (all) and of the maps of speed-ups (zeropp)",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="columns of the paper's table (all): tokens_per_s_per_gpu model_tflops_per_gpu mfu "
+        "peak_gib speedup",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="two sets of runs, before and after; exit status 1 if something became worse",
+    )
     add("--slower", type=_share, metavar="10%", help="worse is slower by this (and beyond noise)")
-    out = "folder to write to (results/reports/latest, or results/reports/TABLE)"
-    add("--out", type=Path, metavar="DIR", help=out)
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write to (results/reports/latest, or results/reports/TABLE)",
+    )
     add("--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs")
     add("--wandb", metavar="PROJECT", help="send the records as runs to Weights & Biases")
     return parser

@@ -65,8 +65,7 @@ def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
     The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
     say_what_it_shows(picture)
-    engine = picture.figure.get_layout_engine()
-    if engine is not None:
+    if engine := picture.figure.get_layout_engine():
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
@@ -90,8 +89,7 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     for (evidence, basis, cluster), group in rows.groupby(keys, sort=True):
         kind = [str(word) for word in (evidence, basis) if word]
         suffix = re.sub(r"[^\w.+-]+", "_", "_".join([*kind, str(cluster)]))
-        where = display.cluster_label(str(cluster))
-        yield suffix, f"{', '.join(kind)} on {where}", group
+        yield suffix, f"{', '.join(kind)} on {display.cluster_label(str(cluster))}", group
 
 
 def panel_title(panel: pd.DataFrame) -> str:
@@ -339,15 +337,15 @@ def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
     best = best_configuration(rows)
     best = best[best["losses"].map(len) > 1]
     for suffix, evidence, group in by_evidence(best):
-        groups = [panel for _, panel in group.groupby(PANEL, sort=False) if len(panel) > 1]
-        if groups:
+        panels = (panel for _, panel in group.groupby(PANEL, sort=False) if len(panel) > 1)
+        if groups := [*islice(panels, style.COLUMNS)]:
             yield Picture(
                 name=f"loss_{suffix}",
                 caption=f"Training loss, {evidence}: every contender of a panel, at the smallest "
                 "and the largest rank count, saw the same batches. Below, the distance from one of "
                 "them: rounding, if all is well.",
-                figure=_loss_curves(groups[: style.COLUMNS]),
-                shown=style.shown(pd.concat(groups[: style.COLUMNS])),
+                figure=_loss_curves(groups),
+                shown=style.shown(pd.concat(groups)),
             )
 
 

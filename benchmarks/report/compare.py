@@ -64,8 +64,7 @@ def write_comparison(
     counts = changes["verdict"].str.split(":").str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     with report_folder(out) as folder:
-        paths = write_table(made, [made.grid()], folder)
-        names = [path.name for path in paths]
+        names = [path.name for path in write_table(made, [made.grid()], folder)]
     worse = {
         f"{row['model']}, {row['num_gpus']} GPUs, batch {row['global_batch']}, {row['precision']}"
         f"{display.setting_words(row, varied(changes))}, {row['contender']} {row['layout']}"

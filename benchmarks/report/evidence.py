@@ -183,8 +183,9 @@ def published_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         }
         for (quantity, role, source), errors in _by_source(published_distances(rows))
     ]
-    title = "The simulator beside published numbers"
-    return table("published", title, _COLUMNS, pd.DataFrame(lines))
+    return table(
+        "published", "The simulator beside published numbers", _COLUMNS, pd.DataFrame(lines)
+    )
 
 
 def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:

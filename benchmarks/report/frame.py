@@ -133,8 +133,7 @@ def settings_of(record: RunRecord) -> dict[str, str]:
     words = _DEFAULTS | flat_spec(record.spec)
     words = {k: v for k, v in words.items() if not k.startswith("contender.")}
     ranks = [rank.environment for rank in record.ranks]
-    where = [evidence_of(record), record.spec["cluster"]["name"], len(ranks)]
-    machine: dict[str, str] = {"machine": " ".join(map(str, where))}
+    machine = {"machine": f"{evidence_of(record)} {record.spec['cluster']['name']} {len(ranks)}"}
     for name, key in (("device", "device"), ("processor", "cpu"), ("cores", "cpu_count")):
         values = sorted({str(rank[key]) for rank in ranks if key in rank})
         machine |= {f"machine.{name}": ", ".join(values)} if values else {}
@@ -337,8 +336,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                     skipped.append(f"{path}: {error if isinstance(error, RecordError) else why}")
     lines = [*rows.values()]
     _fail_what_leaves_the_band(lines)
-    columns = dict.fromkeys([*_RECORDED, *_DERIVED])
-    frame = pd.DataFrame(lines, columns=list(columns))
+    frame = pd.DataFrame(lines, columns=[*dict.fromkeys([*_RECORDED, *_DERIVED])])
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
 
 
@@ -375,8 +373,7 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     measured = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
     software = measured.groupby(keys)["software"].nunique()
     kept = kept.assign(unsuccessful=lists, software_count=[software.get(key, 0) for key in named])
-    rows = with_repeats(kept, frame, keys)
-    return in_order(_told_apart(rows.reset_index(drop=True)))
+    return in_order(_told_apart(with_repeats(kept, frame, keys).reset_index(drop=True)))
 
 
 def _told_apart(rows: pd.DataFrame) -> pd.DataFrame:
@@ -411,7 +408,7 @@ def best_or_failed(rows: pd.DataFrame) -> pd.DataFrame:
     ranked = ranked.sort_values(
         ["_ok", "tokens_per_s_per_gpu", "started_at"], kind="stable", na_position="first"
     )
-    return _one_per_contender(ranked.sort_values("_ok", kind="stable")).drop(columns="_ok")
+    return _one_per_contender(ranked).drop(columns="_ok")
 
 
 def _one_per_contender(ranked: pd.DataFrame) -> pd.DataFrame:

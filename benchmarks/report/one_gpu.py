@@ -200,8 +200,7 @@ def step_lines(one: LoneRank, plan: Plan, price: PlanPrice | None) -> Lines:
     if price is not None:
         described = described_seconds(one, plan, price)
         step = sum(described[action] for action in ("forward", "B + W", "update"))
-        place = plan.layout.coordinates(one.rank)["pp"]
-        told = rank_peak(plan, price, place).total / 2**30
+        told = rank_peak(plan, price, plan.layout.coordinates(one.rank)["pp"]).total / 2**30
     yield {
         "described_s": step,
         "step_s": median(one.step_s),

@@ -56,7 +56,8 @@ def fields_of(section: Section) -> dict[str, str]:
         for node in ast.walk(tree):
             name = getattr(node, "name", "")
             if isinstance(node, ast.ClassDef) and name in section.owners:
-                found |= dict(_annotated(node))
+                lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
+                found |= {ast.unparse(line.target): _short(line.value) for line in lines}
             elif isinstance(node, ast.FunctionDef) and name in section.owners:
                 arguments, defaults = node.args.kwonlyargs, node.args.kw_defaults
                 found |= {a.arg: _short(d) for a, d in zip(arguments, defaults, strict=True)}
@@ -65,12 +66,6 @@ def fields_of(section: Section) -> dict[str, str]:
     if not found:
         raise ValueError(f"{section.path}: has no {', '.join(section.owners)}")
     return found
-
-
-def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            yield line.target.id, _short(line.value)
 
 
 def _assigned(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
@@ -117,11 +112,8 @@ def opponents_table(program: str) -> str:
         acts.append([name, default * (default != "``"), row["guide"], here])
     heads = ["setting", "default", "its guide, its examples", "here"]
     others = [[why, ", ".join(fields)] for why, fields in cannot.items()]
-    tables = (
-        markdown_table(heads, acts),
-        markdown_table(["cannot act here: why", "settings"], others),
-    )
-    return "\n\n".join(tables)
+    acting = markdown_table(heads, acts)
+    return f"{acting}\n\n{markdown_table(['cannot act here: why', 'settings'], others)}"
 
 
 def moved_table(variants: Path, plans: Path) -> str:

@@ -74,11 +74,10 @@ def over_bases(
     by_key = {tuple(base[key] for key in keys): base for base in bases}
     lines = []
     for row in rows:
-        lines.append(row | {"speedup": math.nan, "speedup_unsettled": ""})
-        lines[-1] |= {"base_record": None, "base_status": None}
-        if base := by_key.get(tuple(row[key] for key in keys)):
-            status = {"base_record": base["record_id"], "base_status": base["status"]}
-            lines[-1] |= speedup_of(row, base) | status
+        fields: dict[str, Any] = {"speedup": math.nan, "speedup_unsettled": ""}
+        base = by_key.get(tuple(row[key] for key in keys), {})
+        fields |= {"base_record": base.get("record_id"), "base_status": base.get("status")}
+        lines.append(row | fields | (speedup_of(row, base) if base else {}))
     return lines
 
 
@@ -247,8 +246,7 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     caption = (over + peak * any(c.name == "peak_gib" for c in metrics)).strip()
     if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:
         caption += f" Medians over {runs.min()} runs or more; {ranges(rows)}."
-    untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
-    if untuned:
+    if untuned := dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"]):
         caption += f" Default degrees: {', '.join(map(display.contender_label, untuned))}."
     return table("headline", "Comparison", columns, compared, caption=caption)
 
@@ -420,9 +418,9 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
         _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
         _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=memory.form)
         first = group.iloc[0]
-        contender = display.contender_label(first["contender"])
         left.set_title(
-            f"{contender}, {display.model_label(first['model'])}, "
+            f"{display.contender_label(first['contender'])}, "
+            f"{display.model_label(first['model'])}, "
             f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}"
             + display.setting_words(first, display.varied(group)),
             loc="left",

@@ -167,15 +167,11 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
         Column("global_batch", "batch", form=display.count, is_key=True),
         Column("seq", "sequence", form=display.count, is_key=True),
         Column("precision", "precision", is_key=True),
-        *map(_setting_column, display.varied(rows)),
+        *(Column(n, display.setting_label(n), is_key=True) for n in display.varied(rows)),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),
         Column("contender", "contender", is_key=True),
     )
-
-
-def _setting_column(name: str) -> Column:
-    return Column(name, display.setting_label(name), is_key=True)
 
 
 _PAGE_ROWS, _PAGE_COLUMNS = 40, 10  # that a page of LaTeX has room for

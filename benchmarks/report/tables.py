@@ -283,8 +283,7 @@ def _caption(
         parts.append("all rows: " + ", ".join(same))
     worker, (flops, _, _, memory, _) = display.worker_word(rows), metrics
     words = {flops.name: f"{flops.head} (of the model)"}
-    rates = [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]
-    if rates:
+    if rates := [words.get(m.name, m.head) for m in metrics[:3] if rows[m.name].notna().any()]:
         parts.append(f"per {worker}: {', '.join(rates)}")
     if kinds:
         parts.append(f"{memory.head}: peak of the fullest {worker} ({' or '.join(kinds)})")
@@ -321,12 +320,22 @@ _PUBLISHED = CHECKOUT / "results" / "published"
 _TABLES = ("megatron_sc21_table1.csv", "megatron_sc21_table2.csv")
 _SAME = ["layers", "hidden", "num_gpus", "global_batch"]
 _PAPERS = {"megatron_lm_2021": "Megatron-LM, published", "zero3_2021": "ZeRO-3, published"}
-_MADE_OF = {
-    "cluster": "cluster", "parameters_b": "parameters [B]", "heads": "heads", "hidden": "hidden",
-    "layers": "layers", "num_gpus": "GPUs", "global_batch": "batch",
-}  # fmt: skip
 
-_SIZES = {f"model.{name}" for name in _MADE_OF}
+
+def _tenths(value: float) -> str:
+    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"
+
+
+_MADE_OF = (
+    Column("cluster", "cluster", is_key=True),
+    Column("parameters_b", "parameters [B]", form=_tenths),
+    Column("heads", "heads", form=display.tokens),
+    Column("hidden", "hidden", form=display.tokens),
+    Column("layers", "layers", form=display.tokens),
+    Column("num_gpus", "GPUs", form=display.tokens),
+    Column("global_batch", "batch", form=display.tokens),
+)
+_SIZES = {f"model.{column.name}" for column in _MADE_OF}
 
 
 def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -371,10 +380,7 @@ def as_table(data: pd.DataFrame) -> Table:
     """The numbers of ``scaling_table``, or of its CSV file, as a table."""
     names = [name for name in data if name in ROWS]
     columns = [Column("evidence", "evidence", is_key=True), Column("model", "model", is_key=True)]
-    columns += [
-        Column(name, head, is_key=name == "cluster", form=_form(name))
-        for name, head in _MADE_OF.items()
-    ]
+    columns += _MADE_OF
     columns += [Column(n, display.setting_label(n), is_key=True) for n in display.varied(data)]
     flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
     form = display.count if flops.name == "TFLOP/s" else flops.form
@@ -388,13 +394,3 @@ def as_table(data: pd.DataFrame) -> Table:
         f"Model {flops.name} per GPU; share of peak and PFLOP/s of all GPUs are the fastest one's."
     )
     return table("scaling", "Scaling", tuple(columns), data, caption=caption)
-
-
-def _form(name: str) -> display.Form | None:
-    if name == "cluster":
-        return None
-    return _tenths if name == "parameters_b" else "{:,.0f}".format
-
-
-def _tenths(value: float) -> str:
-    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"

@@ -81,8 +81,9 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
     """Draw a timeline, ``end`` seconds wide, and add the words and colours that it ``used``."""
     row = {rank: number for number, rank in enumerate(timeline.ranks)}
     shade_of = _shades(timeline)
-    idle = to_rgb(_BUBBLE)
-    boxes = [_box(0, timeline.step_s, number, _BOX_HEIGHT, idle) for number in row.values()]
+    boxes = [
+        _box(0, timeline.step_s, number, _BOX_HEIGHT, to_rgb(_BUBBLE)) for number in row.values()
+    ]
     for span in timeline.spans:
         if span.lane in _STRIPS:
             colour, offset, word = _STRIPS[span.lane]

@@ -73,11 +73,8 @@ def write_report(
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
     sentences = answers(rows)
-    if rows["contender"].nunique() > 1:
-        for sentence in sentences:
-            console.print(sentence, markup=False)
-    for note in notes_of(rows):
-        console.print(note, markup=False)
+    for line in [*sentences * (rows["contender"].nunique() > 1), *notes_of(rows)]:
+        console.print(line, markup=False)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         files = [folder / "report.html", folder / "tables.md"]
@@ -108,7 +105,7 @@ def write_one_table(
     if rows.empty:
         return ReportPaths([], skipped)
     table = make_table(name, rows, options)
-    names = write_table_forms(table, out)
+    names = write_tables(table.name, [table], out)
     # The paper's table is wider than a terminal.
     print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
@@ -123,13 +120,9 @@ def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Ta
     return made
 
 
-def write_table_forms(table: Table, out: Path) -> list[Path]:
-    """Write one table in every form into a folder of its own; returns the names of the files."""
-    return write_tables(table.name, [table], out)
-
-
 def write_tables(name: str, tables: Sequence[Table], out: Path) -> list[Path]:
-    """Write tables, and one page of them with this name; returns the names of the files."""
+    """Write tables in every form, and one page of them with this name, into a folder of their own;
+    returns the names of the files."""
     with report_folder(out) as folder:
         files, grids = [], []
         for table in tables:

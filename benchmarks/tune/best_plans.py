@@ -51,8 +51,7 @@ def checked(values: dict[str, Any]) -> TuneSpec:
     check_heads(spec.model)
     if not spec.contenders:
         raise SpecError(f"contenders=[]: must be some of {', '.join(PRICED)}")
-    unknown = [name for name in spec.contenders if name not in PRICED]
-    if unknown:
+    if unknown := [name for name in spec.contenders if name not in PRICED]:
         raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(PRICED)}")
     check_priced(spec.cluster, spec.precision)
     if spec.out is not None:

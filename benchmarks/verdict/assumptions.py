@@ -157,8 +157,9 @@ def price_assumptions(
         if (cell := by_key.get(key[: len(CELL)])) is not None
     }
     is_other = path.exists() and list(pd.read_csv(path, nrows=0)) != [*_KEYS, *_COLUMNS]
-    words = "plans under other constants"
-    lines = fill(path, chains.values(), _key_of, words, anew=anew or is_other)
+    lines = fill(
+        path, chains.values(), _key_of, "plans under other constants", anew=anew or is_other
+    )
     found = {_key_of(line): line for line in lines}
     write(path, [found[key] for key in chains])
 

@@ -97,45 +97,32 @@ def _equal_settings(
         even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
         if not even or m_shard < 1 or 2 * pp > task.shape.layers:
             continue
-        yield _equal_knobs(
-            pp,
-            group=group,
-            replicas=replicas,
-            unit=min(pp, m_shard),
-            recompute=recompute,
-            interleaved=interleaved,
+        three = DeepSpeedKnobs(
+            tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
         )
-
-
-def _equal_knobs(
-    pp: int, *, group: int, replicas: int, unit: int, recompute: Recompute, interleaved: bool
-) -> _Setting:
-    zero: Literal[0, 1] = 1 if replicas > 1 else 0
-    three = DeepSpeedKnobs(
-        tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
-    )
-    core = MegatronCoreKnobs(
-        tp=group,
-        pp=pp,
-        replicate=replicas,
-        replicate_zero=zero,
-        chunks=2 if interleaved else 1,
-        schedule="interleaved_1f1b" if interleaved else "1f1b",
-        sequence_parallel=True,
-        recompute=recompute,
-    )
-    shards = ZeroppKnobs(
-        pp=pp,
-        shard=group,
-        replicate=replicas,
-        replicate_zero=0,
-        chunks=2,
-        unit=unit,
-        activation_cap=2 * unit,
-        recompute=recompute,
-        reduce_every="unit",
-    )
-    return ((DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards))
+        core = MegatronCoreKnobs(
+            tp=group,
+            pp=pp,
+            replicate=replicas,
+            replicate_zero=1 if replicas > 1 else 0,
+            chunks=2 if interleaved else 1,
+            schedule="interleaved_1f1b" if interleaved else "1f1b",
+            sequence_parallel=True,
+            recompute=recompute,
+        )
+        unit = min(pp, m_shard)
+        shards = ZeroppKnobs(
+            pp=pp,
+            shard=group,
+            replicate=replicas,
+            replicate_zero=0,
+            chunks=2,
+            unit=unit,
+            activation_cap=2 * unit,
+            recompute=recompute,
+            reduce_every="unit",
+        )
+        yield (DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards)
 
 
 # The given settings, by the name of their basis of comparison in the rows.

@@ -25,7 +25,7 @@ from benchmarks.records.own_cache import Job, Line, fill, write
 from benchmarks.records.simulated import TABLE, commit_of
 from benchmarks.report.charts import save
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.write import make_table, write_table_forms
+from benchmarks.report.write import make_table, write_tables
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import COMPARED, CONTENDERS, ROWS, whole
@@ -60,8 +60,7 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     specs: list[RunSpec] = []
     for cell in cells:
         for row in runnable:
-            winner = winner_of(cell, tolerance, row)
-            if winner is None:
+            if (winner := winner_of(cell, tolerance, row)) is None:
                 continue
             spec = dataclasses.replace(
                 base,
@@ -118,11 +117,15 @@ def write_verdict(plans: pd.DataFrame, repriced: pd.DataFrame, out: Path) -> Non
     """Write everything that is derived from the rows."""
     verdicts, uncertainty = judged(plans, repriced)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
-    pictures = pictures_of(plans, verdicts, uncertainty)
-    paths = [path for picture in pictures for path in save(picture, out).paths]
+    pictures = [save(picture, out) for picture in pictures_of(plans, verdicts, uncertainty)]
     rows = latest_ok(load_frame([out / TABLE])[0])
-    paper = write_table_forms(make_table("paper", rows), out / "paper")
-    names = [TABLE, REPRICED, "verdict.csv", *(path.name for path in paths)]
+    paper = write_tables("paper", [make_table("paper", rows)], out / "paper")
+    names = [
+        TABLE,
+        REPRICED,
+        "verdict.csv",
+        *(path.name for picture in pictures for path in picture.paths),
+    ]
     names += [f"paper/{path}" for path in paper]
     best = verdicts[(verdicts["mode"] == "best") & (verdicts["bandwidth"] == 1.0)]
     console = Console()
@@ -151,8 +154,7 @@ def simulate_cells(
             key = (*cell.key, name, mode)
             part = CellPart(cell, name, mode, spec.tolerance, known.get(key, ()), spec.budget_s)
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
-    anew = config["rerun"] == "all"
-    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=anew)
+    lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=config["rerun"] == "all")
     places = {name: place for place, name in enumerate(ROWS)}  # older tables have others, too
     lines = [line for line in lines if line["contender"] in places]
     table = with_shared_plans(with_own(pd.DataFrame(lines)))

@@ -134,7 +134,7 @@ class Uncertainty:
         self._best = best.set_index(CELL)
         self._repriced = repriced
         rng = np.random.default_rng(SEED)
-        programs = dict.fromkeys(COMPARED[name].contender.name for name in COMPARED)
+        programs = dict.fromkeys(row.contender.name for row in COMPARED.values())
         self._errors = {name: errors.draw(rng, len(best)) for name in programs}
         self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
 

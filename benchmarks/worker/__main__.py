@@ -13,13 +13,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.records.environment import capture_environment
 from benchmarks.records.events import EventWriter
@@ -27,17 +29,18 @@ from benchmarks.records.losses import beyond, distance
 from benchmarks.records.metrics import step_line
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
-from benchmarks.worker.data import BatchSource, local_batch, open_batches
+from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import losses_of_one_process, run_gate
 from benchmarks.worker.meters import LOADED, MemoryMeter, synchronise
 from zeropp.engine.ranks.collectives import connect_lazily
-from zeropp.schedule.plan import Plan
+from zeropp.types.layout import Layout
 from zeropp.types.training import Trainer
 
 # What is waited for before the clock is read at a span's start and end, for every contender alike:
 # on a GPU the compute stream, because transfers that were posted early may not have ended.
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 ONE_PROCESS = ".one_process"  # in the folder of all runs: what one process did, for other runs
+Batch = Callable[[int], tuple[Tensor, Tensor]]  # this rank's inputs and targets of a step
 EXIT_GATE = 3
 EXIT_OOM = 4
 EXIT_SIGNAL = 5
@@ -52,8 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("spec", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
     arguments = parser.parse_args(words)
-    rank = int(os.environ["RANK"])
-    events = EventWriter(arguments.out, rank)
+    events = EventWriter(arguments.out, int(os.environ["RANK"]))
     _leave_on_signal(events)
     try:
         spec = load_spec(arguments.spec)
@@ -82,27 +84,17 @@ def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     plan = spec.plan()
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    attempt = _Attempt(
-        spec=spec,
-        plan=plan,
-        trainer=trainer,
-        batches=batches,
-        device=device,
-        events=events,
-        meter=meter,
-    )
-    losses = attempt.measure()
+    batch = partial(local_batch, batches, plan.layout, device=device)
+    losses = _measure(spec, trainer, batch, device=device, events=events, meter=meter)
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
     if spec.measure.timeline:
-        attempt.record_step()
+        _record_step(spec, trainer, batch, device=device, events=events, layout=plan.layout)
     # One process may be slower than all ranks together: it gets half of the time that is left.
-    now = time.monotonic()
-    until = now + (began + spec.measure.timeout_s - now) / 2
+    until = (time.monotonic() + began + spec.measure.timeout_s) / 2
     right = losses_of_one_process(spec, contender, batches, device, known, until=until)
     if right:
-        error = distance(losses[: len(right)], right)
-        events.write("losses", error=error, steps=len(right))
+        events.write("losses", error=distance(losses[: len(right)], right), steps=len(right))
     if why := beyond(losses, right, spec.precision):
         raise RuntimeError(f"losses: {why}")
     events.write("done")
@@ -112,53 +104,55 @@ def _run(spec: RunSpec, events: EventWriter, known: Path) -> int:
     os._exit(0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    """What this rank trains, and where it writes its measurements."""
+def _measure(
+    spec: RunSpec,
+    trainer: Trainer,
+    batch: Batch,
+    *,
+    device: torch.device,
+    events: EventWriter,
+    meter: MemoryMeter,
+) -> list[float]:
+    """Warm-up and timed steps; each leaves an event, and a line in the rank's log. Returns their
+    losses."""
+    warmup = spec.measure.warmup_steps
+    losses = []
+    for index in range(warmup + spec.measure.steps):
+        inputs, targets = batch(index)
+        synchronise(device)
+        start = time.perf_counter()
+        result = trainer.step(inputs, targets)
+        synchronise(device)
+        seconds = time.perf_counter() - start
+        losses.append(float(result.loss))  # read only now, so that no host waits in a timed step
+        event = events.write(
+            "warmup" if index < warmup else "step",
+            index=index,
+            seconds=seconds,
+            loss=losses[-1],
+            grad_norm=float(result.grad_norm),
+            peak_bytes=meter.peak_bytes(),
+        )
+        print(step_line(spec, event), flush=True)
+    return losses
 
-    spec: RunSpec
-    plan: Plan
-    trainer: Trainer
-    batches: BatchSource
-    device: torch.device
-    events: EventWriter
-    meter: MemoryMeter
 
-    def measure(self) -> list[float]:
-        """Warm-up and timed steps; each leaves an event, and a line in the rank's log. Returns
-        their losses."""
-        warmup = self.spec.measure.warmup_steps
-        losses = []
-        for index in range(warmup + self.spec.measure.steps):
-            inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
-            synchronise(self.device)
-            start = time.perf_counter()
-            result = self.trainer.step(inputs, targets)
-            synchronise(self.device)
-            seconds = time.perf_counter() - start
-            loss = float(result.loss)  # read only now, so that no host waits in a timed step
-            event = self.events.write(
-                "warmup" if index < warmup else "step",
-                index=index,
-                seconds=seconds,
-                loss=loss,
-                grad_norm=float(result.grad_norm),
-                peak_bytes=self.meter.peak_bytes(),
-            )
-            print(step_line(self.spec, event), flush=True)
-            losses.append(loss)
-        return losses
-
-    def record_step(self) -> None:
-        """Run one more step and record its spans, which may cost time, so it is not a timed one."""
-        layout, trainer = self.plan.layout, self.trainer
-        index = self.spec.measure.warmup_steps + self.spec.measure.steps
-        trainer.record_spans(True)
-        trainer.step(*local_batch(self.batches, layout, index, self.device))
-        if layout.is_first(dist.get_rank()):
-            rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
-            self.events.write("spans", clock=SPAN_CLOCK[self.device.type], rows=rows)
-        trainer.record_spans(False)
+def _record_step(
+    spec: RunSpec,
+    trainer: Trainer,
+    batch: Batch,
+    *,
+    device: torch.device,
+    events: EventWriter,
+    layout: Layout,
+) -> None:
+    """Run one more step and record its spans, which may cost time, so it is not a timed one."""
+    trainer.record_spans(True)
+    trainer.step(*batch(spec.measure.warmup_steps + spec.measure.steps))
+    if layout.is_first(dist.get_rank()):
+        rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
+        events.write("spans", clock=SPAN_CLOCK[device.type], rows=rows)
+    trainer.record_spans(False)
 
 
 def _open_world(spec: RunSpec) -> torch.device:

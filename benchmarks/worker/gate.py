@@ -193,12 +193,10 @@ def expect(
 ) -> Expected:
     """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
-    named = build_model(spec.model, 0, "meta").named_parameters()
-    shapes = {name: parameter.shape for name, parameter in named}
+    shapes = {name: p.shape for name, p in build_model(spec.model, 0, "meta").named_parameters()}
     count = len(shapes)
     ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
-    size = (1 + len(ways), STEPS, 2 + 2 * count)
-    tables = torch.zeros(size, dtype=torch.float64)
+    tables = torch.zeros(1 + len(ways), STEPS, 2 + 2 * count, dtype=torch.float64)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
 
@@ -283,13 +281,11 @@ def observe(
         result = trainer.step(*local_batch(batches, layout, step, device))
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
-        scalars = [
-            abs(float(result.loss) - loss) / loss,
-            abs(float(result.grad_norm) - norm) / norm,
-        ]
         pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
         sizes = expected.update_norms[step].tolist()
-        rows.append([*scalars])
+        rows.append(
+            [abs(float(result.loss) - loss) / loss, abs(float(result.grad_norm) - norm) / norm]
+        )
         for part in zip(*pairs, strict=True):  # the norms, then the parts along the updates
             rows[-1] += [_relative(x, size) for x, size in zip(part, sizes, strict=True)]
         before = after
@@ -373,9 +369,8 @@ def run_gate(
                 checks += checks_of(part, expected, seen)
                 del trainer
             checks += order_checks(part, contender, source, device, sgd)
-    kinds = {check.kind for check in checks}
     if spec.precision == "bf16":
-        if "loss (sgd, fp32)" not in kinds:
+        if "loss (sgd, fp32)" not in {check.kind for check in checks}:
             left_out.append("fp32: this configuration has no plan in fp32")
         ordered = [check for check in checks if check.kind.startswith(_ORDERED)]
         if not ordered:
@@ -462,9 +457,8 @@ def losses_of_one_process(
     must call it."""
     steps = spec.measure.warmup_steps + spec.measure.steps
     drawn = spec.model.dropout and not contender.reproduces_dropout
-    if not spec.measure.gate or drawn or steps > MAX_STEPS:
-        return []
-    if parameter_count(spec.model) > MAX_PARAMETERS:
+    too_long = steps > MAX_STEPS or parameter_count(spec.model) > MAX_PARAMETERS
+    if not spec.measure.gate or drawn or too_long:
         return []
     losses = torch.zeros(1 + steps, dtype=torch.float64)  # after their number
     if dist.get_rank() == 0:
@@ -497,13 +491,17 @@ def gate_shape(shape: ModelShape) -> ModelShape:
     numbers of heads: as wide as fits, as wider updates are rounded less."""
     if parameter_count(shape) <= MAX_PARAMETERS:
         return shape
-    shapes = [_reduced(shape, shape.heads * width) for width in _HEADS]
+    shapes = [
+        replace(
+            shape,
+            name=f"{shape.name} (reduced to hidden {hidden}, seq {_SEQ})",
+            hidden=hidden,
+            ffn=2 * hidden,
+            seq=_SEQ,
+        )
+        for hidden in (shape.heads * width for width in _HEADS)
+    ]
     return next((s for s in shapes if parameter_count(s) <= MAX_PARAMETERS), shapes[-1])
-
-
-def _reduced(shape: ModelShape, hidden: int) -> ModelShape:
-    name = f"{shape.name} (reduced to hidden {hidden}, seq {_SEQ})"
-    return replace(shape, name=name, hidden=hidden, ffn=2 * hidden, seq=_SEQ)
 
 
 def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[str]) -> GateResult:
@@ -545,9 +543,10 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
         errors = errors.nan_to_num(nan=math.inf)  # where one process diverges and gets no numbers
         step = int((errors / limits).argmax())
         error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
-        check = GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
-        kinds.setdefault(kind, []).append(check)
-    return [worst_check(checks) for checks in kinds.values()]
+        kinds.setdefault(kind, []).append(
+            GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
+        )
+    return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
 
 
 def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
@@ -567,8 +566,3 @@ def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str]
         found[name, ""] = distances.updates[:, index]
         found[name, "scale"] = distances.scales[:, index]
     return found
-
-
-def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
-    """The check with the largest error in relation to its limit."""
-    return max(checks, key=lambda check: check.error / check.limit)

@@ -136,8 +136,7 @@ class OneProcess:
             trajectory.losses.append(self._accumulate(step))
             trajectory.grad_norms.append(float(norm := self._grad_norm()))
             if config.clip_norm:
-                parameters = self._masters.parameters()
-                nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
+                nn.utils.clip_grads_with_norm_(self._masters.parameters(), config.clip_norm, norm)
             optimizer.step()
             trajectory.updates.append(
                 {

@@ -252,7 +252,7 @@ NO_ID = "sbatch: no job id in its answer 'Submitted, perhaps'"
 def test_a_job_is_what_sbatch_says_or_what_has_its_name(
     monkeypatch: pytest.MonkeyPatch, answer: Any, known: Any, expected: Any
 ) -> None:
-    def call(*command: str, more: object = None) -> str:
+    def call(*command: str, **_: object) -> str:
         said = {"sbatch": answer, "squeue": known}.get(command[0], "")
         if isinstance(said, SlurmError):
             raise said
@@ -269,9 +269,9 @@ def test_a_job_is_what_sbatch_says_or_what_has_its_name(
 
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:
     directory = submitted(attempt, "7", report_job="8")
-    assert view_of(attempt, RUNNING).unreported() == [directory]
-    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == []
-    assert view_of(attempt).unreported() == []
+    assert [*view_of(attempt, RUNNING).unreported()] == [directory]
+    assert view_of(attempt, RUNNING, QueuedJob(job="8", state="PENDING")).unreported() == {}
+    assert view_of(attempt).unreported() == {}
 
 
 @pytest.mark.usefixtures("silent_slurm")

@@ -36,7 +36,7 @@ def options(**changes: Any) -> SlurmOptions:
 def arrays_of(points: list[Point], settings: SlurmOptions, **limits: int) -> list[Array]:
     """The arrays of these points."""
     sized = [(point, resources_of(point.spec, settings, None)) for point in points]
-    return group(sized, SUBMISSION, "zeropp-1", **limits)
+    return group(sized, SUBMISSION, "zeropp-1", **({"max_array_size": 1001} | limits))
 
 
 def check_golden(name: str, text: str) -> None:

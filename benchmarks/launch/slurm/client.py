@@ -147,6 +147,14 @@ def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | 
     return done.stdout
 
 
+def _said(*command: str, timeout_s: float = TIMEOUT_S) -> str:
+    """The output of a command; empty where it fails or does not answer."""
+    try:
+        return call(*command, timeout_s=timeout_s)
+    except SlurmError:
+        return ""
+
+
 def _end_with_the_launcher() -> None:
     """On Linux, end with the launcher: an sbatch that goes on after the launcher was killed would
     submit a job while the next launcher already looks for it."""
@@ -204,8 +212,7 @@ def absence() -> str:
 def queued_jobs(users: Iterable[int]) -> dict[str, QueuedJob]:
     """The jobs and tasks of these users that wait or run, by id; raises SlurmError."""
     asked = ",".join(map(str, sorted(set(users))))
-    columns = "--format=%i|%T|%r|%N|%L"
-    flags = ("--array", "--noheader", "--states=all", f"--user={asked}", columns)
+    flags = ("--array", "--noheader", "--states=all", f"--user={asked}", "--format=%i|%T|%r|%N|%L")
     rows = [line.split("|") for line in call("squeue", *flags).splitlines()]
     jobs = [
         QueuedJob(job=row[0], state=row[1], reason=row[2], nodes=row[3], time_left=row[4])
@@ -221,21 +228,16 @@ def find_job(name: str) -> str:
     lines = call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
     if lines:
         return lines[0]
-    try:
-        flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
-        lines = call("sacct", *flags, f"--name={name}", "--format=JobID").split()
-    except SlurmError:  # no accounting: what slurmctld remembers is all that there is
-        return ""
+    # Without accounting, what slurmctld remembers is all that there is.
+    flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
+    lines = _said("sacct", *flags, f"--name={name}", "--format=JobID").split()
     return lines[0].partition("_")[0] if lines else ""
 
 
 def time_limit_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
     """The time limit of a running job in seconds; None if Slurm does not say. The time left is not
     asked for, because squeue computes it from the clock of its own host, which may be wrong."""
-    try:
-        text = call("squeue", "--noheader", f"--job={job}", "--format=%l", timeout_s=timeout_s)
-    except SlurmError:
-        return None
+    text = _said("squeue", "--noheader", f"--job={job}", "--format=%l", timeout_s=timeout_s)
     return seconds_of(text.strip())
 
 
@@ -247,10 +249,7 @@ def requeue(job: str) -> None:
 def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
     """The jobs that run on these nodes now; none if Slurm does not say."""
     flags = ("--noheader", "--states=RUNNING", f"--nodelist={nodes}", "--format=%A")
-    try:
-        return call("squeue", *flags, timeout_s=timeout_s).split()
-    except SlurmError:
-        return []
+    return _said("squeue", *flags, timeout_s=timeout_s).split()
 
 
 def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
@@ -270,10 +269,7 @@ def last_state(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
     which says nothing of a task as long as others wait.
     """
     for known_as in dict.fromkeys((job, job.partition("_")[0])):
-        try:
-            text = call("scontrol", "--oneliner", "show", "job", known_as, timeout_s=timeout_s)
-        except SlurmError:
-            continue
+        text = _said("scontrol", "--oneliner", "show", "job", known_as, timeout_s=timeout_s)
         if len(text.splitlines()) == 1:
             fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
             when = fields.get("PreemptTime", "None")
@@ -304,10 +300,7 @@ def accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, 
     flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
     asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
     by_job: dict[str, list[EndedJob]] = {}
-    try:
-        listed = call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
-    except SlurmError:
-        return {}
+    listed = _said("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
     for row in (line.split("|") for line in listed.splitlines()):
         for task in _tasks_of(row[0]) if len(row) == 4 else ():
             by_job.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))

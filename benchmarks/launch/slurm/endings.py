@@ -297,8 +297,9 @@ def main() -> int:
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
     parser.add_argument("--stage", default="ranks", help="where it ended (%(default)s)")
-    elapsed = "seconds since the script began"
-    parser.add_argument("--elapsed-s", type=float, default=0.0, help=elapsed)
+    parser.add_argument(
+        "--elapsed-s", type=float, default=0.0, help="seconds since the script began"
+    )
     parser.add_argument(
         "--requeue", action="store_true", help="put a preempted job back into the queue"
     )

@@ -10,7 +10,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,15 @@ _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
 # Steps besides the timed ones: six of the gate, six of its reference (on one rank, but of a smaller
 # model), and one with spans.
 EXTRA_STEPS = 13
-MAX_ARRAY_SIZE = 1001  # Slurm's default
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # shell, not HTML
+)
+_TEMPLATES.filters["quote"] = lambda value: shlex.quote(str(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,7 @@ def group(
     points: Sequence[tuple[Point, Resources]],
     submission: Path,
     sweep: str,
-    max_array_size: int = MAX_ARRAY_SIZE,
+    max_array_size: int,
 ) -> list[Array]:
     """One array per set of resources, the smallest first. An array has at most
     ``max_array_size - 1`` points, because Slurm's indices end below MaxArraySize."""
@@ -230,20 +237,5 @@ def checkout_of(submission: Path, options: SlurmOptions) -> Path:
 
 
 def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> str:
-    template = _templates().get_template(name)
     common = {"python": options.interpreter, "setup": options.setup, "runs_dir": str(runs_dir)}
-    return template.render(**common, **values)
-
-
-@lru_cache
-def _templates() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell, not HTML
-    )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment
+    return _TEMPLATES.get_template(name).render(**common, **values)

@@ -90,11 +90,12 @@ class SubmittedPoint:
 
     def attempts(self) -> list[Path]:
         """Its attempts on disk, oldest first, without emptied ones."""
-        named = self.point.glob(f"{self.attempt}-*")
-        folders = [path for path in named if is_open(path) and any(path.iterdir())]
-        numbered = {p: p.name.rpartition("-")[2] for p in folders}
-        restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
-        return sorted(restarts, key=restarts.__getitem__)
+        named = {
+            path: path.name.rpartition("-")[2] for path in self.point.glob(f"{self.attempt}-*")
+        }
+        restarts = {path: int(number) for path, number in named.items() if number.isdigit()}
+        folders = [path for path in restarts if is_open(path) and any(path.iterdir())]
+        return sorted(folders, key=restarts.__getitem__)
 
     def is_settled(self) -> bool:
         """Whether it has ended, in a way that no requeue changes."""
@@ -222,19 +223,15 @@ class View:
     def _under_way(self, point: SubmittedPoint) -> str:
         attempts, job = point.attempts(), self.queued.get(point.job)
         record = _record_of(attempts[-1]) if attempts else None
-        comes_again = record is not None and record.interrupted
         if job is not None:
-            is_over = record is not None and not comes_again
+            is_over = record is not None and not record.interrupted
             return "" if is_over else f"job {job.job} is {job.state.lower()}"
         if self.sees(point):
             return ""
         # A preempted job may begin another attempt, and so may one that nobody can ask for.
         is_open = record is None or record.status == "preempted"
-        is_open |= comes_again and point.submission is None
-        return self._unseen(point) if is_open else ""
-
-    @staticmethod
-    def _unseen(point: SubmittedPoint) -> str:
+        if not (is_open or (comes_again and point.submission is None)):
+            return ""
         way = f"remove {point.directory} if its jobs are gone"
         if point.submission is None:
             return f"{point.directory / 'submission.json'} is damaged: {way}"
@@ -242,17 +239,15 @@ class View:
         submitter = f"user {point.submission.user} from {point.submission.host or 'elsewhere'}"
         return f"submitted to {name} by {submitter}, unseen from here: ask there, or {way}"
 
-    def unreported(self) -> list[Path]:
+    def unreported(self) -> dict[Path, Submission]:
         """Submissions whose points are still under way and whose report job is not in the queue."""
-        directories = []
         waiting = {p.directory: p for p in self.points if p.job in self.queued and self.sees(p)}
-        for directory, point in waiting.items():
-            job = point.submission.report_job if point.submission else ""
-            under_way = self._under_way(point)
-            has_report = point.submission is None or point.submission.has_report
-            if under_way and has_report and job not in self.queued:
-                directories.append(directory)
-        return directories
+        return {
+            directory: point.submission
+            for directory, point in waiting.items()
+            if point.submission is not None and point.submission.has_report
+            if point.submission.report_job not in self.queued and self._under_way(point)
+        }
 
 
 def read_view(runs_dir: Path) -> View:

@@ -113,10 +113,8 @@ def settle(runs_dir: Path) -> dict[str, str]:
         raise LaunchError(f"{error}; nothing was submitted") from None
     for problem in view.problems:
         say(f"  note        {problem}")
-    for directory in view.unreported():
-        submission = view.submissions[directory]
-        if submission is not None:
-            _submit_report(directory, submission)
+    for directory, submission in view.unreported().items():
+        _submit_report(directory, submission)
     return under_way
 
 
@@ -220,8 +218,9 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
         before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
-        noted = submission.arrays[number]
-        submission.arrays[number] = _submit_array(array, noted, sweep.options, before)
+        submission.arrays[number] = _submit_array(
+            array, submission.arrays[number], sweep.options, before
+        )
         write_submission(sweep.directory, submission)
         if why := submission.arrays[number].error:
             ending = Ending("failed", f"not submitted: {why}", interrupted=True)
@@ -259,8 +258,7 @@ def _prepare(arrays: list[Array], sweep: SlurmSweep) -> list[Array]:
 def copy_checkout(target: Path) -> None:
     """Copy the checkout: a clone at its commit with the files as they are now, so that ranks can
     still name the commit and what differs from it."""
-    clone = ("clone", "--quiet", "--shared", "--no-checkout", str(CHECKOUT), str(target))
-    _git(*clone)
+    _git("clone", "--quiet", "--shared", "--no-checkout", str(CHECKOUT), str(target))
     listed = _git(
         "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"
     )
