@@ -230,7 +230,7 @@ class View:
             return ""
         # A preempted job may begin another attempt, and so may one that nobody can ask for.
         is_open = record is None or record.status == "preempted"
-        if not (is_open or (comes_again and point.submission is None)):
+        if not (is_open or (point.submission is None and record and record.interrupted)):
             return ""
         way = f"remove {point.directory} if its jobs are gone"
         if point.submission is None:
