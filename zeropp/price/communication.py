@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.flops import linear_weights, piece_parameters
@@ -40,11 +39,9 @@ from zeropp.price.pieces import (
 )
 from zeropp.price.programs import Program, gathers, sent_bytes
 from zeropp.price.zero3 import persistent_s
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 @dataclass(frozen=True, kw_only=True)

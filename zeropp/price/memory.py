@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zeropp.price.activations import (
     FP32,
@@ -30,10 +29,8 @@ from zeropp.price.kernels import element_bytes
 from zeropp.price.pieces import Work, gradients_of
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
+from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Device
 from zeropp.price.eager import EagerPass, eager_pass
@@ -25,13 +24,10 @@ from zeropp.price.kernels import (
     stream_s,
 )
 from zeropp.price.programs import Program
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.literals import Precision, Recompute
 from zeropp.types.operators import Attention
 from zeropp.types.shape import ModelShape
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
-    from zeropp.types.literals import Precision, Recompute
-
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
 BACKWARD_LAUNCHES = 1.5  # those of a backward, over the forward's

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from zeropp.price import zero3
 from zeropp.price.cluster import Cluster
@@ -42,11 +41,9 @@ from zeropp.price.pieces import (
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_of
 from zeropp.schedule.cuts import spread_blocks
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
