@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from operator import attrgetter, ne
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ from benchmarks.validation.rows import (
 from zeropp.price.programs import Program, program_named
 
 _MOVES = 0.01  # a slope from which on a constant counts as one on which a run depends
-_SAME = [f.name for f in fields(Program) if f.name not in ("name", "kernels")]
+# The traits in which programs are compared.
+_SAME = attrgetter(*(f.name for f in fields(Program) if f.name not in ("name", "kernels")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +78,10 @@ class StrangerRun:
 @cache
 def nearest(program: str, others: frozenset[str]) -> str:
     """The program of ``others`` that shares most traits with one; of equals the first by name."""
-    own = program_named(program)
+    own = _SAME(program_named(program))
 
     def differing(name: str) -> int:
-        other = program_named(name)
-        return sum(getattr(own, trait) != getattr(other, trait) for trait in _SAME)
+        return sum(map(ne, own, _SAME(program_named(name))))
 
     return min(sorted(others), key=differing)
 

@@ -206,7 +206,7 @@ def _timed_stage(
     forward, input_, weight = passes_s(plan, work, tensor)[stage]
     transfer = _transfer_s(plan, cluster, work, stage)
     extras = _extras(plan, cluster, work, tensor, stage)
-    if work.transfers_in_line:
+    if work.program.blocking_transfers or work.device.is_cpu:  # whose cores copy
         before = _transfer_s(plan, cluster, work, stage - 1)
         extras = replace(extras, transfer_forward=transfer, transfer_backward=before)
         forward, transfer = forward + transfer, 0.0
@@ -280,8 +280,7 @@ def _extras(
 def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
-    held = [(plan.blocks[stage], times.block)]
-    held += [(1, end) for end in _ends_of(plan, stage, times)]
+    held = [(plan.blocks[stage], times.block), *((1, end) for end in _ends_of(plan, stage, times))]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
 
