@@ -83,9 +83,7 @@ def _groups(per_node: int) -> dict[str, dist.ProcessGroup]:
         members["across nodes"] = [list(range(i, world, per_node)) for i in range(per_node)]
     found = {}
     for name, ranks in members.items():
-        for group in [(of, dist.new_group(of)) for of in ranks]:  # every rank makes all groups
-            if dist.get_rank() in group[0] and group[1] is not None:
-                found[name] = group[1]
+        found[name], _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -18,7 +18,6 @@ same; ``inside`` is the share of a source's runs that are in it.
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
 from collections import defaultdict
@@ -229,20 +228,15 @@ def main() -> int:
     errors = errors_by_source(runs)
     print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
     if options.out is not None:
-        write(options.out / "stranger_runs.csv", [asdict(run) for run in runs])
-        write(options.out / "strangers.csv", errors)
+        for name, lines in (("stranger_runs", map(asdict, runs)), ("strangers", errors)):
+            pd.DataFrame(lines).to_csv(
+                options.out / f"{name}.csv",
+                index=False,
+                float_format="%.4f",
+                lineterminator="\r\n",
+            )
         print(f"wrote {options.out}/strangers.csv and stranger_runs.csv")
     return 0
-
-
-def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table, with four digits behind the point."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        for line in lines:
-            texts = {n: f"{v:.4f}" for n, v in line.items() if isinstance(v, float)}
-            writer.writerow({**line, **texts})
 
 
 if __name__ == "__main__":
