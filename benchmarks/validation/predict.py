@@ -150,7 +150,7 @@ def _layer_s(row: PublishedRow, case: Case) -> float:
         layout=replace(case.layout, pp=1, chunks=1),
         num_microbatches=1,
         cuts=None,
-        recompute_blocks="auto",
+        recompute_blocks="auto",  # the block is one of those that are recomputed
     )
     plans = [plan_of(replace(alone, shape=replace(case.shape, layers=n))) for n in (1, 2)]
     one, two = (price_plan(plan, case.cluster, case.program).stages[0] for plan in plans)

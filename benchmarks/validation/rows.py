@@ -45,13 +45,13 @@ _OWN_KNOBS = (
 _DECIMAL = r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?"
 
 
-def _cell(pattern: str, read: Callable[[str], Any], wanted: str) -> BeforeValidator:
-    """What reads cells that match ``pattern``; any other one must be what is ``wanted``."""
+def _cell(pattern: str, read: Callable[[str], Any], mistake: str) -> BeforeValidator:
+    """What reads cells that match ``pattern``, and says the ``mistake`` of others."""
 
     def made(cell: Any) -> Any:
         if isinstance(cell, str) and re.fullmatch(pattern, cell):
             return read(cell)
-        raise ValueError(f"must {wanted}")
+        raise ValueError(mistake)
 
     return BeforeValidator(made)
 
@@ -66,23 +66,23 @@ def _own_knobs(cell: Any) -> ZeroppKnobs:
 
 
 Whole = Annotated[
-    int, _cell("[0-9]{1,15}", int, "be a whole number in digits only, for example 8192")
+    int, _cell("[0-9]{1,15}", int, "must be a whole number in digits only, for example 8192")
 ]
 Count = Annotated[Whole, Field(ge=1)]
 Decimal = Annotated[
     float,
-    _cell(_DECIMAL, float, "be a number in digits with at most a point, for example 41.5"),
+    _cell(_DECIMAL, float, "must be a number in digits with at most a point, for example 41.5"),
     Field(gt=0),
 ]
-YesNo = Annotated[bool, _cell("yes|no", "yes".__eq__, "be yes or no")]
-Text = Annotated[str, _cell(r"(?s).*\S.*", str, "not be blank")]
+YesNo = Annotated[bool, _cell("yes|no", lambda cell: cell == "yes", "must be yes or no")]
+Text = Annotated[str, _cell(r"(?s).*\S.*", str, "must not be blank")]
 # The places at which stages begin, and the end of the last one.
 StageCuts = Annotated[
     tuple[int, ...],
     _cell(
         "[0-9]{1,6}( [0-9]{1,6})*",
         lambda cell: tuple(map(int, cell.split())),
-        "be numbers of pieces with one space between them, such as 0 13 26",
+        "must be numbers of pieces with one space between them, such as 0 13 26",
     ),
 ]
 OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]
@@ -211,7 +211,7 @@ class PublishedRow(BaseModel):
         _cell(
             "|".join(DEVICES),
             str,
-            f"be one of {', '.join(DEVICES)}: a file of conf/cluster, or stated",
+            f"must be one of {', '.join(DEVICES)}: a file of conf/cluster, or stated",
         ),
     ]
     memory_gib: Decimal | None = None
