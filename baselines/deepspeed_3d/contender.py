@@ -211,8 +211,10 @@ def with_deepspeed_exchanges(schedule: Schedule, tied: tuple[int, ...]) -> Sched
     needs is received before the send.
     """
     last = schedule.num_stages - 1
-    programs = tuple(_exchanges(program, last, tied) for program in schedule.programs)
-    return replace(schedule, programs=programs)
+    return replace(
+        schedule,
+        programs=tuple(_exchanges(program, last, tied) for program in schedule.programs),
+    )
 
 
 def _exchanges(program: RankProgram, last: int, tied: tuple[int, ...]) -> RankProgram:
@@ -305,7 +307,7 @@ DEEPSPEED_3D = Contender(
     orders=one_order(programs),
     space=SPACE,
     gradient_types=("grad_accum_dtype", "reduce_dtype"),
-    trainer="baselines.deepspeed_3d.build:build",
+    trainer="baselines.deepspeed_3d.pipeline:build",
     late_imports=(  # by deepspeed.initialize: two seconds of work per rank
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.comm.mori",

@@ -1,4 +1,5 @@
-"""DeepSpeed with a pipeline on one rank: its ``PipelineEngine`` runs the step."""
+"""DeepSpeed with a pipeline on one rank: its ``PipelineEngine`` runs the step. ``build`` begins
+all of DeepSpeed's runs, those on its other engine, too."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor, nn
 
+from baselines.deepspeed_3d.ordinary import OrdinaryTrainer
 from baselines.deepspeed_3d.private_names import (
     DTYPE_CODES,
     OPS,
@@ -126,3 +128,12 @@ class PipelineTrainer(DeepSpeedTrainer):
                 MethodType(run, engine)(**arguments)
 
         return observed
+
+
+def build(
+    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+) -> DeepSpeedTrainer:
+    """Build this rank's part of a plan, on the engine that runs it. All ranks of the world must
+    call it."""
+    kind = PipelineTrainer if plan.layout.pp > 1 else OrdinaryTrainer
+    return kind(plan, optimizer, device, seed)

@@ -118,14 +118,12 @@ def reduced_gradients(
     ``parameters`` are the module's; ``copies``: over how many data-parallel ranks they are
     replicated.
     """
-    if hasattr(optimizer, "fp16_partitioned_groups"):  # ZeRO-3: each rank has parts of all
-        for group, held in enumerate(optimizer.fp16_groups):
-            for parameter, part in zip(held, optimizer.averaged_gradients[group], strict=True):
-                yield parameter, part, 1
-    elif hasattr(optimizer, "averaged_gradients"):  # each rank keeps its partition
-        for group, partition in enumerate(optimizer.params_in_partition):
+    if hasattr(optimizer, "averaged_gradients"):  # each rank keeps its partition
+        is_zero3 = hasattr(optimizer, "fp16_partitioned_groups")  # which has parts of all
+        held = optimizer.fp16_groups if is_zero3 else optimizer.params_in_partition
+        for group, partition in enumerate(held):
             parts = optimizer.averaged_gradients[group]
-            for parameter, part in zip(partition, parts, strict=False):
+            for parameter, part in zip(partition, parts, strict=is_zero3):
                 yield parameter, part, 1
     elif has_whole_gradients(optimizer):
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)

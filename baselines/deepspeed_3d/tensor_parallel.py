@@ -142,9 +142,8 @@ def _cut_block(block: Block, group: Group) -> None:
     if mlp.gate is not None:
         columns.append(mlp.gate)
     for linear in columns:
-        _cut_parameter(linear, "weight", 0, group)
-        if linear.bias is not None:
-            _cut_parameter(linear, "bias", 0, group)
+        for name, _ in list(linear.named_parameters()):
+            _cut_parameter(linear, name, 0, group)
     for linear in (attention.output, mlp.down):
         _cut_parameter(linear, "weight", 1, group)
         linear.forward = partial(_row_parallel, linear, group)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """DeepSpeed on one rank: DeepSpeed's own engine runs the step; this file builds the model for it,
 feeds it batches and reads its gradients. ``pipeline`` and ``ordinary`` are its two engines, between
-which ``build`` chooses."""
+which ``pipeline.build`` chooses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         names = {"pp": "pipe", data: "data", "tp": "model"}
         axes = [(names[axis], size) for axis, size in plan.layout.axes if axis in names]
         self._topology = ProcessTopology([name for name, _ in axes], [size for _, size in axes])
-        self._group = _own_group(self._topology.get_axis_comm_lists("model"))
+        ranks = self._topology.get_axis_comm_lists("model")  # none without tensor parallelism
+        self._group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            ranks or [[rank] for rank in range(plan.layout.world)]
+        )
         arguments = self._arguments(seed)
         module = arguments["model"]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -189,15 +192,3 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         data-parallel ranks that hold the same)."""
         parameters, copies = self._engine.module.parameters(), self._plan.layout.replicate
         yield from reduced_gradients(self._optimizer, parameters, copies)
-
-
-def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    """The process group of those lists' ranks that this rank is in. All ranks must call it with the
-    same lists, because ``new_group`` is collective; no list means one group per rank."""
-    own_group = None
-    for ranks in rank_lists or [[rank] for rank in range(dist.get_world_size())]:
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own_group = group
-    assert own_group is not None
-    return own_group  # type: ignore[no-any-return]

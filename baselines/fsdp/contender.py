@@ -144,8 +144,10 @@ def accumulated(
     reduce_every: ReduceEvery,
 ) -> Schedule:
     """``accumulation`` with gathers, releases and reductions, where every piece is a stage."""
-    released = {Op.FORWARD: program.reshard_after_forward}
-    released[Op.FULL_BACKWARD] = program.reshard_after_backward
+    released = {
+        Op.FORWARD: program.reshard_after_forward,
+        Op.FULL_BACKWARD: program.reshard_after_backward,
+    }
     kept = frozenset(op for op, is_released in released.items() if not is_released)
     return lower(
         accumulation(num_stages, num_microbatches),

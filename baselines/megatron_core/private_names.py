@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +40,10 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@contextmanager
-def _quick_import() -> Iterator[None]:
-    """Inside, what is imported does not say that Transformer Engine and Apex are missing, and where
-    there is no GPU does not import torch's compiler, with which Megatron-Core decorates functions.
-    """
-    compiler = torch.compile
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if not torch.cuda.is_available():
-            torch.compile = _as_it_is  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.compile = compiler
-
-
-with _quick_import():
+# What is imported does not say that Transformer Engine and Apex are missing, and where there is no
+# GPU does not import torch's compiler, with which Megatron-Core decorates functions.
+_compile = torch.compile if torch.cuda.is_available() else _as_it_is
+with warnings.catch_warnings(action="ignore"), mock.patch.object(torch, "compile", _compile):
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     from megatron.core.optimizer import clip_grads
     from megatron.core.pipeline_parallel import schedules
@@ -184,8 +172,10 @@ def give_torch(
         set_rng_state=lambda state, *_: set_state(state),
         **streams,
     )
-    names = ("tensor", "zeros", "ones", "empty", "arange")
-    made = {name: _on_cpu(getattr(torch, name)) for name in names}
+    made = {
+        name: _on_cpu(getattr(torch, name))
+        for name in ("tensor", "zeros", "ones", "empty", "arange")
+    }
     proxy = _Proxy(torch, cuda=cuda, get_rng_state=get_state, set_rng_state=set_state, **made)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -214,17 +204,11 @@ def tensors_say_cuda(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    kind, cuda = torch.Tensor.type, torch.Tensor.cuda
+    kind = torch.Tensor.type
 
     def type_(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         result = kind(tensor, *arguments, **keywords)
         return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
-    def cuda_(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        return tensor
-
-    torch.Tensor.type, torch.Tensor.cuda = type_, cuda_  # type: ignore[assignment, method-assign]
-    try:
+    with mock.patch.multiple(torch.Tensor, type=type_, cuda=lambda tensor, *_, **__: tensor):
         yield
-    finally:
-        torch.Tensor.type, torch.Tensor.cuda = kind, cuda  # type: ignore[method-assign]

@@ -311,9 +311,8 @@ def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
     interleaved schedules divide them into equal rounds of ``pp`` or more. Raises
     InfeasibleError."""
     least = {"1f1b": pp, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(name, 1)
-    rounds = 1
-    if name in ("interleaved_1f1b", "interleaved_zb"):
-        rounds = max(1, num_microbatches // pp)
+    interleaved = name in ("interleaved_1f1b", "interleaved_zb")
+    rounds = max(1, num_microbatches // pp) if interleaved else 1
     if num_microbatches < least or num_microbatches % rounds:
         wanted = f"divide into {rounds} equal rounds" if rounds > 1 else f"be at least {least}"
         raise InfeasibleError(

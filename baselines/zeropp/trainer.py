@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from baselines.model import build_piece, sliced_cross_entropy
 from zeropp.schedule.plan import Plan
 from zeropp.train.api import parallelize
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.shape import ModelShape
-from zeropp.types.timeline import Span
-from zeropp.types.training import OptimizerConfig, StepResult
+from zeropp.types.training import OptimizerConfig
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
@@ -46,24 +44,7 @@ class ZeroppTrainer:
     """A ``zeropp.types.training.Trainer`` of a model that ``parallelize`` has made."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self._model = model
-
-    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
-        """See ``Trainer.step``."""
-        return self._model.train_step(inputs, targets)
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Trainer.full_parameters``."""
-        return self._model.full_parameters()
-
-    def counters(self) -> dict[str, int]:
-        """See ``Trainer.counters``."""
-        return self._model.engine.interpreter.counters()
-
-    def record_spans(self, enabled: bool) -> None:
-        """See ``Trainer.record_spans``."""
-        self._model.engine.interpreter.record_spans(enabled)
-
-    def spans(self) -> list[Span]:
-        """See ``Trainer.spans``."""
-        return self._model.engine.interpreter.spans()
+        interpreter = model.engine.interpreter
+        self.step, self.full_parameters = model.train_step, model.full_parameters
+        self.counters, self.spans = interpreter.counters, interpreter.spans
+        self.record_spans = interpreter.record_spans

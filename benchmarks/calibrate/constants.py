@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -47,9 +48,7 @@ def constants_of(ranks: Sequence[Times], preset: Cluster, *, half: bool) -> list
         middle = median(values)
         apart = max(abs(value - middle) for value in values) / middle if middle else 0.0
         spread = max(apart, median(constants[place][1] for constants in of_ranks))
-        part, _, name = place.rpartition(".")
-        known = getattr(getattr(preset, part) if part else preset, name)
-        constants.append(MeasuredConstant(place, middle, spread, known))
+        constants.append(MeasuredConstant(place, middle, spread, attrgetter(place)(preset)))
     return constants
 
 
@@ -68,11 +67,10 @@ def of_rank(times: Times, preset: Cluster, *, half: bool) -> dict[str, tuple[flo
     found["device.attention_efficiency"] = min(1.0, attention / rate), times.attention.spread
     stream = times.stream_bytes / times.stream.seconds / 1e9
     if device.is_cpu:
-        bandwidth = stream / device.memory_efficiency
-        found["device.memory_bandwidth_gb_s"] = bandwidth, times.stream.spread
+        unknown, known = "memory_bandwidth_gb_s", device.memory_efficiency
     else:
-        share = stream / device.memory_bandwidth_gb_s
-        found["device.memory_efficiency"] = share, times.stream.spread
+        unknown, known = "memory_efficiency", device.memory_bandwidth_gb_s
+    found[f"device.{unknown}"] = stream / known, times.stream.spread
     if times.beside is not None:
         # The share by which products took longer while the gather ran.
         longer_s = times.beside.seconds - times.alone.seconds
@@ -144,9 +142,8 @@ def calibrated(preset: Cluster, name: str, constants: Sequence[MeasuredConstant]
 
 def preset_text(cluster: Cluster, constants: Sequence[MeasuredConstant], machine: str) -> str:
     """The file of ``conf/cluster``: every constant with its spread, and the date."""
-    tree: dict[str, Any] = asdict(cluster)
-    tree["group_shares"] = list(cluster.group_shares)
-    tree["device"] = {k: v for k, v in tree["device"].items() if k != "newer"}
+    tree: dict[str, Any] = asdict(cluster) | {"group_shares": list(cluster.group_shares)}
+    del tree["device"]["newer"]
     spreads = {constant.place: constant.spread for constant in constants}
     lines = [
         f"{MEASURED} {date.today()} by python -m benchmarks.calibrate on {machine}. Lines with",

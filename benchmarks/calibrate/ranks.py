@@ -40,17 +40,19 @@ class Asked:
 
 def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
     """Measure on one rank; rank 0 writes the preset. ``ranks``: 0 if torchrun says it."""
+    of_node = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (ranks or _local_world())))
-    backend = "nccl" if on_gpu else "gloo"
-    if ranks:
-        dist.init_process_group(backend, rendezvous, rank=local, world_size=ranks)
-    else:
-        dist.init_process_group(backend)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // of_node))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        rendezvous,
+        rank=local if ranks else -1,
+        world_size=ranks or -1,
+    )
     shape = preset("model", "llama_8b" if on_gpu else "llama_mini", ModelShape)
     times = Times(host=platform.node())
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -58,7 +60,7 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
         line = bar.add_task("kernels", total=None, visible=dist.get_rank() == 0)
         tell: Callable[[str], None] = lambda words: bar.update(line, description=words)  # noqa: E731
         kernels(times, shape, device, dtype)
-        groups = _groups(ranks or _local_world())
+        groups = _groups(of_node)
         collectives(times, groups, device, tell)
         if groups:
             tell("products beside collectives")
@@ -68,10 +70,6 @@ def be_rank(local: int, asked: Asked, rendezvous: str, ranks: int) -> None:
     if dist.get_rank() == 0:
         _write(every, asked, shape, half=on_gpu)
     dist.destroy_process_group()
-
-
-def _local_world() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _groups(per_node: int) -> dict[str, dist.ProcessGroup]:
@@ -85,9 +83,7 @@ def _groups(per_node: int) -> dict[str, dist.ProcessGroup]:
         members["across nodes"] = [list(range(i, world, per_node)) for i in range(per_node)]
     found = {}
     for name, ranks in members.items():
-        for group in [(of, dist.new_group(of)) for of in ranks]:  # every rank makes all groups
-            if dist.get_rank() in group[0] and group[1] is not None:
-                found[name] = group[1]
+        found[name], _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -319,9 +319,8 @@ def main() -> int:
         "--minutes", type=float, default=60.0, help="replay no further plan after this many"
     )
     options = parser.parse_args()
-    memory = REFERENCE / "memory" / "traced_vs_simulated.csv"
     if options.table == "memory":
-        write_memory(options.out or memory)
+        write_memory(options.out or REFERENCE / "memory" / "traced_vs_simulated.csv")
     elif options.table == "replays":
         write_replays(options.out or REFERENCE / "replays.csv", best_plans(), options.minutes)
     else:

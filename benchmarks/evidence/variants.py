@@ -68,15 +68,16 @@ class Variant:
             budget_s=_BUDGET_S,
             known=begin,
         ).winner
-        line = {
-            "variant": self.name,
-            "contender": self.row,
-            **dict(zip(CELL, cell.key, strict=True)),
-            "step_s": found.step_s if found else float("nan"),
-            "plan": describe(found.plan) if found else "no plan fits",
-            "commit": commit,
-        }
-        return [line]
+        return [
+            {
+                "variant": self.name,
+                "contender": self.row,
+                **dict(zip(CELL, cell.key, strict=True)),
+                "step_s": found.step_s if found else float("nan"),
+                "plan": describe(found.plan) if found else "no plan fits",
+                "commit": commit,
+            }
+        ]
 
 
 def _sized(size: Any, traits: str, task: Task, knobs: Any, microbatch: int) -> SizedPlan:

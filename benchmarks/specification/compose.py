@@ -272,15 +272,14 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
 @lru_cache
 def known_keys() -> tuple[str, ...]:
     """Every key of every file in ``conf``, without the keys above it."""
-    keys: dict[str, None] = {}
-    for path in sorted(CONF.rglob("*.yaml")):
-        _collect(OmegaConf.to_container(OmegaConf.load(path)), keys)
-    keys |= dict.fromkeys(sorted(p.name for p in CONF.iterdir() if p.is_dir()))
-    return tuple(keys)
+    files = sorted(CONF.rglob("*.yaml"))
+    keys = [key for path in files for key in _keys(OmegaConf.to_container(OmegaConf.load(path)))]
+    keys += sorted(path.name for path in CONF.iterdir() if path.is_dir())
+    return tuple(dict.fromkeys(keys))
 
 
-def _collect(values: Any, keys: dict[str, None]) -> None:
+def _keys(values: Any) -> Iterator[str]:
     if isinstance(values, dict):
         for key, value in values.items():
-            keys[str(key)] = None
-            _collect(value, keys)
+            yield str(key)
+            yield from _keys(value)

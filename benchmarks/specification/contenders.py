@@ -70,10 +70,6 @@ class Compared:
         return replace(contender, space=replace(space, families=families))
 
 
-def _has_pipeline(knobs: Any) -> bool:
-    return bool(getattr(knobs, "pp", 1) > 1)
-
-
 def whole(contender: Contender[Any]) -> Compared:
     """The row of a contender that may have any plan of its space."""
     return Compared(
@@ -92,7 +88,7 @@ _DEEPSPEED = tuple(
         others=(DEEPSPEED_ZERO3,) * ("best" in name),
     )
     for name, label, allows in (
-        ("deepspeed_3d", "DeepSpeed 3D", _has_pipeline),
+        ("deepspeed_3d", "DeepSpeed 3D", lambda knobs: bool(knobs.pp > 1)),
         ("deepspeed_best", "DeepSpeed, best", lambda _: True),
     )
 )

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import cast
 
-from baselines.fsdp.contender import accumulated
+from baselines.fsdp.contender import accumulated, recomputed_pieces
 from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.reading import preset
 from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from benchmarks.validation.stated import cluster_of, preset_of
+from zeropp.choose.planner import recomputed_blocks
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import balanced_cuts, cut_by_cost
 from zeropp.price.cluster import Cluster
@@ -28,7 +30,7 @@ from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import Schedule
 from zeropp.types.layout import Layout
-from zeropp.types.literals import Precision, Recompute, ReduceEvery, ReplicateZero
+from zeropp.types.literals import Auto, Precision, Recompute, ReduceEvery, ReplicateZero
 from zeropp.types.shape import ModelShape
 
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
@@ -51,7 +53,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
-    recompute_blocks: int | None = None  # of the whole model; None: all
+    recompute_blocks: int | Auto = "auto"  # the first N of every stage; auto: all
     cuts: tuple[int, ...] | None = None  # None: by the program's rule
     knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
 
@@ -68,18 +70,35 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
             f"pp={row.pp}, as schedule={row.schedule} needs"
         )
+    cluster = preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row)
+    program = program_of(row)
+    # With ZeRO-2 parameters are sharded, too, where the program has no buffers for gradients that
+    # stay on their rank, as FSDP has none.
+    sharded = row.zero == 3 or (row.zero == 2 and program.zero3 and not program.bf16.bucket)
+    shard = (row.zero3_group or row.dp) if sharded else 1
     return Case(
         shape=replace(row.shape, document=row.document or 0),
-        cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
-        program=program_of(row),
-        layout=_layout(row),
+        cluster=cluster,
+        program=program,
+        layout=Layout(
+            pp=row.pp,
+            tp=row.tp,
+            context=row.cp,
+            shard=shard,
+            replicate=row.dp // shard,
+            context_copies=not sharded,
+            exchange="ring",
+            chunks=row.chunks,
+            replicate_zero=0 if sharded or row.zero1_group else cast("ReplicateZero", row.zero),
+            sequence_parallel=row.sequence_parallel,
+        ),
         schedule="1f1b" if row.schedule == "none" else row.schedule,
-        gathers=_gathers(row) and not program_named(row.program).live_parameters,
+        gathers=sharded and not program.live_parameters,
         microbatch=row.micro_batch,
         num_microbatches=count,
         recompute=row.recompute,
         precision=_precision(row),
-        recompute_blocks=row.recompute_blocks,
+        recompute_blocks=(row.recompute_blocks or 0) // (row.pp * row.chunks) or "auto",
         cuts=row.cuts,
         knobs=row.knobs,
     )
@@ -92,8 +111,7 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
         raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
     if row.schedule in _UNPRICED_SCHEDULES:
         raise UnpredictableError(f"schedule={row.schedule}: no generator")
-    stages = row.pp * row.chunks
-    if row.recompute_blocks and row.recompute_blocks % stages:
+    if row.recompute_blocks and row.recompute_blocks % (row.pp * row.chunks):
         raise UnpredictableError(
             f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
             f"pp={row.pp} x chunks={row.chunks} stages"
@@ -118,39 +136,11 @@ def _precision(row: PublishedRow) -> Precision:
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
 
 
-def _gathers(row: PublishedRow) -> bool:
-    """Whether parameters are sharded; with ZeRO-2 they are where the program has no buffers for
-    gradients that stay on their rank, as FSDP has none."""
-    program = program_named(row.program)
-    return row.zero == 3 or (row.zero == 2 and program.zero3 and not program.bf16.bucket)
-
-
-def _layout(row: PublishedRow) -> Layout:
-    shard = (row.zero3_group or row.dp) if _gathers(row) else 1
-    return Layout(
-        pp=row.pp,
-        tp=row.tp,
-        context=row.cp,
-        shard=shard,
-        replicate=row.dp // shard,
-        context_copies=not _gathers(row),
-        exchange="ring",
-        chunks=row.chunks,
-        replicate_zero=_zero_over_replicas(row),
-        sequence_parallel=row.sequence_parallel,
-    )
-
-
-def _zero_over_replicas(row: PublishedRow) -> ReplicateZero:
-    if row.zero1_group is not None or _gathers(row):
-        return 0
-    return 2 if row.zero == 2 else 1 if row.zero == 1 else 0
-
-
 def program_of(row: PublishedRow) -> Program:
     """The registered program, with the traits that the row states differently."""
-    rotates = row.shape.family == "llama"
-    program = program_as_run(row.program, compiled=bool(row.compiled), rotates=rotates)
+    program = program_as_run(
+        row.program, compiled=bool(row.compiled), rotates=row.family == "llama"
+    )
     precision = _precision(row)
     state, own = program.state(precision), program.scaling
     if row.gradient_dtype:
@@ -185,8 +175,8 @@ def _cuts(case: Case, stages: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
-    cuts: tuple[int, ...]
     every: ReduceEvery = "unit"
+    recomputed = recomputed_blocks(case.recompute_blocks, case.layout.pp * case.layout.chunks)
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
@@ -195,6 +185,7 @@ def plan_of(case: Case) -> Plan:
             pieces, count = case.shape.num_pieces, case.num_microbatches
             schedule = accumulated(pieces, count, case.program, reduce_every=every)
             cuts = tuple(range(pieces + 1))
+            recomputed = recomputed_pieces(case.recompute_blocks, pieces)
         else:
             schedule = _pipeline_schedule(case)
             cuts = _cuts(case, schedule.num_stages)
@@ -210,21 +201,19 @@ def plan_of(case: Case) -> Plan:
         program=case.program.name,
         precision=case.precision,
         recompute=case.recompute,
-        recomputed=_recomputed(case, cuts),
+        recomputed=recomputed,
         reduce_every=every,
     )
     if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:
         plan = replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
     # ZeRO-1 may be over a part of the replicas, which a layout cannot say.
-    gathers = zero1_ranks(case.layout, case.program) > 1
-    end = replace(plan.step_end, gathers_updated=gathers)
+    end = replace(plan.step_end, gathers_updated=zero1_ranks(case.layout, case.program) > 1)
     return plan.with_programs(with_step_end(schedule, end))
 
 
 def _zeropp_plan(case: Case) -> Plan:
     """The plan that ZeroPP's own planner makes of the case, with the case's program."""
-    layout, stages = case.layout, case.layout.pp * case.layout.chunks
-    blocks = case.recompute_blocks
+    layout = case.layout
     knobs = replace(
         case.knobs or ZeroppKnobs(),
         pp=layout.pp,
@@ -233,29 +222,17 @@ def _zeropp_plan(case: Case) -> Plan:
         replicate=layout.replicate,
         chunks=layout.chunks,
         recompute=case.recompute,
-        recompute_blocks="auto" if blocks is None else blocks // stages,
+        recompute_blocks=case.recompute_blocks,
     )
-    batch = case.microbatch * case.num_microbatches * layout.dp
     task = Task(
         shape=case.shape,
         cluster=case.cluster,
         num_gpus=layout.world,
-        global_batch=batch,
+        global_batch=case.microbatch * case.num_microbatches * layout.dp,
         precision=case.precision,
     )
     plan = ZEROPP.plan(task, Candidate(knobs, case.microbatch))
     return replace(plan, program=case.program.name)
-
-
-def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """The number of blocks that each stage recomputes; empty if all blocks are. Every stage has the
-    same number, except where every piece is a stage: then these are the model's first blocks."""
-    blocks, stages = case.recompute_blocks, len(cuts) - 1
-    if blocks is None:
-        return ()
-    if stages == case.shape.num_pieces:
-        return tuple(int(0 < stage <= blocks) for stage in range(stages))
-    return (blocks // stages,) * stages
 
 
 def _pipeline_schedule(case: Case) -> Schedule:

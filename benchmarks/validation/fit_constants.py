@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ _WIDTHS = {"traffic_factor": 1.0, "attention_factor": 0.5}  # of priors of 1, wh
 def constants() -> tuple[FittedConstant, ...]:
     """All constants that were fitted to published runs."""
     chips = (
-        FittedConstant(_CHIPS[chip], field, _field(preset_of(chip).device, field), prior, width)
+        FittedConstant(_CHIPS[chip], field, attrgetter(field)(preset_of(chip).device), prior, width)
         for chip, field, prior, width in _PRIORS
     )
     return (*chips, *_traits())
@@ -110,12 +111,6 @@ def _traits() -> Iterator[FittedConstant]:
         yield FittedConstant(tuple(names), trait, value, 1.0, _WIDTHS[trait])
 
 
-def _field(owner: Any, path: str) -> float:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return float(owner)
-
-
 def applies(constant: FittedConstant, case: Case) -> bool:
     """Whether a case has the constant."""
     device, name = case.cluster.device, case.program.name
@@ -126,19 +121,17 @@ def applies(constant: FittedConstant, case: Case) -> bool:
 def with_factors(case: Case, factors: Mapping[FittedConstant, float]) -> Case:
     """The case with constants times so much."""
     for constant, factor in factors.items():
-        if not applies(constant, case):
-            continue
-        part, _, field = constant.field.rpartition(".")
-        if case.program.name in constant.of:
-            value = getattr(case.program, field) * factor
-            case = replace(case, program=replace(case.program, **{field: value}))
-            continue
-        device = case.cluster.device
-        owner: Any = device.newer if part else device
-        owner = replace(owner, **{field: getattr(owner, field) * factor})
-        device = replace(device, newer=owner) if part else owner
-        case = replace(case, cluster=replace(case.cluster, device=device))
+        if applies(constant, case):
+            owner = "program" if case.program.name in constant.of else "cluster.device"
+            case = _scaled(case, f"{owner}.{constant.field}", factor)
     return case
+
+
+def _scaled(owner: Any, path: str, factor: float) -> Any:
+    """A dataclass with a number of it, or of what it has, times so much."""
+    name, _, rest = path.partition(".")
+    value = getattr(owner, name)
+    return replace(owner, **{name: _scaled(value, rest, factor) if rest else value * factor})
 
 
 def log_error(row: PublishedRow, case: Case) -> float:
@@ -150,13 +143,12 @@ def slopes(row: PublishedRow) -> tuple[float, list[float]]:
     """A row's error, and how much it changes with the logarithm of every constant."""
     case = case_of(row)
     error = log_error(row, case)
-    moved = [
+    return error, [
         (log_error(row, with_factors(case, {c: math.exp(_STEP)})) - error) / _STEP
         if applies(c, case)
         else 0.0
         for c in constants()
     ]
-    return error, moved
 
 
 def drawn(rows: Sequence[PublishedRow]) -> list[PublishedRow]:

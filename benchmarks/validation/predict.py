@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -146,22 +145,20 @@ def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
 def _layer_s(row: PublishedRow, case: Case) -> float:
     """Seconds of one block's forward, backward or both, with tensor-parallel collectives: the
     difference between the model and one with one more block."""
-    one_stage = replace(case.layout, pp=1, chunks=1)
-    alone = replace(case, layout=one_stage, num_microbatches=1, cuts=None)
-    costs = []
-    for layers in (1, 2):
-        plan = plan_of(replace(alone, shape=replace(case.shape, layers=layers)))
-        costs.append(price_plan(plan, case.cluster, case.program).stages[0])
-    forward = costs[1].forward - costs[0].forward
-    backward = sum(
-        sign * (c.backward_input + c.backward_weight)
-        for sign, c in zip((-1, 1), costs, strict=True)
+    alone = replace(
+        case,
+        layout=replace(case.layout, pp=1, chunks=1),
+        num_microbatches=1,
+        cuts=None,
+        recompute_blocks="auto",  # the block is one of those that are recomputed
     )
-    return _LAYER[row.metric](forward, backward)
-
-
-_LAYER: dict[str, Callable[[float, float], float]] = {
-    "layer_forward_time": lambda forward, backward: forward,
-    "layer_backward_time": lambda forward, backward: backward,
-    "layer_time": lambda forward, backward: forward + backward,
-}
+    plans = [plan_of(replace(alone, shape=replace(case.shape, layers=n))) for n in (1, 2)]
+    one, two = (price_plan(plan, case.cluster, case.program).stages[0] for plan in plans)
+    forward = two.forward - one.forward
+    backward = two.backward_input + two.backward_weight
+    backward -= one.backward_input + one.backward_weight
+    return {
+        "layer_forward_time": forward,
+        "layer_backward_time": backward,
+        "layer_time": forward + backward,
+    }[row.metric]

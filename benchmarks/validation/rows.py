@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import csv
 import difflib
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,50 +32,28 @@ from benchmarks import CHECKOUT
 from benchmarks.specification import SpecError
 from benchmarks.specification.reading import validated
 from zeropp.price import parameter_count
-from zeropp.price.programs import Scaling, entry_named
+from zeropp.price.programs import Scaling, program_named
 from zeropp.types.data import DATA
 from zeropp.types.literals import Recompute
 from zeropp.types.shape import Family, ModelShape
 
-_WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
     "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_backward",
     "placement",
 )  # fmt: skip
-_DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
+_DECIMAL = r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?"
 
 
-def _whole(cell: Any) -> int:
-    if isinstance(cell, str) and _WHOLE.fullmatch(cell):
-        return int(cell)
-    raise ValueError("must be a whole number in digits only, for example 8192")
+def _cell(pattern: str, read: Callable[[str], Any], mistake: str) -> BeforeValidator:
+    """What reads cells that match ``pattern``, and says the ``mistake`` of others."""
 
+    def made(cell: Any) -> Any:
+        if isinstance(cell, str) and re.fullmatch(pattern, cell):
+            return read(cell)
+        raise ValueError(mistake)
 
-def _decimal(cell: Any) -> float:
-    if isinstance(cell, str) and _DECIMAL.fullmatch(cell) and math.isfinite(float(cell)):
-        return float(cell)
-    raise ValueError("must be a number in digits with at most a point, for example 41.5")
-
-
-def _yes_or_no(cell: Any) -> bool:
-    if cell in ("yes", "no"):
-        return bool(cell == "yes")
-    raise ValueError("must be yes or no")
-
-
-def _not_blank(cell: Any) -> str:
-    if isinstance(cell, str) and cell.strip():
-        return cell
-    raise ValueError("must not be blank")
-
-
-def _stage_cuts(cell: Any) -> tuple[int, ...]:
-    """The places at which stages begin, and the end of the last one."""
-    words = str(cell).split(" ")
-    if all(re.fullmatch(r"[0-9]{1,6}", word) for word in words):
-        return tuple(map(int, words))
-    raise ValueError("must be numbers of pieces with one space between them, such as 0 13 26")
+    return BeforeValidator(made)
 
 
 def _own_knobs(cell: Any) -> ZeroppKnobs:
@@ -88,12 +65,26 @@ def _own_knobs(cell: Any) -> ZeroppKnobs:
     return validated(ZeroppKnobs, OmegaConf.to_container(OmegaConf.from_dotlist(cell.split())))
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
-YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
-Text = Annotated[str, BeforeValidator(_not_blank)]
-StageCuts = Annotated[tuple[int, ...], BeforeValidator(_stage_cuts)]
+Whole = Annotated[
+    int, _cell("[0-9]{1,15}", int, "must be a whole number in digits only, for example 8192")
+]
+Count = Annotated[Whole, Field(ge=1)]
+Decimal = Annotated[
+    float,
+    _cell(_DECIMAL, float, "must be a number in digits with at most a point, for example 41.5"),
+    Field(gt=0),
+]
+YesNo = Annotated[bool, _cell("yes|no", lambda cell: cell == "yes", "must be yes or no")]
+Text = Annotated[str, _cell(r"(?s).*\S.*", str, "must not be blank")]
+# The places at which stages begin, and the end of the last one.
+StageCuts = Annotated[
+    tuple[int, ...],
+    _cell(
+        "[0-9]{1,6}( [0-9]{1,6})*",
+        lambda cell: tuple(map(int, cell.split())),
+        "must be numbers of pieces with one space between them, such as 0 13 26",
+    ),
+]
 OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]
 
 
@@ -188,17 +179,6 @@ class UnpredictableError(ValueError):
     """A correct row has no price; the message is one line that says why."""
 
 
-def _known_device(name: str) -> str:
-    if name not in DEVICES:
-        raise ValueError(f"must be one of {', '.join(DEVICES)}: a file of conf/cluster, or stated")
-    return name
-
-
-def _registered(name: str) -> str:
-    entry_named(name)
-    return name
-
-
 class PublishedRow(BaseModel):
     """One measured number and everything on which its price depends."""
 
@@ -210,7 +190,7 @@ class PublishedRow(BaseModel):
     verified: Literal["yes", "secondary"]
     role: Role
     assumed: str = ""  # columns of this row that the source does not state, separated by spaces
-    program: Annotated[Text, AfterValidator(_registered)]
+    program: Annotated[Text, AfterValidator(lambda name: program_named(name).name)]
     # The model.
     model: Text
     params_b: Decimal | None = None
@@ -226,7 +206,14 @@ class PublishedRow(BaseModel):
     document: Count | None = None  # tokens of the packed documents at whose ends attention ends
     tied_embeddings: YesNo
     # Device and network; a blank cell means the value of the device's preset in ``conf/cluster``.
-    device: Annotated[Text, AfterValidator(_known_device)]
+    device: Annotated[
+        str,
+        _cell(
+            "|".join(DEVICES),
+            str,
+            f"must be one of {', '.join(DEVICES)}: a file of conf/cluster, or stated",
+        ),
+    ]
     memory_gib: Decimal | None = None
     memory_bandwidth_gb_s: Decimal | None = None
     peak_bf16_tflops: Decimal | None = None
@@ -328,7 +315,7 @@ def _metric(row: PublishedRow) -> _Checks:
         f"value={row.value!r}: {row.metric} must be yes or no",
     )
     yield (
-        is_number and not (_DECIMAL.fullmatch(row.value) and 0 < float(row.value) < math.inf),
+        is_number and not (re.fullmatch(_DECIMAL, row.value) and float(row.value) > 0),
         f"value={row.value!r}: must be a number above 0 in digits, without unit or commas",
     )
     share, counts_flops = row.measured / units[row.unit], kind in ("flops", "utilization")
@@ -444,7 +431,7 @@ def _schedule(row: PublishedRow) -> _Checks:
         )
     elif name == "interleaved_1f1b":  # embedding and head may count as a block each
         told = f"chunks={row.chunks}: pp={row.pp} x chunks do not divide layers={row.layers}"
-        evenly = entry_named(row.program).program.spread in ("pieces", "blocks")
+        evenly = program_named(row.program).spread in ("pieces", "blocks")
         yield evenly and row.layers % stages and (row.layers + 2) % stages, told
     yield (
         stages > row.layers + 2,
@@ -541,8 +528,7 @@ def _one_line(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
         return message  # a check of several columns, which names them
-    column = first["loc"][0]
     if first["type"] == "literal_error":
         message = f"must be one of {first['ctx']['expected']}"
-    value = first["input"]
-    return message if message.startswith(f"{column}=") else f"{column}={value!r}: {message}"
+    stated = f"{first['loc'][0]}="
+    return message if message.startswith(stated) else f"{stated}{first['input']!r}: {message}"

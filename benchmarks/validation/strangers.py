@@ -18,7 +18,6 @@ same; ``inside`` is the share of a source's runs that are in it.
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
 from collections import defaultdict
@@ -26,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from operator import attrgetter, ne
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ from benchmarks.validation.rows import (
 from zeropp.price.programs import Program, program_named
 
 _MOVES = 0.01  # a slope from which on a constant counts as one on which a run depends
-_SAME = [f.name for f in fields(Program) if f.name not in ("name", "kernels")]
+# The traits in which programs are compared.
+_SAME = attrgetter(*(f.name for f in fields(Program) if f.name not in ("name", "kernels")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,10 @@ class StrangerRun:
 @cache
 def nearest(program: str, others: frozenset[str]) -> str:
     """The program of ``others`` that shares most traits with one; of equals the first by name."""
-    own = program_named(program)
+    own = _SAME(program_named(program))
 
     def differing(name: str) -> int:
-        other = program_named(name)
-        return sum(getattr(own, trait) != getattr(other, trait) for trait in _SAME)
+        return sum(map(ne, own, _SAME(program_named(name))))
 
     return min(sorted(others), key=differing)
 
@@ -228,20 +228,15 @@ def main() -> int:
     errors = errors_by_source(runs)
     print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
     if options.out is not None:
-        write(options.out / "stranger_runs.csv", [asdict(run) for run in runs])
-        write(options.out / "strangers.csv", errors)
+        for name, lines in (("stranger_runs", map(asdict, runs)), ("strangers", errors)):
+            pd.DataFrame(lines).to_csv(
+                options.out / f"{name}.csv",
+                index=False,
+                float_format="%.4f",
+                lineterminator="\r\n",
+            )
         print(f"wrote {options.out}/strangers.csv and stranger_runs.csv")
     return 0
-
-
-def write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table, with four digits behind the point."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        for line in lines:
-            texts = {n: f"{v:.4f}" for n, v in line.items() if isinstance(v, float)}
-            writer.writerow({**line, **texts})
 
 
 if __name__ == "__main__":

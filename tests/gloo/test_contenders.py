@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.blocks import prepare_block
-from baselines.deepspeed_3d.build import build
+from baselines.deepspeed_3d.pipeline import build
 from baselines.deepspeed_3d.private_names import OPS
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from baselines.megatron_core.parameters import contents_of

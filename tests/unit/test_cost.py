@@ -20,7 +20,7 @@ from zeropp.price.activations import block_kept
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import alignment_efficiency, fused_attention_s, matmul_s, stream_s
 from zeropp.price.network import all_reduce_s, gather_s, group_of
-from zeropp.price.pieces import Work, attention_backward_s, attention_s, loss_bytes
+from zeropp.price.pieces import Work, attention_s, loss_bytes
 from zeropp.price.price import stragglers, work_of
 from zeropp.price.programs import (
     Program,
@@ -185,9 +185,11 @@ def test_a_transfer_shares_the_network_with_gathers() -> None:
 def test_backward_of_attention() -> None:
     fused = work(flash=True)
     ramp = A100.device.kernel_us * 1e-6
-    assert attention_backward_s(fused) - ramp == pytest.approx(2.5 * (attention_s(fused) - ramp))
+    assert attention_s(fused, backward=True) - ramp == pytest.approx(
+        2.5 * (attention_s(fused) - ramp)
+    )
     unfused = work(flash=False, dropout_masks=True)
-    assert attention_s(unfused) < attention_backward_s(unfused) < 2.5 * attention_s(unfused)
+    assert attention_s(unfused) < attention_s(unfused, backward=True) < 2.5 * attention_s(unfused)
     assert attention_s(unfused) > attention_s(work(flash=False)) > attention_s(fused)
 
 

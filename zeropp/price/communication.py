@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.flops import linear_weights, piece_parameters
@@ -32,7 +31,6 @@ from zeropp.price.network import (
 )
 from zeropp.price.pieces import (
     Work,
-    attention_backward_s,
     attention_s,
     gradients_of,
     linears,
@@ -40,11 +38,9 @@ from zeropp.price.pieces import (
 )
 from zeropp.price.programs import Program, gathers, sent_bytes
 from zeropp.price.zero3 import persistent_s
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +126,7 @@ def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]
         hidden = min(message, beside) * cluster.device.overlap_slowdown
         return (slices - 1) * (max(0.0, message - beside) + hidden)
 
-    return waits(size, attention_s(work)), waits(2 * size, attention_backward_s(work))
+    return waits(size, attention_s(work)), waits(2 * size, attention_s(work, backward=True))
 
 
 @lru_cache(maxsize=4096)
@@ -276,7 +272,7 @@ def replica_s(
         return 0.0, 0.0
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shards for size in collectives_of(plan, program, stage)]
-    pieces = sizes
+    first = sizes[0]
     if not program.flat_chunks and not program.fsdp_hooks:
         sizes = [sum(sizes)]
     scatters = layout.replicate_zero and not state.zero1_all_reduces
@@ -298,7 +294,7 @@ def replica_s(
     exposed = seconds
     if program.overlap_reduction and not cost.waits_for_reduction:  # the first piece is exposed
         hidden = cost.backward_input + cost.backward_weight
-        exposed = max(seconds - hidden, seconds * pieces[0] / sum(sizes))
+        exposed = max(seconds - hidden, seconds * first / sum(sizes))
     return exposed, seconds - exposed
 
 
@@ -313,11 +309,8 @@ def _by_bucket_s(
     reduction compute waits for those before it. The backward is divided among the products by
     their size; a bias comes with its matrix, just before it.
     """
-    replicas, state = (
-        group_of(cluster, plan.layout, *plan.layout.replica_axes),
-        work.program.state(plan.precision),
-    )
-    sent = sent_bytes(plan, work.program)
+    replicas = group_of(cluster, plan.layout, *plan.layout.replica_axes)
+    state, sent = work.program.state(plan.precision), sent_bytes(plan, work.program)
     # With ZeRO-2 a backward has copied them already (``StateBytes.accumulated``).
     into = 0 if state.accumulated else 2 * element_bytes(plan.precision)
 
@@ -326,8 +319,8 @@ def _by_bucket_s(
         return copied_s + all_reduce_s(cluster, replicas, elements * sent)
 
     def moving_s(elements: float) -> float:
-        waits_s = all_reduce_waits_s(cluster, replicas)
-        return all_reduce_s(cluster, replicas, elements * sent) - waits_s
+        whole_s = all_reduce_s(cluster, replicas, elements * sent)
+        return whole_s - all_reduce_waits_s(cluster, replicas)
 
     gradients = gradients_of(plan, work, stage)
     backward_s = cost.backward_input + cost.backward_weight

@@ -11,14 +11,10 @@ it is counted.
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Device
+from zeropp.types.literals import Precision
 from zeropp.types.operators import Attention
-
-if TYPE_CHECKING:
-    from zeropp.types.literals import Precision
-
 
 TILE = (128, 128)
 # The share of the rate that products reach if a side is no multiple of 32: tensor cores read

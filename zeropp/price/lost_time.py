@@ -1,10 +1,10 @@
 """Why a step takes longer than the compute limit, by causes that add up exactly.
 
-The causes are removed one after the other, in the order of ``_CAUSES`` and slow nodes last. The
-time by which the step becomes shorter is that cause's loss, so each second is counted once; where
-causes overlap, it is counted for the one that is removed last. In the end only compute remains. The
-busiest rank's time above the mean of all ranks is the imbalance; the mean's recomputation and
-unfused accumulation are known; the rest above the limit is due to smaller or slower kernels.
+The causes are removed one after the other, in the order of ``_CAUSES``. The time by which the step
+becomes shorter is that cause's loss, so each second is counted once; where causes overlap, it is
+counted for the one that is removed last. In the end only compute remains. The busiest rank's time
+above the mean of all ranks is the imbalance; the mean's recomputation and unfused accumulation are
+known; the rest above the limit is due to smaller or slower kernels.
 """
 
 from __future__ import annotations
@@ -60,9 +60,6 @@ def breakdown_of(
         price = cause.taken_from(price)
         after = step_of(price)
         lost[kind], before = before - after, after
-    price = replace(price, stragglers=1.0)
-    after = step_of(price)
-    lost["slow_nodes"], before = before - after, after
     ranks = [plan.schedule.stages_of(rank) for rank in range(plan.schedule.num_ranks)]
     busy = [sum(price.stages[s].compute for s in stages) for stages in ranks]
     busiest, mean = (plan.num_microbatches * s for s in (max(busy), sum(busy) / len(busy)))
@@ -86,6 +83,7 @@ class _Cause:
     durations: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)  # by the duration that includes each
     hidden: tuple[str, ...] = ()  # fields of ``StageExtras`` that no duration includes
+    stragglers: bool = False  # slow nodes
 
     def without(self, cost: StageCost, extras: StageExtras) -> StageCost:
         """The durations of a stage without this cause. They are at least 0: if traced durations
@@ -102,6 +100,7 @@ class _Cause:
             price,
             stages=tuple(map(self.without, price.stages, price.extras)),
             extras=tuple(replace(extras, **gone) for extras in price.extras),
+            stragglers=1.0 if self.stragglers else price.stragglers,
         )
 
 
@@ -121,4 +120,5 @@ _CAUSES: dict[str, _Cause] = {
     ),
     "tensor": _Cause(parts={"forward": "tensor_forward", "backward_input": "tensor_backward"}),
     "copies": _Cause(durations=("copy_in", "copy_out"), parts={"backward_weight": "accumulation"}),
+    "slow_nodes": _Cause(stragglers=True),
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zeropp.price.activations import (
     FP32,
@@ -30,10 +29,8 @@ from zeropp.price.kernels import element_bytes
 from zeropp.price.pieces import Work, gradients_of
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
+from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
@@ -289,13 +286,9 @@ def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
     if not work.program.pipe_buffers:
         return 0.0, 0.0
     part = boundary_bytes(work) / work.tp
-    held = buffers = 0.0
-    if stage > 0:
-        buffers += part
-        held += part * (work.tp == 1)
-    if stage < plan.schedule.num_stages - 1:
-        held, buffers = held + part, buffers + part
-    else:
+    receives, sends = stage > 0, stage < plan.schedule.num_stages - 1
+    buffers = part * (receives + sends)
+    if not sends:
         outputs = min(2, plan.num_microbatches)
         buffers += outputs * logits_bytes(work, element_bytes(work.precision))
-    return held, buffers
+    return part * ((receives and work.tp == 1) + sends), buffers

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from zeropp.price.cluster import Device
 from zeropp.price.eager import EagerPass, eager_pass
@@ -25,13 +24,10 @@ from zeropp.price.kernels import (
     stream_s,
 )
 from zeropp.price.programs import Program
+from zeropp.schedule.plan import SizedPlan
+from zeropp.types.literals import Precision, Recompute
 from zeropp.types.operators import Attention
 from zeropp.types.shape import ModelShape
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
-    from zeropp.types.literals import Precision, Recompute
-
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
 BACKWARD_LAUNCHES = 1.5  # those of a backward, over the forward's
@@ -69,16 +65,6 @@ class Work:
     def launch_s(self) -> float:
         """The host's seconds per kernel launch."""
         return self.device.launch_us * self.program.launch_factor * 1e-6
-
-    @property
-    def launches_in_line(self) -> bool:
-        """Whether kernels wait for the host: on a CPU it runs them itself."""
-        return self.program.blocking_launches or self.device.is_cpu
-
-    @property
-    def transfers_in_line(self) -> bool:
-        """Whether compute stops while its rank sends: on a CPU the core that computes copies."""
-        return self.program.blocking_transfers or self.device.is_cpu
 
 
 @dataclass(frozen=True)
@@ -153,7 +139,7 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float, again_tp: flo
         _block_kernels(work), work.program, work.recompute,
         host_s=(forward + more) * work.launch_s,
         back_host_s=(backward + BACKWARD_LAUNCHES * more) * work.launch_s,
-        in_line=work.launches_in_line,
+        in_line=work.program.blocking_launches or work.device.is_cpu,  # whose host runs kernels
         forward_tp=forward_tp, backward_tp=backward_tp, again_tp=again_tp,
     )  # fmt: skip
     return PieceTimes(embedding=_embedding(work), block=block, head=_head(work))
@@ -199,7 +185,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
         weights=sum(product(k, tokens, n) for k, n in linears(work)),
         attention=attention_s(work),
-        attention_backward=attention_backward_s(work),
+        attention_backward=attention_s(work, backward=True),
         elementwise=stream_s(device, block_traffic(work) + cast, forward),
         elementwise_backward=stream_s(
             device, block_traffic_backward(work) + cast_backward, backward
@@ -255,32 +241,21 @@ def passes_of(
     return PassTimes(forward, input_ * stretch + again[recompute], weight * stretch)
 
 
-def attention_s(work: Work) -> float:
+def attention_s(work: Work, *, backward: bool = False) -> float:
     """Seconds of attention's forward: scores, softmax, and their product with the values. Fused
     attention computes only the causal half of the products (arXiv 2205.14135); unfused attention
-    computes whole products and moves the scores through memory."""
+    computes whole products and moves the scores through memory. A ``backward`` has five products
+    for the forward's two if fused (section 3.1), otherwise twice the forward's products."""
     if work.program.flash:
+        fused_s = fused_attention_backward_s if backward else fused_attention_s
         gain = work.program.attention_factor
-        return fused_attention_s(work.device, work.precision, _attention(work), gain=gain)
-    # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
-    return _unfused_products_s(work) + _softmax_s(work, 1.5)
-
-
-def attention_backward_s(work: Work) -> float:
-    """Seconds of attention's backward: five products for the forward's two if fused (arXiv
-    2205.14135, section 3.1), otherwise twice the forward's products."""
-    if work.program.flash:
-        gain = work.program.attention_factor
-        return fused_attention_backward_s(work.device, work.precision, _attention(work), gain=gain)
-    # softmax reads its gradient and the causal half of its output and writes, dropout reads
-    # its gradient and mask and writes
-    return 2 * _unfused_products_s(work) + _softmax_s(work, 2.5)
-
-
-def _softmax_s(work: Work, passes: float) -> float:
+        return fused_s(work.device, work.precision, _attention(work), gain=gain)
+    # Softmax reads the causal half and writes all, dropout reads, writes, and writes its mask. In
+    # the backward softmax reads its gradient, too, and dropout its gradient and mask.
     e = element_bytes(work.precision)
-    moved = passes * e + (2 * e + 1) * work.program.dropout_masks
-    return stream_s(work.device, moved * _scores(work), kernels=2)
+    moved = (1.5 + backward) * e + (2 * e + 1) * work.program.dropout_masks
+    softmax_s = stream_s(work.device, moved * _scores(work), kernels=2)
+    return (1 + backward) * _unfused_products_s(work) + softmax_s
 
 
 def _scores(work: Work) -> int:

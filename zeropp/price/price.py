@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from zeropp.price import zero3
 from zeropp.price.cluster import Cluster
@@ -42,11 +41,9 @@ from zeropp.price.pieces import (
 from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_of
 from zeropp.schedule.cuts import spread_blocks
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
 
 
 def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
@@ -209,7 +206,7 @@ def _timed_stage(
     forward, input_, weight = passes_s(plan, work, tensor)[stage]
     transfer = _transfer_s(plan, cluster, work, stage)
     extras = _extras(plan, cluster, work, tensor, stage)
-    if work.transfers_in_line:
+    if work.program.blocking_transfers or work.device.is_cpu:  # whose cores copy
         before = _transfer_s(plan, cluster, work, stage - 1)
         extras = replace(extras, transfer_forward=transfer, transfer_backward=before)
         forward, transfer = forward + transfer, 0.0
@@ -283,8 +280,7 @@ def _extras(
 def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
-    held = [(plan.blocks[stage], times.block)]
-    held += [(1, end) for end in _ends_of(plan, stage, times)]
+    held = [(plan.blocks[stage], times.block), *((1, end) for end in _ends_of(plan, stage, times))]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
 

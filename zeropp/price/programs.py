@@ -276,8 +276,7 @@ def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
         values |= vars(parent.program)
         sources |= parent.sources
     traits = contents.get("traits", {})
-    unknown = set(traits) - _TRAITS
-    if unknown:
+    if unknown := set(traits) - _TRAITS:
         raise ValueError(f"program={name!r}: unknown trait {', '.join(sorted(unknown))}")
     for trait, statement in traits.items():
         values[trait] = (
@@ -287,8 +286,7 @@ def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
         if "source" in statement:
             sources[trait] = statement["source"]
     entry = ProgramEntry(Program(**{**values, "name": name}), contents["version"], sources)
-    unsourced = [trait for trait in entry.stated if trait not in entry.sources]
-    if unsourced:
+    if unsourced := [trait for trait in entry.stated if trait not in entry.sources]:
         raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
     return entry
 

@@ -23,16 +23,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes, stream_s
 from zeropp.price.network import gather_s, group, group_of, waits_s
 from zeropp.price.pieces import Work
 from zeropp.price.programs import sent_bytes
-
-if TYPE_CHECKING:
-    from zeropp.schedule.plan import SizedPlan
+from zeropp.schedule.plan import SizedPlan
 
 
 class Exposed(NamedTuple):
