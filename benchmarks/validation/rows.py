@@ -367,6 +367,9 @@ def _degrees(row: PublishedRow) -> _Checks:
             group and (row.zero not in zeros or row.dp % group),
             f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}",
         )
+    node = row.gpus_per_node or row.tp
+    told = f"gpus_per_node={node}: neither divides tp={row.tp} nor is divided by it"
+    yield node % row.tp and row.tp % node, told
     yield row.sequence_parallel and row.tp == 1, "sequence_parallel=yes: needs tp above 1"
     yield (
         row.program in SHARD_ALONE and row.tp * row.pp > 1,

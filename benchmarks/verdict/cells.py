@@ -101,14 +101,6 @@ def parts_of(cell: Cell) -> list[tuple[str, str]]:
     return parts
 
 
-def priced_again(cell: Cell, mode: str, setting: str) -> Line:
-    """The line of a ``setting`` as today's code computes it, without a commit. Raises SpecError
-    if its contender no longer has these knobs."""
-    row, contender, candidate = candidate_of(setting)
-    plan = Evaluated(candidate, contender.simulated(cell.priced, candidate))
-    return _line(cell, mode, "", row.name, plan)
-
-
 def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
     """The row, the contender and the plan that a ``setting`` of the table names. Raises SpecError
     if there is none."""
