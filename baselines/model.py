@@ -210,11 +210,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def sliced_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The same, with no more than a slice of the tokens in fp32 at a time."""
-    return in_slices(_sum_of_tokens, logits.flatten(0, 1), targets.flatten()) / targets.numel()
-
-
-def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+    total = in_slices(
+        lambda part, own: F.cross_entropy(part.float(), own, reduction="sum"),
+        logits.flatten(0, 1),
+        targets.flatten(),
+    )
+    return total / targets.numel()
 
 
 @torch.no_grad()

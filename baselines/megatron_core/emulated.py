@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,9 @@ def stand_ins(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     """See ``Contender.stand_ins``: fused functions run, each as one kernel, and ``torch.cuda`` has
     streams, as its own module has."""
     yield private_names, "has_fused_functions", lambda *_: True
-    yield private_names, "run_on_cpu", _run_on_emulated_device
+    state = torch.tensor([0])  # a generator's own has no values
+    run = partial(private_names.give_torch, lambda: state, private_names.nothing)
+    yield private_names, "run_on_cpu", run
     yield from wherever_imported(
         {each: as_one_kernel(device, each) for each in private_names.NOT_COMPILED}
     )
-
-
-def _run_on_emulated_device() -> None:
-    state = torch.tensor([0])  # a generator's own has no values
-    private_names.give_torch(lambda: state, private_names.nothing)

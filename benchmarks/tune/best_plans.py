@@ -129,20 +129,15 @@ def show(outcomes: list[Outcome[Any]]) -> None:
             words = f"fits with {spare(winner, task)} to spare; loses {lost(winner.result, 0.0005)}"
         tell(f"{outcome.contender.label}: {words}.")
     for outcome in outcomes:
-        tell(f"{outcome.contender.label}: {_counted(outcome)}.")
+        reasons = dict(outcome.rejected.most_common())
+        pruned = reasons.pop(SLOWER, 0)
+        words = f"{outcome.simulated:,} simulated, {pruned:,} pruned by their bounds"
+        why = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
+        words += f", {sum(reasons.values()):,} impossible: {why}" * bool(reasons)
+        tell(f"{outcome.contender.label}: {words}.")
     for outcome in outcomes:
         if outcome.contender.caveat:
             tell(outcome.contender.caveat)
-
-
-def _counted(outcome: Outcome[Any]) -> str:
-    """How many configurations were simulated, pruned because their bound showed that they are not
-    the best, and impossible, by reason."""
-    reasons = dict(outcome.rejected.most_common())
-    pruned = reasons.pop(SLOWER, 0)
-    why = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
-    words = f"{outcome.simulated:,} simulated, {pruned:,} pruned by their bounds"
-    return f"{words}, {sum(reasons.values()):,} impossible: {why}" if reasons else words
 
 
 def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
