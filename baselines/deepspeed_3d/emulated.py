@@ -18,13 +18,13 @@ def stand_ins(device: VirtualDevice) -> Iterator[tuple[Any, str, Any]]:
     tensors none. ZeRO-3 does not compare the order of its modules with other ranks'."""
     del device  # its streams are those of ``torch.cuda``
     yield *ACCELERATOR, _Emulated()
-    yield *PARTS_AS_NUMBERS, _described
+    yield (
+        *PARTS_AS_NUMBERS,
+        lambda part: torch.tensor(
+            (len(part.orig_size), *part.orig_size, part.num_parts, part.rank, *part.partition)
+        ),
+    )
     yield *COMPARES_ORDERS, lambda order: None
-
-
-def _described(part: Any) -> torch.Tensor:
-    numbers = (len(part.orig_size), *part.orig_size, part.num_parts, part.rank, *part.partition)
-    return torch.tensor(numbers)
 
 
 class _Emulated(type(get_accelerator())):  # type: ignore[misc]
