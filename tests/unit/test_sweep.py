@@ -394,7 +394,7 @@ def test_a_reason_has_a_line_of_its_own(
     write_unstarted(TOY, tmp_path, new_header("local"), Ending("infeasible", REASON))
     row, reason, counts = printed(tmp_path, monkeypatch, capsys)
     assert row.split()[:3] == [TOY.spec_id, "infeasible", "measured,"]
-    assert row.endswith((" 0 s ago", " 1 s ago"))
+    assert re.search(r" \d s ago$", row)
     assert reason == f"    {REASON}"
     assert counts == "1 infeasible"
 
