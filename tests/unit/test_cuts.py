@@ -94,8 +94,10 @@ def test_embedding_and_head_are_no_blocks() -> None:
 def test_a_block_costs_the_same_before_and_behind_a_cut() -> None:
     """Time and bytes, wherever the cut between two stages is: only the places differ."""
     prices = [price_plan(cut_at(place), task().cluster) for place in (20, 21, 22)]
-    names = {"stages": ("forward", "backward_input", "backward_weight")}
-    names["memory"] = ("parameters", "optimizer", "activations", "deferred", "unsharded")
+    names: dict[str, tuple[str, ...]] = {
+        "stages": ("forward", "backward_input", "backward_weight"),
+        "memory": ("parameters", "optimizer", "activations", "deferred", "unsharded"),
+    }
     for part, field in ((part, field) for part, fields in names.items() for field in fields):
         of_stages = [[getattr(one, field) for one in getattr(price, part)] for price in prices]
         totals = [sum(values) for values in of_stages]
