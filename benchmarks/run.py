@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import closing
 from typing import Any
 
 from benchmarks.specification import SpecError
@@ -37,7 +38,8 @@ def _run() -> int:
     from benchmarks.launch.sweep import point_of, run_points
     from benchmarks.specification.progress import track
 
-    points = [point_of(config) for config in track(configs, len(configs), "points planned")]
+    with closing(track(configs, len(configs), "points planned")) as each:
+        points = [point_of(config) for config in each]
     if len(points) == 1 and points[0].plan is None:
         raise SpecError(points[0].reason)
     return run_points(points, configs)

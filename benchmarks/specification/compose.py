@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -63,8 +64,8 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
             points = _points(config_name, parsed, asked.multirun)
             from benchmarks.specification.progress import track  # what follows --help only
 
-            each = track(points, len(points), "configurations read")
-            return list(_composed(config_name, each))
+            with closing(track(points, len(points), "configurations read")) as each:
+                return list(_composed(config_name, each))
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise SpecError(_one_line(error, overrides)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -71,8 +71,9 @@ class _Logged(Progress):
                     self.console.print(line, markup=False, soft_wrap=True)
 
 
-def track(items: Iterable[T], total: int | None, title: str) -> Iterator[T]:
-    """The items, with a progress line while they are consumed."""
+def track(items: Iterable[T], total: int | None, title: str) -> Generator[T, None, None]:
+    """The items, with a progress line while they are consumed. Whoever may be stopped by an error
+    in between closes it, or its lines go on as long as somebody keeps the error."""
     with progress_line() as bar:
         line = bar.add_task(title, total=total)
         for item in items:

@@ -317,14 +317,11 @@ def test_the_clock_is_a_day_ahead_where_somebody_asks(suite: Suite) -> None:
 def test_the_checkout_is_edited_before_the_job_starts(suite: Suite) -> None:
     mine = suite.directory / "mine"
     copy_checkout(mine)
-    real: tuple[str, ...] = (
-        "num_gpus=1",
-        "global_batch=2",
-        "measure.gate=false",
-        "measure.timeline=false",
+    real = (
+        *("num_gpus=1", "global_batch=2", "measure.gate=false", "measure.timeline=false"),
+        *("measure.warmup_steps=0", "measure.steps=1", "+launcher.sbatch.hold=true"),
+        "+launcher.report_sbatch.hold=true",
     )
-    real += ("measure.warmup_steps=0", "measure.steps=1", "+launcher.sbatch.hold=true")
-    real += ("+launcher.report_sbatch.hold=true",)
     for seed, snapshot in enumerate(("true", "false")):
         choice = (f"seed={seed}", f"launcher.snapshot={snapshot}")
         typed(suite, "benchmarks.run", *suite.given(*real, *choice), folder=mine)

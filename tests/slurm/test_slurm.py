@@ -100,22 +100,18 @@ def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
     assert suite.states() == ["ok"]
 
 
-def sweep_of(suite: Suite) -> str:
-    (path,) = suite.runs.glob("slurm/zeropp+*")
-    return path.name
-
-
 def test_queued_points_are_never_doubled(suite: Suite) -> None:
     held = ("seed=0,10", "+launcher.sbatch.hold=true")
     suite.stand_in(*held)
     queue = suite.queue()
     assert suite.states() == ["waiting", "waiting"]
     array = queue[0].partition("_")[0]
+    (sweep,) = suite.runs.glob("slurm/zeropp+*")
     suite.cluster.run("scontrol", "update", f"JobId={array}", "JobName=renamed")
     printed = suite.stand_in(*held, "rerun=all")
     assert "0 of 2 points to run with launcher=slurm, 2 under way" in printed
     assert printed.count("left alone") == 2
-    suite.cluster.run("scontrol", "update", f"JobId={array}", f"JobName={sweep_of(suite)}-0")
+    suite.cluster.run("scontrol", "update", f"JobId={array}", f"JobName={sweep.name}-0")
     assert suite.queue() == queue
     suite.cluster.run("scancel", *queue)
     suite.wait_for_states(["failed", "failed"])

@@ -216,13 +216,9 @@ def test_what_ended_from_outside_is_tried_again_but_not_for_ever(suite: Suite) -
 
 
 def test_a_queue_that_answers_from_a_cache_doubles_nothing(suite: Suite) -> None:
-    folder = suite.directory / "bin"
-    folder.mkdir(parents=True)
-    (folder / "squeue").write_text("#!/usr/bin/env bash\nexit 0\n")  # as it was before
-    (folder / "squeue").chmod(0o755)
     held = ("seed=0,10", "+launcher.sbatch.hold=true")
     suite.stand_in(*held)
-    suite.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    stand_before(suite, "squeue", "exit 0")  # the queue as it was before
     assert "0 of 2 points to run with launcher=slurm, 2 under way" in suite.stand_in(*held)
     assert suite.states() == ["waiting", "waiting"]
     suite.environment.clear()

@@ -29,6 +29,7 @@ from zeropp.__main__ import FOLDERS
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
 SCRIPT = CHECKOUT / "scripts" / "examples" / "plain_fsdp2.py"
+LLAMA = CHECKOUT / "docs" / "examples" / "configurations" / "llama_config.json"
 
 # arguments, what the line must say
 CASES = [
@@ -161,6 +162,7 @@ OTHER_CASES = [
     ("report {demo} --base magic", "--base=magic: no record of that contender (there are"),
     ("report {demo} --table paper --base magic", "--base=magic: no record of that contender"),
     ("report {demo} --against unit", "--against='unit': must be knobs as in 'unit=8 chunks=2'"),
+    ("report {tmp}/list.json --out {tmp}/list.json", "list.json: cannot be written to"),
     ("report --compare {demo}", "argument --compare: expected 2 arguments"),
     ("report {demo} --compare {demo} {demo}", "--compare names both sets of runs"),
     ("report --compare {demo} /nowhere", "/nowhere: no such file or directory"),
@@ -171,6 +173,27 @@ OTHER_CASES = [
     ("show schedule unit=999", "unit=999: must be at most microbatches=8"),
     ("show schedule chunk=2", "chunk=2: unknown key (did you mean chunks?)"),
     ("show schedule ranks=0", "ranks=0: must be at least 1"),
+    ("show timetable", "zeropp show schedule"),
+    ("show schedule forward=0", "forward=0: must be more than 0"),
+    ("show schedule forward=nan", "forward=nan: must be more than 0"),
+    ("show schedule backward_input=-1", "backward_input=-1: must be more than 0"),
+    ("show schedule forward=1e-9", "backward_input=1: must be from 0 to 1e-07"),
+    ("show schedule transfer=inf", "transfer=inf: must be from 0 to 100"),
+    ("show schedule unshard=lots", "unshard=lots: needs a number"),
+    ("show schedule microbatches=2.5", "microbatches=2.5: needs a number"),
+    ("show schedule prefetch=-1", "prefetch=-1: must be at least 0"),
+    ("show schedule unit=-3", "unit=-3: must be at least 1"),
+    ("show schedule unit=0", "unit=0: must be at least 1"),
+    ("show schedule cap=0", "cap=0: must be at least 1"),
+    ("show schedule name=1f1b unit=4", "unit=4: only name=zeropp has it"),
+    ("show schedule cap=1 chunks=2", "activation_cap=1: a unit of 4"),
+    ("show schedule reduce_every=day", "reduce_every=day: use unit or step"),
+    ("show schedule name=zbv chunks=3", "chunks=3: zbv has two"),
+    ("show schedule colour=blue", "colour=blue: unknown key"),
+    ("show schedule out=/dev/null/here", "out=/dev/null/here: cannot be written to"),
+    ("show schedule --as deepspeed", "--as deepspeed: use torch"),
+    ("show schedule --as", "use torch"),
+    ("show schedule reduce_every=step --as torch", "neither reduce_every=step nor out"),
     ("show schedule ranks=four", "ranks=four: needs a number"),
     ("show schedule forward=-1", "forward=-1: must be more than 0"),
     ("status /nowhere", "/nowhere: no such folder; nothing was run yet"),
@@ -178,11 +201,15 @@ OTHER_CASES = [
     ("explain {tmp}/list.json", "list.json: must hold keys with values"),
     ("explain {tmp}/list.json num_gpus=true", "num_gpus=True: must be a whole number"),
     ("explain {tmp}/list.json num_gpus=8 num_gpus=4", "num_gpus=4: num_gpus is given twice"),
+    ("explain {llama} clutser=h100", "clutser=h100: must be key=value with a key among"),
     ("explain x --tokens -5", "--tokens -5: must be finite and above 0"),
     ("explain x --tokens nan", "--tokens nan: must be finite and above 0"),
     ("replay {script} --ranks 8 --timeline {tmp}", "is a folder (name a file)"),
     ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
     ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),
+    ("tune foo=1", "foo"),
+    ("tune contenders=[]", "contenders=[]: must be some of"),
+    ("tune cluster=cpu_gloo", "cpu_gloo"),
     ("tune tolerance=2", "tolerance=2: must be from 0 to less than 1"),
     ("tune contenders=[magic]", "contenders='magic': must be among"),
     ("tune model=gpt_9t", "try gpt_14_6b"),
@@ -205,7 +232,7 @@ def test_other_commands_refuse_it_too(
 ) -> None:
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    name, *arguments = typed.format(demo=DEMO, tmp=tmp_path, script=SCRIPT).split()
+    name, *arguments = typed.format(demo=DEMO, tmp=tmp_path, script=SCRIPT, llama=LLAMA).split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "_FIRST_LINE_S", 1e6)  # however slow a loaded machine is
     monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -271,25 +298,31 @@ def test_sigterm_ends_the_workers_of_a_command() -> None:
     assert alive == []
 
 
-def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+PIPES = "set -o pipefail; "
+REPORT = "{python} -m benchmarks.report {demo} --table paper --out {tmp} | true"
+FULL = "error: output: no space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (PIPES + "{python} -m benchmarks.show schedule microbatches=64 | true", (0, "", "")),
+        (
+            PIPES + "{python} -m benchmarks.report {demo} --table paper --out {tmp} | true",
+            (0, "", ""),
+        ),
+        ("{python} -m benchmarks.status {tmp} > /dev/full", (2, "", FULL)),
+        ("{python} -m benchmarks.show schedule >&-", (0, "", "")),  # before it starts
+        ("{python} -m benchmarks.show schedule >&- 2>&-", (0, "", "")),
+    ],
+)
+def test_a_closed_pipe_is_quiet(
+    command: str, expected: tuple[int, str, str], tmp_path: Path
+) -> None:
     """As ``benchmarks.report ... | head -1`` does, sooner than anything is printed."""
-    commands = ("show schedule microbatches=64", f"report {DEMO} --table paper --out {tmp_path}")
-    for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", f"set -o pipefail; {sys.executable} -m benchmarks.{command} | true"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-    full = [f"{sys.executable} -m benchmarks.status {tmp_path} > /dev/full"]
-    done = subprocess.run(["bash", "-c", *full], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: output: no space left on device\n")
-    for closed in (">&-", ">&- 2>&-"):  # before it starts
-        command = f"{sys.executable} -m benchmarks.show schedule {closed}"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    line = command.format(python=sys.executable, demo=DEMO, tmp=tmp_path)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize("columns", ["0", "00"])

@@ -54,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     write_report([root / "runs"], root / "out", Console(quiet=True))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=200_000)
-        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
         problems = _watched(opened, root / "out" / "report.html")
         yield opened
         assert problems == []  # over all that the tests did: no error, no request to a network
@@ -74,9 +74,7 @@ def atlas(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
     write_records(records, root)
     assert write_page(latest_ok(load_frame([root])[0]), root / "atlas.html") == ""
     assert (root / "atlas.html").stat().st_size < 2e6
-    browser = page.context.browser
-    assert browser is not None
-    other = browser.new_page()
+    other = page.context.new_page()
     problems = _watched(other, root / "atlas.html", of="error")
     other.wait_for_selector("svg")
     yield other
@@ -155,9 +153,8 @@ def test_a_figure_of_the_docs_is_shown_whole(page: Page, width: int) -> None:
     css = (CHECKOUT / "docs" / "tables.css").read_text()
     picture = (CHECKOUT / "docs" / "images" / "schedules.svg").as_uri()
     body = f"<body class=md-typeset style='margin: 0 1rem'><p><img src='{picture}'></p></body>"
-    browser = page.context.browser
-    assert browser is not None
-    other = browser.new_page(viewport={"width": width, "height": 844})
+    other = page.context.new_page()
+    other.set_viewport_size({"width": width, "height": 844})
     other.goto((CHECKOUT / "docs" / "tables.css").as_uri())  # a page that may read files
     other.set_content(f"<style>img {{ max-width: 100% }} {css}</style>{body}")
     other.wait_for_function("document.images[0].naturalWidth > 0")

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from benchmarks.launch.attempt import ALIVE, freeze, new_header
+from benchmarks.launch.attempt import ALIVE, age_s, freeze, new_header
 from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import ClusterFacts, QueuedJob
 from benchmarks.launch.slurm.submissions import (
@@ -79,8 +78,9 @@ def attempt(tmp_path: Path) -> Path:
 
 
 def silent_for(attempt: Path, seconds: float) -> None:
-    """The script of the attempt has not beaten for so long."""
-    then = time.time() - seconds
+    """The script of the attempt has not beaten for so long, by the clock that dates its files."""
+    os.utime(attempt / ALIVE, (0, 0))
+    then = age_s(attempt / ALIVE) - seconds
     os.utime(attempt / ALIVE, (then, then))
 
 

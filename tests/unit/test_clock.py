@@ -31,6 +31,7 @@ from zeropp.types.operators import Attention, Product
 CLUSTER = cluster_of("a800")
 DEVICE = replace(CLUSTER.device, overlap_slowdown=0.0)
 PLAIN = replace(CLUSTER, device=DEVICE, gpus_per_node=8)
+SLOWED = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
 SECOND, GIB = Kernel("a second"), 2**30
 
 
@@ -50,8 +51,12 @@ def logs(count: int) -> list[Log]:
     return made
 
 
-def test_kernels_of_a_stream_follow_each_other_and_streams_do_not() -> None:
-    (log,) = logs(1)
+@pytest.fixture
+def log() -> Log:
+    return logs(1)[0]
+
+
+def test_kernels_of_a_stream_follow_each_other_and_streams_do_not(log: Log) -> None:
     for stream in (COMPUTE, "side", COMPUTE):
         log.kernel(stream, SECOND)
     result = step_of([log])
@@ -59,8 +64,7 @@ def test_kernels_of_a_stream_follow_each_other_and_streams_do_not() -> None:
     assert result.busy_s == {0: pytest.approx(2.0)}
 
 
-def test_a_stream_waits_for_an_event_and_its_cause_is_named() -> None:
-    (log,) = logs(1)
+def test_a_stream_waits_for_an_event_and_its_cause_is_named(log: Log) -> None:
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", GIB)
     log.follow(COMPUTE, "nccl")
     log.kernel(COMPUTE, SECOND)
@@ -70,8 +74,7 @@ def test_a_stream_waits_for_an_event_and_its_cause_is_named() -> None:
     assert result.step_s == pytest.approx(1.0 + expected)
 
 
-def test_only_the_last_step_counts() -> None:
-    (log,) = logs(1)
+def test_only_the_last_step_counts(log: Log) -> None:
     for _ in range(5):
         log.kernel(COMPUTE, SECOND)
     log.place(STEP)
@@ -135,8 +138,7 @@ def test_collectives_of_the_same_ranks_share_their_link_and_others_do_not() -> N
     assert step_s(("gathers", (0, 1)), ("replicas", (0, 2))) == pytest.approx(alone)
 
 
-def test_a_slow_host_leaves_the_device_waiting() -> None:
-    (log,) = logs(1)
+def test_a_slow_host_leaves_the_device_waiting(log: Log) -> None:
     for _ in range(3):
         log.kernel(COMPUTE, Kernel("half a second"))
     result = step_of([log], launch_s=2.0)
@@ -149,44 +151,37 @@ def test_a_slow_host_leaves_the_device_waiting() -> None:
     assert step_of([log], launch_s=2.0).step_s == pytest.approx(5.0)  # two launches, and the kernel
 
 
-def test_a_host_that_waits_starts_the_next_kernel_late() -> None:
-    (log,) = logs(1)
+def test_a_host_that_waits_starts_the_next_kernel_late(log: Log) -> None:
     log.kernel("side", SECOND)
     log.sync("side", "Stream.synchronize")
     log.kernel(COMPUTE, SECOND)
     assert step_of([log]).step_s == pytest.approx(2.0)
 
 
-def test_compute_beside_collectives_is_slower() -> None:
-    (log,) = logs(1)
+def test_compute_beside_collectives_is_slower(log: Log) -> None:
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", 1000 * GIB)
     log.kernel(COMPUTE, SECOND)
-    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
-    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.25, rel=1e-4)
+    assert step_of([log], SLOWED).busy_s[0] == pytest.approx(1.25, rel=1e-4)
 
 
-def test_messages_and_collectives_of_earlier_steps_slow_no_compute() -> None:
-    (log,) = logs(1)
+def test_messages_and_collectives_of_earlier_steps_slow_no_compute(log: Log) -> None:
     half = round(500 * GIB / gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB))
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", half)
     log.kernel(COMPUTE, SECOND)
     log.place(STEP)
     log.messages("messages", [Message("group", 0, 1, "", 1000 * GIB)], "isend")
     log.kernel(COMPUTE, SECOND)
-    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
-    assert step_of([log], slowed).busy_s[0] == pytest.approx(1.0)
+    assert step_of([log], SLOWED).busy_s[0] == pytest.approx(1.0)
 
 
-def test_compute_that_is_slowed_hides_more_of_a_collective() -> None:
+def test_compute_that_is_slowed_hides_more_of_a_collective(log: Log) -> None:
     """A collective of 1.1 s beside a kernel of 1 s, which becomes as long, and one behind it."""
-    (log,) = logs(1)
     size = round(1100 * GIB / gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB))
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", size)
     log.kernel(COMPUTE, SECOND)
     log.follow(COMPUTE, "nccl")
     log.kernel(COMPUTE, SECOND)
-    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
-    assert step_of([log], slowed).busy_s[0] == pytest.approx(2 + 0.25 * 1.1, rel=2e-3)
+    assert step_of([log], SLOWED).busy_s[0] == pytest.approx(2 + 0.25 * 1.1, rel=2e-3)
 
 
 RINGS = {
@@ -282,8 +277,7 @@ def test_hosts_meet_when_the_last_one_has_come(late: int) -> None:
 
 
 @pytest.mark.parametrize("waits_for", ["event", "device"])
-def test_a_host_waits_for_an_event_or_for_all_streams(waits_for: str) -> None:
-    (log,) = logs(1)
+def test_a_host_waits_for_an_event_or_for_all_streams(log: Log, waits_for: str) -> None:
     log.kernel("side", SECOND)
     event = log.record("side")
     log.kernel("side", SECOND)
@@ -296,9 +290,8 @@ def test_a_host_waits_for_an_event_or_for_all_streams(waits_for: str) -> None:
     assert step_of([log]).waits_s[0]["host"] == pytest.approx(begins)
 
 
-def test_a_timeline_begins_with_its_step_and_names_what_a_collective_is() -> None:
+def test_a_timeline_begins_with_its_step_and_names_what_a_collective_is(log: Log) -> None:
     """Compute of the step begins while a reduction of the step before is under way."""
-    (log,) = logs(1)
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_reduce_scatter_base_", 1000 * GIB)
     log.place(STEP)
     for _ in range(20):
@@ -311,16 +304,14 @@ def test_a_timeline_begins_with_its_step_and_names_what_a_collective_is() -> Non
     assert {*step_of([log]).waits_s[0]} == {"reduce"}
 
 
-def test_only_compute_is_slowed_and_only_what_a_host_issues_takes_a_launch() -> None:
-    (log,) = logs(1)
+def test_only_compute_is_slowed_and_only_what_a_host_issues_takes_a_launch(log: Log) -> None:
     log.collective("nccl", ("shard", (0, 1)), 2, "c10d::_allgather_base_", 1000 * GIB)
     log.kernel(COMPUTE, SECOND)
     log.follow("side", "nccl")
     for _ in range(20):
         log.kernel("side", SECOND)
-    slowed = replace(PLAIN, device=replace(DEVICE, overlap_slowdown=0.25))
     gather = gather_s(PLAIN, group(PLAIN, 2, 1, 1), 1000 * GIB)
-    assert step_of([log], slowed).step_s == pytest.approx(20 + gather)
+    assert step_of([log], SLOWED).step_s == pytest.approx(20 + gather)
     (log,) = logs(1)
     for _ in range(3):
         log.follow(COMPUTE, "side")
@@ -328,8 +319,7 @@ def test_only_compute_is_slowed_and_only_what_a_host_issues_takes_a_launch() -> 
     assert step_of([log], launch_s=2.0).step_s == pytest.approx(3.0)
 
 
-def test_kernels_that_outlast_their_launches_follow_each_other() -> None:
-    (log,) = logs(1)
+def test_kernels_that_outlast_their_launches_follow_each_other(log: Log) -> None:
     log.meet("the barrier", 1)
     log.collective("nccl", ("shard", (0,)), 1, "c10d::allreduce_")
     log.kernel(COMPUTE, Kernel("half a second"))

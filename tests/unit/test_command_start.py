@@ -23,7 +23,7 @@ ANSWERS = [  # a command line, and words of what it prints
     ("run --help all", ["zeropp", "gpt_tiny", "num_gpus: 4", "gate_tolerance: "]),
     ("run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
     ("tune --help", ["num_gpus: 64", "cluster=a800"]),
-    ("show --help", ["name=zeropp", "reduce_grad"]),
+    ("show --help", ["name=zeropp", "reduce_grad", "backward_weight"]),
     ("status --help", ["usage: ", "--json"]),
     ("validation --help", ["usage: ", "--cluster"]),
     ("report --help", ["usage: ", "--table"]),

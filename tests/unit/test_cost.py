@@ -309,14 +309,11 @@ def test_contenders_on_torch_stop_before_the_last_product(compiled: bool) -> Non
 def test_what_is_not_computed_again_is_not_summed_again(sliced: bool) -> None:
     mine = replace(plan(tp=2, sequence_parallel=sliced), recompute="full")
 
-    def price(*, stops: bool) -> PlanPrice:
-        return price_plan(mine, A100, program(stops_recomputing=stops))
-
     half = matmul_s(A100.device, "bf16", m=2 * GPT.seq, k=GPT.ffn // 2, n=GPT.hidden)
     summed_s = gather_s if sliced else all_reduce_s
     size = 2 * GPT.seq * GPT.hidden * 2  # bytes of the hidden states of two sequences
     summed = summed_s(A100, group_of(A100, mine.layout, "tp"), size)
-    whole, stops = (price(stops=stops) for stops in (False, True))
+    whole, stops = (priced(mine, stops_recomputing=stops) for stops in (False, True))
     less = whole.stages[0].backward_input - stops.stages[0].backward_input
     assert less == pytest.approx(GPT.layers * (half + summed))
     recomputation = whole.extras[0].recomputation - stops.extras[0].recomputation
@@ -334,8 +331,7 @@ def test_torch_computes_gradients_of_biases_with_those_of_weights() -> None:
 
 def test_biases_behind_a_sum_over_ranks_are_added_apart() -> None:
     def forward(tp: int, **traits: bool) -> float:
-        mine = program(separate_projections=True, **traits)
-        return price_plan(plan(tp=tp), A100, mine).stages[0].forward
+        return priced(plan(tp=tp), separate_projections=True, **traits).stages[0].forward
 
     assert forward(1, separate_biases=True) == forward(1)
     hidden = 2 * GPT.seq * GPT.hidden * 2  # bytes of the hidden states of two sequences
@@ -346,7 +342,7 @@ def test_biases_behind_a_sum_over_ranks_are_added_apart() -> None:
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:
     def after(updated: Updated, replicas: int) -> float:
         mine = plan(replicate=replicas, replicate_zero=1)
-        return price_plan(mine, A100, program(updated=updated)).stages[0].gather_updated
+        return priced(mine, updated=updated).stages[0].gather_updated
 
     for updated in ("broadcasts", "slices"):
         few, many = (after(updated, n) - after("gather", n) for n in (8, 512))
@@ -382,23 +378,21 @@ def test_the_loss_moves_what_its_program_s_kernels_read_and_write() -> None:
 def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     def backward(recompute: Recompute, selective: Selective) -> float:
         mine = replace(plan(), recompute=recompute)
-        stage = price_plan(mine, A100, program(selective=selective)).stages[0]
-        return stage.backward_input
+        return priced(mine, selective=selective).stages[0].backward_input
 
     assert backward("selective", "scores") == backward("none", "scores")  # they are never in memory
-    assert backward("none", "half") < backward("selective", "elementwise")
-    assert backward("selective", "elementwise") < backward("selective", "half")
-    assert backward("selective", "half") < backward("full", "half")
-    assert backward("selective", "elementwise") < backward("selective", "mlp")
-    assert backward("selective", "mlp") < backward("full", "mlp")
-    assert backward("selective", "mlp") < backward("selective", "qkv_out")
-    assert backward("selective", "qkv_out") < backward("selective", "qkv") < backward("full", "qkv")
+    elementwise, half, mlp, qkv_out, qkv = (
+        backward("selective", kind) for kind in ("elementwise", "half", "mlp", "qkv_out", "qkv")
+    )
+    assert backward("none", "half") < elementwise < half < backward("full", "half")
+    assert elementwise < mlp < min(qkv_out, backward("full", "mlp"))
+    assert qkv_out < qkv < backward("full", "qkv")
 
 
 def test_recomputed_mlps_run_one_of_two_tensor_parallel_sums_again() -> None:
     def backward(recompute: Recompute) -> float:
         mine = replace(plan(tp=4), recompute=recompute)
-        return price_plan(mine, A100, program(selective="mlp")).extras[0].tensor_backward
+        return priced(mine, selective="mlp").extras[0].tensor_backward
 
     full = backward("full") - backward("none")
     assert backward("selective") - backward("none") == pytest.approx(full / 2)
@@ -420,20 +414,20 @@ def test_recomputed_mlps_keep_neither_their_tensors_nor_their_norm_s_output() ->
 
 def test_a_loss_that_is_not_split_gathers_the_logits_on_the_last_stage() -> None:
     def stages(**traits: object) -> tuple[float, float]:
-        first, last = price_plan(plan(pp=2, tp=4), A100, program(**traits)).stages
+        first, last = priced(plan(pp=2, tp=4), **traits).stages
         return first.forward, last.forward
 
     split, whole = stages(), stages(vocab_parallel=False)
     assert whole[0] == split[0]
     assert whole[1] > 1.05 * split[1]
-    alone = price_plan(plan(pp=2), A100, program(vocab_parallel=False))
-    assert alone == price_plan(plan(pp=2), A100, program())  # there is nothing to gather
+    alone = plan(pp=2)
+    assert priced(alone, vocab_parallel=False) == priced(alone)  # there is nothing to gather
 
 
 def test_two_input_layers_of_a_gated_mlp_reduce_their_input_gradients_apart() -> None:
     def backward(shape: ModelShape, *, split: bool, sequence_parallel: bool = False) -> float:
         mine = plan(shape, tp=4, sequence_parallel=sequence_parallel)
-        return price_plan(mine, A100, program(split_gate=split)).extras[0].tensor_backward
+        return priced(mine, split_gate=split).extras[0].tensor_backward
 
     assert backward(LLAMA, split=True) > 1.4 * backward(LLAMA, split=False)
     assert backward(GPT, split=True) == backward(GPT, split=False)
@@ -444,6 +438,10 @@ def test_two_input_layers_of_a_gated_mlp_reduce_their_input_gradients_apart() ->
 def program(**traits: object) -> Program:
     state = StateBytes(2, 4, 12)
     return Program(name="mine", bf16=state, fp32=state, **traits)  # type: ignore[arg-type]
+
+
+def priced(mine: SizedPlan, **traits: object) -> PlanPrice:
+    return price_plan(mine, A100, program(**traits))
 
 
 def work(**traits: Any) -> Work:

@@ -94,16 +94,15 @@ def test_embedding_and_head_are_no_blocks() -> None:
 def test_a_block_costs_the_same_before_and_behind_a_cut() -> None:
     """Time and bytes, wherever the cut between two stages is: only the places differ."""
     prices = [price_plan(cut_at(place), task().cluster) for place in (20, 21, 22)]
-    for field in ("forward", "backward_input", "backward_weight"):
-        totals = [sum(getattr(cost, field) for cost in price.stages) for price in prices]
-        assert totals == pytest.approx([totals[0]] * 3)
-        first = [getattr(price.stages[0], field) for price in prices]
-        assert first[0] < first[1] < first[2]
-    for field in ("parameters", "optimizer", "activations", "deferred", "unsharded"):
-        totals = [sum(getattr(held, field) for held in price.memory) for price in prices]
-        assert totals == pytest.approx([totals[0]] * 3, rel=1e-6)
-        first = [getattr(price.memory[0], field) for price in prices]
-        assert first[0] < first[1] < first[2]
+    names: dict[str, tuple[str, ...]] = {
+        "stages": ("forward", "backward_input", "backward_weight"),
+        "memory": ("parameters", "optimizer", "activations", "deferred", "unsharded"),
+    }
+    for part, field in ((part, field) for part, fields in names.items() for field in fields):
+        of_stages = [[getattr(one, field) for one in getattr(price, part)] for price in prices]
+        totals = [sum(values) for values in of_stages]
+        assert totals == pytest.approx([totals[0]] * 3, rel=1e-6), field
+        assert of_stages[0][0] < of_stages[1][0] < of_stages[2][0], field
 
 
 def test_a_chunk_has_a_collective_per_flat_buffer() -> None:

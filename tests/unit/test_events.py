@@ -96,14 +96,17 @@ def test_the_update_waits_for_all_reductions_which_have_a_lane_of_their_own() ->
     )
     result = run(scheduled((program(words),), (0, 0)), [END] * 2)
     named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=True))
-    assert named["1REDUCE_GRAD"] == (4.0, 5.0)
-    assert named["1REDUCE_REPLICAS"] == (5.0, 9.0)
-    assert named["0REDUCE_GRAD"] == (6.0, 7.0)  # beside the other stage's sum over the replicas
-    assert named["0REDUCE_REPLICAS"] == (9.0, 13.0)
-    assert named["0REDUCE_TIED"] == (13.0, 13.5)
-    assert named["0GATHER_WHOLE"] == (13.5, 15.0)
-    assert named["0UPDATE"] == (15.0, 17.0)
-    assert named["0GATHER_UPDATED"] == (17.0, 20.0)
+    expected = {
+        "1REDUCE_GRAD": (4.0, 5.0),
+        "1REDUCE_REPLICAS": (5.0, 9.0),
+        "0REDUCE_GRAD": (6.0, 7.0),  # beside the other stage's sum over the replicas
+        "0REDUCE_REPLICAS": (9.0, 13.0),
+        "0REDUCE_TIED": (13.0, 13.5),
+        "0GATHER_WHOLE": (13.5, 15.0),
+        "0UPDATE": (15.0, 17.0),
+        "0GATHER_UPDATED": (17.0, 20.0),
+    }
+    assert {name: named[name] for name in expected} == expected
     assert result.updated == (result.step_s,) == (20.0,)
     assert result.busy == (6.0,)
     lanes = {span.action: span.lane for span in result.spans()}

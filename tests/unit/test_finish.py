@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from benchmarks.launch.attempt import (
     QUIET_S,
     DamagedError,
     Ending,
+    age_s,
     close_abandoned,
     finish_attempt,
     freeze,
@@ -35,6 +35,7 @@ from benchmarks.records.environment import git_state, read_code
 from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from tests.unit.conftest import silent_for
 from tests.unit.toy_spec import mapping
 from tests.waiting import wait_until
 from zeropp.types.timeline import Provenance
@@ -230,8 +231,7 @@ def test_whoever_holds_an_attempt_is_alive_until_it_ends_however_it_ends(attempt
         assert holder.stdout is not None
         if holder.stdout.readline() != "held\n":
             pytest.skip("no other namespaces here")
-        old = time.time() - 2 * QUIET_S
-        os.utime(attempt / ALIVE, (old, old))  # on this machine the lock decides
+        silent_for(attempt, 2 * QUIET_S)  # on this machine the lock decides
         assert is_alive(attempt)
         assert close_abandoned(attempt.parents[1]) == []
         assert not (attempt / "record.json").exists()
@@ -243,18 +243,17 @@ def test_whoever_holds_an_attempt_is_alive_until_it_ends_however_it_ends(attempt
 
 def test_elsewhere_the_heartbeat_decides(attempt: Path) -> None:
     (attempt / ALIVE).write_text("another boot of another machine")
-    assert is_alive(attempt)
-    old = time.time() - QUIET_S - 10
-    os.utime(attempt / ALIVE, (old, old))
-    assert not is_alive(attempt)
+    for silent_s, alive in ((0, True), (QUIET_S - 10, True), (QUIET_S + 10, False)):
+        silent_for(attempt, silent_s)
+        assert is_alive(attempt) == alive
 
 
 def test_a_holder_beats(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BEAT_S < QUIET_S / 3
     monkeypatch.setattr("benchmarks.launch.attempt.BEAT_S", 0.01)
     with keep_alive(attempt / ALIVE):
-        os.utime(attempt / ALIVE, (1e9, 1e9))
-        wait_until(lambda: (attempt / ALIVE).stat().st_mtime > 1e9, "a beat")
+        silent_for(attempt, QUIET_S)
+        wait_until(lambda: age_s(attempt / ALIVE) < QUIET_S / 2, "a beat")
 
 
 def test_nothing_is_recorded_of_what_cannot_be_read(attempt: Path) -> None:

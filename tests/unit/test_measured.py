@@ -40,6 +40,11 @@ DEEPSPEED = (
 )
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "train.log"
+
+
 @pytest.mark.parametrize(
     ("line", "numbers", "seconds"),
     [
@@ -72,28 +77,23 @@ DEEPSPEED = (
         ("{{'iteration': '{}/9', 'train_speed(s/it)': {}}}", ("9", "2.1", "1.9"), 2.0),
     ],
 )
-def test_step_times_of_logs(
-    tmp_path: Path, line: str, numbers: tuple[str, ...], seconds: float
-) -> None:
+def test_step_times_of_logs(log: Path, line: str, numbers: tuple[str, ...], seconds: float) -> None:
     both = line.count("{}") == 2
     lines = [line.format(*((i, n) if both else (n,))) for i, n in enumerate(numbers, 1)]
-    log = tmp_path / "train.log"
     log.write_text("something else: 5 s\n" + "\x1b[32m\n".join(lines))
     measured = measurement(str(log), STEP)
     assert measured.step_s == pytest.approx(seconds, rel=1e-3)
     assert measured.lines == 2
 
 
-def test_validation_is_no_step(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
+def test_validation_is_no_step(log: Path) -> None:
     validated = TITAN.replace("step:", "validate step:").format(2, "24,000")
     log.write_text(f"{TITAN.format(1, '8,000')}\n{validated}\n{validated}\n")
     assert measurement(str(log), STEP).step_s == pytest.approx(64 * 4096 / 16 / 8000)
 
 
-def test_steps_of_another_batch_do_not_count(tmp_path: Path) -> None:
+def test_steps_of_another_batch_do_not_count(log: Path) -> None:
     """While a batch grows, those before the last are shorter; a log of another run is refused."""
-    log = tmp_path / "train.log"
     small = BATCH.replace("64", "32")
     lines = [small.format(i, "1000") for i in range(9)]
     log.write_text("\n".join([*lines, BATCH.format(9, "5000"), BATCH.format(10, "5000")]))
@@ -130,20 +130,18 @@ def test_numbers_with_units(text: str, seconds: float) -> None:
     assert measurement(text, STEP).step_s == pytest.approx(seconds)
 
 
-def test_what_says_no_time_is_refused(tmp_path: Path) -> None:
-    for text in ("843", "0ms", "843 mins", str(tmp_path)):
+def test_what_says_no_time_is_refused(log: Path) -> None:
+    for text in ("843", "0ms", "843 mins", str(log.parent)):
         with pytest.raises(SpecError, match="with its unit, such as 843ms"):
             measurement(text, STEP)
     for text in ("1e400s", "1e400tokens/s", "1e-320samples/s"):
         with pytest.raises(SpecError, match=f"--measured {text}: .* must be finite and above 0"):
             measurement(text, STEP)
-    log = tmp_path / "endless.log"
     log.write_text(f"{TITAN.format(1, '1e400')}\n{TITAN.format(2, '8,000')}\n")
     assert measurement(str(log), STEP).lines == 1
     log.write_text(f"{TITAN.format(1, '8,000')}\n{TITAN.format(2, '1e400')}\n")
     with pytest.raises(SpecError, match="no line says how long a step took"):
         measurement(str(log), STEP)
-    log = tmp_path / "empty.log"
     log.write_text("loss 3.2\n")
     with pytest.raises(SpecError, match="no line says how long a step took"):
         measurement(str(log), STEP)
@@ -171,12 +169,11 @@ def shown(*texts: str) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_a_step_that_grows_is_said_first(tmp_path: Path) -> None:
-    log = tmp_path / "drift.log"
+def test_a_step_that_grows_is_said_first(log: Path) -> None:
     log.write_text("\n".join(MEGATRON.format(i, 1000 + 10 * i) for i in range(48)))
     assert measurement(str(log), STEP).grown == pytest.approx((1.175, 1.415), abs=0.01)
     said = shown(f"{log} global_batch=64 num_gpus=8")
-    assert said.startswith("drift.log of Megatron-LM: its steps grow from 1.17 to 1.42 s.")
+    assert said.startswith("train.log of Megatron-LM: its steps grow from 1.17 to 1.42 s.")
     log.write_text("\n".join(MEGATRON.format(i, 9000 if i < 9 else 1000) for i in range(48)))
     assert measurement(str(log), STEP).grown is None  # warm-up
 

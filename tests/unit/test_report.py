@@ -328,25 +328,6 @@ def test_a_disk_that_becomes_full_is_one_line(
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("nowhere", "nowhere: no such file or directory"), ("file", "--out={}: cannot be written to")],
-)
-def test_command_line_refuses_a_path_that_is_none(
-    tmp_path: Path,
-    name: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").touch()
-    path = str(tmp_path / name)
-    monkeypatch.setattr(sys, "argv", ["report", path, "--out", path])
-    assert main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert reason.format(path) in line
-
-
 def refuse(word: str) -> None:
     raise AssertionError(f"{word} is no JSON")
 

@@ -29,6 +29,14 @@ from benchmarks.records.events import EventWriter
 from tests.unit.conftest import HERE, RUNNING, silent_for, submitted, view_of
 
 
+@pytest.fixture
+def waiting(attempt: Path) -> Path:
+    """The attempt that a submitted job will make."""
+    submitted(attempt, "7", cluster=HERE.identity)
+    shutil.rmtree(attempt)
+    return attempt
+
+
 def let_end(monkeypatch: pytest.MonkeyPatch, *ended: EndedJob) -> None:
     """Let accounting know these endings of the task, or nothing."""
     known = {"7_0": [*ended]} if ended else {}
@@ -97,10 +105,8 @@ def test_an_older_attempt_that_is_alive_counts_beside_a_newer_record(attempt: Pa
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_local_sweep_leaves_alone_what_slurm_has(
-    attempt: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+    waiting: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
 ) -> None:
-    submitted(attempt, "7", cluster=HERE.identity)
-    shutil.rmtree(attempt)  # it waits
 
     def call(*command: str, timeout_s: float = 0, more: object = None) -> str:
         if not is_answered:
@@ -108,7 +114,7 @@ def test_a_local_sweep_leaves_alone_what_slurm_has(
         return "7_0|PENDING|Priority||9:00\n" if "--array" in command else ""
 
     monkeypatch.setattr(client, "call", call)
-    (line,) = local.settle(attempt.parents[1]).values()
+    (line,) = local.settle(waiting.parents[1]).values()
     assert ("job 7_0 is pending" if is_answered else "unseen from here") in line
 
 
@@ -159,15 +165,13 @@ def test_a_job_without_an_id_is_found_by_its_name_and_a_renamed_one_by_its_id(
     assert view_of(attempt, RUNNING).under_way()  # the id was kept
 
 
-def test_a_job_that_never_began_says_why(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    submitted(attempt, "7")
-    shutil.rmtree(attempt)
+def test_a_job_that_never_began_says_why(waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for exit_code, words in (("0:53", "folder cannot be opened"), ("1:0", "before its script")):
         let_end(monkeypatch, EndedJob("FAILED", exit_code, "n"))
-        (record,) = close_ended(view_of(attempt))
+        (record,) = close_ended(view_of(waiting))
         assert words in record.reason
         assert record.interrupted
-        shutil.rmtree(attempt.parent)
+        shutil.rmtree(waiting.parent)
 
 
 def test_a_job_number_that_comes_again_does_not_reach_the_older_attempt(
@@ -369,17 +373,15 @@ def test_what_the_controller_knows_of_a_task_that_the_queue_does_not_list(
 
 
 def test_waiting_points_are_not_submitted_again_where_squeue_is_late(
-    attempt: Path, monkeypatch: pytest.MonkeyPatch
+    waiting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted(attempt, "7")
-    shutil.rmtree(attempt)
     waits = QueuedJob(job="7_0", state="PENDING", reason="Priority")
     monkeypatch.setattr(submissions, "cluster_facts", lambda: HERE)
     monkeypatch.setattr(submissions, "queued_jobs", lambda users: {})
     monkeypatch.setattr(submissions, "known_to_controller", {"7_0": waits}.get)
-    assert list(query_slurm(attempt.parents[1]).under_way()) == [attempt.parent.name]
+    assert list(query_slurm(waiting.parents[1]).under_way()) == [waiting.parent.name]
     monkeypatch.setattr(submissions, "known_to_controller", {}.get)
-    assert query_slurm(attempt.parents[1]).under_way() == {}
+    assert query_slurm(waiting.parents[1]).under_way() == {}
 
 
 @pytest.mark.parametrize(
@@ -393,13 +395,11 @@ def test_waiting_points_are_not_submitted_again_where_squeue_is_late(
     ],
 )
 def test_what_no_node_has_is_named_by_the_controller(
-    attempt: Path, monkeypatch: pytest.MonkeyPatch, now: EndedJob | None, reason: str
+    waiting: Path, monkeypatch: pytest.MonkeyPatch, now: EndedJob | None, reason: str
 ) -> None:
-    submitted(attempt, "7")
-    shutil.rmtree(attempt)
     let_end(monkeypatch, EndedJob("FAILED", "1:0", "None assigned"))
     monkeypatch.setattr(submissions, "last_state", lambda job: now)
-    (record,) = close_ended(view_of(attempt))
+    (record,) = close_ended(view_of(waiting))
     assert record.reason.startswith(reason)
     assert record.interrupted
 

@@ -46,6 +46,7 @@ from zeropp.price.lost_time import TimeBreakdown
 from zeropp.price.simulator import simulate
 
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "claim_33"
+PLANS, REPRICED = (pd.read_csv(REFERENCE / f"{name}.csv") for name in ("plans", "assumptions"))
 SHAPE = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 
 
@@ -67,10 +68,6 @@ def test_a_cell_is_judged_by_its_speed_up() -> None:
     assert verdict["verdict_over_megatron_core"] == "faster, not reproduced"
     assert verdict["verdict_over_best_3d"] == "tie"
     assert verdict["regime"] == "small batch, idle 10 % in 3D"
-
-
-def _repriced() -> pd.DataFrame:
-    return pd.read_csv(REFERENCE / "assumptions.csv")
 
 
 def _rows(
@@ -104,8 +101,7 @@ def test_the_bound_is_the_fastest_public_plan_with_its_memory() -> None:
 
 
 def test_no_committed_3d_row_is_faster_than_the_bound() -> None:
-    plans = pd.read_csv(REFERENCE / "plans.csv")
-    verdicts = judge(plans)
+    verdicts = judge(PLANS)
     best = verdicts[verdicts["mode"] == "best"]
     assert len(best) > 20
     for name in PUBLIC_3D:
@@ -145,8 +141,7 @@ def test_every_configured_cell_is_among_the_rows() -> None:
     """As docs/verdict.md says."""
     (config,) = compose("config", ["experiment=claim_33"])
     keys = {cell.key for cell in study_spec("verdict", config["verdict"]).cells("bf16")}
-    plans = pd.read_csv(REFERENCE / "plans.csv")
-    assert set(plans[CELL].itertuples(index=False, name=None)) >= keys
+    assert set(PLANS[CELL].itertuples(index=False, name=None)) >= keys
 
 
 def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
@@ -159,10 +154,9 @@ def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
 
 
 def test_committed_assumptions_are_of_the_committed_plans() -> None:
-    plans, repriced = pd.read_csv(REFERENCE / "plans.csv"), _repriced()
-    best = plans[(plans["mode"] == "best") & (plans["bandwidth"] == 1) & plans["step_s"].notna()]
+    best = PLANS[(PLANS["mode"] == "best") & (PLANS["bandwidth"] == 1) & PLANS["step_s"].notna()]
     keys = [*CELL, "contender", "step_s"]
-    assert repriced[keys].values.tolist() == best[keys].values.tolist()
+    assert REPRICED[keys].values.tolist() == best[keys].values.tolist()
 
 
 def test_a_table_is_read_as_records_and_written_again_without_loss() -> None:
@@ -212,7 +206,7 @@ def test_a_part_of_a_cell_gives_the_lines_of_its_plans(part: str) -> None:
 
 
 def test_every_committed_step_is_the_sum_of_its_losses() -> None:
-    plans = pd.read_csv(REFERENCE / "plans.csv").dropna(subset=["step_s"])
+    plans = PLANS.dropna(subset=["step_s"])
     kinds = [f"{loss.name}_s" for loss in fields(TimeBreakdown)]
     assert len(plans) > 300
     others = [kind for kind in kinds if kind != "small_kernels_s"]  # which alone may be a gain
@@ -357,7 +351,7 @@ def test_errors_of_kempnerforges_pipelines_are_those_of_its_replays() -> None:
 
 def test_the_pages_words_follow_the_intervals() -> None:
     """ZeroPP and Megatron-Core cannot be told apart, and over DeepSpeed 3D it is faster."""
-    _, uncertainty = judged(pd.read_csv(REFERENCE / "plans.csv"), _repriced())
+    _, uncertainty = judged(PLANS, REPRICED)
     assert all(i.low <= 1 <= i.high for i in uncertainty.medians["megatron_core"].values())
     assert all(interval.low > 1 for interval in uncertainty.medians["deepspeed_3d"].values())
 
