@@ -657,9 +657,16 @@ def watched_trainer(plan: Plan) -> tuple[str, tuple[str, ...]]:
     return str(report), report.host_waits[dist.get_rank()]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zb", "zbv"])
-def test_torchs_pipelines_over_fsdp2_are_clean(schedule: str, world: World) -> None:
-    asked = {"name": "torch_pp", "pp": 2, "shard": 2, "schedule": schedule, "chunks": 2}
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("torch_pp", schedule) for schedule in ("interleaved_1f1b", "interleaved_zb", "zbv")),
+        *(("megatron_core_local", schedule) for schedule in ("1f1b", "interleaved_1f1b")),
+    ],
+)
+def test_pipelines_of_others_are_clean(name: str, schedule: str, world: World) -> None:
+    asked = {"name": name, "pp": 2, "schedule": schedule, "chunks": 1 + (schedule != "1f1b")}
+    asked["shard" if name == "torch_pp" else "replicate"] = 2
     found = world.run(watched_trainer, request(4, asked).plan(), size=4)
     assert found == [("no race, no hang", ())] * 4
 

@@ -1,4 +1,4 @@
-"""What every rank issues to its device in one step, from its program: ours, torch's, Megatron's.
+"""What every rank issues to its device in one step, from its program: ours and torch's.
 
 ``tests/streams`` holds what is said here of our engine against what the engine issues.
 """
@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from zeropp.emulate.log import Issued, Log, Logs, Message
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
-from zeropp.schedule.generators import interleaved_orders
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import (
     COMPUTE,
@@ -164,140 +163,6 @@ def with_early_receives(programs: tuple[RankProgram, ...], places: int) -> tuple
                 out.insert(to, action)
         found.append(tuple(out))
     return tuple(found)
-
-
-def megatron_1f1b(ranks: int, microbatches: int) -> dict[int, list[Issued]]:
-    """Megatron-Core's 1F1B: batches of messages on one communicator (``batch_p2p_comm``), the host
-    waiting for its device after each (``batch_p2p_sync``)."""
-    return {rank: _megatron_rank(rank, ranks, microbatches) for rank in range(ranks)}
-
-
-def _megatron_rank(rank: int, ranks: int, microbatches: int) -> list[Issued]:
-    log, stream = Log(), "nccl pipeline"
-    done = {"F": 0, "B": 0, "F from": 0, "B from": 0}
-
-    def talk(*kinds: str) -> None:
-        """Send the output of the last forward or backward, or receive the input of the next."""
-        messages = []
-        for kind in kinds:
-            forward, sends = kind.startswith("F"), not kind.endswith("from")
-            peer = rank + (1 if forward == sends else -1)
-            number = done[kind] - 1 if sends else done[kind]
-            if not sends:
-                done[kind] += 1
-            if 0 <= peer < ranks:
-                pair = (rank, peer) if sends else (peer, rank)
-                messages.append(Message("pipeline", *pair, f"{kind[0]} {number}"))
-        if messages:
-            log.follow(stream, COMPUTE_STREAM)
-            log.messages(stream, messages, str(kinds))
-            log.wait(COMPUTE_STREAM, log.record(stream))
-            log.sync(None, "batch_p2p_sync")
-
-    def compute(kind: str) -> None:
-        log.kernel(COMPUTE_STREAM)
-        done[kind] += 1
-
-    warmup = min(ranks - rank - 1, microbatches)
-    left = microbatches - warmup
-    for _ in range(warmup):
-        talk("F from")
-        compute("F")
-        talk("F")
-    if left:
-        talk("F from")
-    for number in range(left):
-        compute("F")
-        talk("F", "B from")
-        compute("B")
-        talk("B", *(("F from",) if number < left - 1 else ()))
-    for _ in range(warmup):
-        talk("B from")
-        compute("B")
-        talk("B")
-    return log.issued
-
-
-def megatron_interleaved(
-    ranks: int, chunks: int, microbatches: int, *, lazy: bool
-) -> dict[int, list[Issued]]:
-    """Megatron-Core's interleaved 1F1B with ``overlap_p2p_comm``: messages one by one, each pair of
-    ranks on a communicator of its own. ``lazy``: it is made at the pair's first message."""
-    sizes = (ranks, chunks, microbatches)
-    return {rank: _MegatronRank(rank, *sizes, lazy=lazy).log.issued for rank in range(ranks)}
-
-
-class _MegatronRank:
-    """The order of ``forward_backward_pipelining_with_interleaving`` (megatron-core 0.16.1)."""
-
-    def __init__(
-        self, rank: int, ranks: int, chunks: int, microbatches: int, *, lazy: bool
-    ) -> None:
-        self.log, self._lazy = Log(), lazy
-        self._rank, self._ranks, self._chunks = rank, ranks, chunks
-        self._met: set[tuple[int, int]] = set()
-        self._arrived: dict[tuple[str, int], int] = {}
-        order = interleaved_orders(0, ranks, chunks, num_microbatches=microbatches, group=ranks)
-        self._chunk_of = {
-            kind: [stage // ranks for stage, _ in steps]
-            for kind, steps in zip("FB", order, strict=True)
-        }
-        total = chunks * microbatches
-        warmup = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-        self._first("F")
-        for number in range(warmup):
-            self._step("F", number)
-        self._first("B")
-        for number in range(total - warmup):
-            self._step("F", warmup + number)
-            self._step("B", number)
-        for number in range(total - warmup, total):
-            self._step("B", number)
-
-    def _first(self, kind: str) -> None:
-        if self._rank != self._leader(kind):
-            self._talk(kind, send=None, receive=0)
-
-    def _leader(self, kind: str) -> int:
-        """The rank on which microbatches, or their gradients, begin."""
-        return 0 if kind == "F" else self._ranks - 1
-
-    def _step(self, kind: str, number: int) -> None:
-        event = self._arrived.get((kind, number))
-        if event is not None:
-            self.log.wait("compute", event)
-        self.log.kernel("compute")
-        chunk, last = self._chunk_of[kind][number], self._chunks - 1 if kind == "F" else 0
-        ends = self._rank == self._ranks - 1 - self._leader(kind) and chunk == last
-        receive: int | None = number + 1
-        if self._rank == self._leader(kind):  # what the other end has sent in the same round
-            receive = number - (self._ranks - 1)
-            if receive < 0 or self._chunk_of[kind][receive] == last:
-                receive = None
-        elif number + 1 == len(self._chunk_of[kind]):
-            receive = None
-        self._talk(kind, send=None if ends else number, receive=receive)
-
-    def _talk(self, kind: str, *, send: int | None, receive: int | None) -> None:
-        """``_p2p_ops``: even ranks send first, odd ones receive first."""
-        step = 1 if kind == "F" else -1
-        target, source = (self._rank + step) % self._ranks, (self._rank - step) % self._ranks
-        sending = () if send is None else ((self._rank, target, send),)
-        receiving = () if receive is None else ((source, self._rank, receive),)
-        for one in (*receiving, *sending) if self._rank % 2 else (*sending, *receiving):
-            self._message(kind, *one)
-
-    def _message(self, kind: str, source: int, target: int, number: int) -> None:
-        pair = (min(source, target), max(source, target))
-        if self._lazy and pair not in self._met:
-            self._met.add(pair)
-            self.log.meet(pair, 2)
-        stream = f"nccl {pair}"
-        self.log.follow(stream, "compute")
-        message = Message(stream, source, target, f"{kind}{number}")
-        self.log.messages(stream, [message], f"{kind}{number} from {source} to {target}")
-        if target == self._rank:
-            self._arrived[kind, number] = self.log.record(stream)
 
 
 def first_uses(logs: dict[int, list[Issued]]) -> dict[int, list[Issued]]:

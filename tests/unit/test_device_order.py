@@ -16,8 +16,6 @@ from tests.unit.device_orders import (
     check,
     first_uses,
     logs_of,
-    megatron_1f1b,
-    megatron_interleaved,
     with_early_receives,
 )
 from zeropp.emulate.log import Issued
@@ -105,17 +103,6 @@ LOWERED = [
 def test_other_orders_that_our_passes_lower_end(name: str, chunks: int, ranks: int) -> None:
     order = build(name, num_ranks=ranks, chunks=chunks, num_microbatches=2 * ranks)
     check(logs_of(lower(order, gather=True)), waits_of=ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_megatrons_1f1b_ends(ranks: int) -> None:
-    check(megatron_1f1b(ranks, 2 * ranks), waits_of=ranks)
-
-
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (3, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_megatrons_interleaved_1f1b_ends(ranks: int, chunks: int, lazy: bool) -> None:
-    check(megatron_interleaved(ranks, chunks, 2 * ranks, lazy=lazy), waits_of=ranks)
 
 
 # What must be found. Receives that are posted earlier, as ours were once, hang a host that waits.
