@@ -208,21 +208,27 @@ def trained_alone(
     batches: Iterable[tuple[Tensor, Tensor]],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     rows: int = 1,
-) -> nn.ModuleList:
-    """The layers after a step with each batch in one process, ``rows`` by rows; the gradients of
-    the last step are in them."""
-    model = nn.ModuleList(layers)
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_function,
+) -> tuple[nn.ModuleList, list[float]]:
+    """The layers after a step with each batch in one process, ``rows`` by rows, with the gradients
+    of the last step in them; and the losses. A number beside a layer's output is a loss, too."""
+    model, losses = nn.ModuleList(layers), []
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     for inputs, targets in batches:
         stepper.zero_grad()
+        losses.append(0.0)
         parts = (torch.split(part, rows) for part in (inputs, targets))
         for x, y in zip(*parts, strict=True):
-            value: Any = x
+            values, beside = (x,), list[Tensor]()
             for layer in model:
-                value = layer(*tensors_of(value))
-            (loss_function(value, y) * rows / len(inputs)).backward()  # type: ignore[no-untyped-call]
+                given = tensors_of(layer(*values))
+                values = tuple(one for one in given if one.dim())
+                beside += [one for one in given if not one.dim()]
+            loss = (loss_fn(*values, y) + sum(beside)) * rows / len(inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses[-1] += float(loss.detach())
         stepper.step()
-    return model
+    return model, losses
 
 
 # Unusual layers.
@@ -313,7 +319,7 @@ def alone(name: str, kinds: tuple[Kind, ...]) -> dict[str, Tensor]:
     for layer, taken in branches.items():
         layer.register_forward_hook(lambda _, x, got, taken=taken: taken.add(got.requires_grad))
     sgd = partial(torch.optim.SGD, lr=RATE)
-    model = trained_alone(layers, map(data, range(STEPS)), sgd, MICROBATCH)
+    model, _ = trained_alone(layers, map(data, range(STEPS)), sgd, MICROBATCH)
     assert all(taken == {True, False} for taken in branches.values())
     after = {key: value.detach() for key, value in model.named_parameters()}
     moves = {key: (value - before[key]).abs().flatten() for key, value in after.items()}

@@ -241,7 +241,7 @@ def with_momentum(layers: list[nn.Module], **more: Any) -> ParallelModel:
 
 def error_after_steps(model: ParallelModel, layers: list[nn.Module]) -> float:
     """The difference of this rank's parameters from those of one process that trains the layers."""
-    expected = trained_alone(layers, map(data, range(2)), optimizer)
+    expected, _ = trained_alone(layers, map(data, range(2)), optimizer)
     steps(model, 0, 1)
     return apart(
         dict(model.full_parameters()), dict(expected.named_parameters(remove_duplicate=False))

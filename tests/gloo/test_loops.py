@@ -37,6 +37,7 @@ from tests.gloo.models import (
     seeded,
     steps,
     topology,
+    trained_alone,
 )
 from tests.gloo.world import World, on_ranks
 from zeropp import huggingface
@@ -78,23 +79,8 @@ def tokens(number: int) -> tuple[Tensor, Tensor]:
 @cache
 def alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, parameters and the last step's gradients in one process."""
-    model, losses = nn.ModuleList(made()), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(len(LENGTHS)):
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(*(part[:, None] for part in tokens(number)), strict=True):
-            beside = torch.zeros((), dtype=torch.float64)
-            for layer in model:
-                x = layer(x)
-                if isinstance(x, tuple):
-                    x, more = x
-                    beside = beside + more
-            loss = (loss_function(x, y) + beside) / ROWS
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        losses.append(total)
-        optimizer.step()
+    batches, optimizer = map(tokens, range(len(LENGTHS))), partial(torch.optim.AdamW, lr=0.01)
+    model, losses = trained_alone(made(), batches, optimizer, loss_fn=loss_function)
     parameters = {name: one.detach() for name, one in model.named_parameters()}
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return losses, parameters, gradients

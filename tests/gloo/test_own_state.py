@@ -191,7 +191,7 @@ def test_an_optimizer_goes_on_with_all_that_it_keeps(
     world.run(resumed, kind, tmp_path / "saved", {"shard": 2}, 0, size=2)
     found, *_ = world.run(resumed, kind, tmp_path / "saved", {}, 2, size=1)
     optimizer: Any = lambda p: RESUMED[kind]({"all": p})  # noqa: E731
-    alone = trained_alone(seeded([linear] * 4), map(data, range(4)), optimizer)
+    alone, _ = trained_alone(seeded([linear] * 4), map(data, range(4)), optimizer)
     assert apart(found, alone.state_dict()) < 1e-6
 
 
@@ -327,7 +327,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
 def alone(count: int) -> dict[str, Any]:
     """The state of the layers after some steps in one process."""
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    return trained_alone(stateful(), map(data, range(count)), optimizer).state_dict()
+    return trained_alone(stateful(), map(data, range(count)), optimizer)[0].state_dict()
 
 
 def parallel(**degrees: Any) -> ParallelModel:

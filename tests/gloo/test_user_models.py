@@ -150,7 +150,7 @@ def test_boundaries_with_no_gradient_or_work_in_place(pp: int, kinds: list[Kind]
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randint(5, (ROWS,), generator=generator) if Tokens in kinds else data()[0]
     batches = [(inputs, data()[1])] * 2
-    expected = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
+    expected, _ = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
     model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
     for batch in batches:
         model.train_step(*batch)

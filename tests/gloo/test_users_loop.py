@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zeropp
 from tests.gloo.layers import ROWS, WIDTH, Kind, Scale, frozen, linear
-from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps
+from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps, trained_alone
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
@@ -118,21 +118,9 @@ def plain(name: str) -> list[float]:
     """The losses of a loop in one process."""
     fresh()
     kinds, make = LOOPS[name]
-    model, loss_fn = nn.Sequential(*seeded(kinds)), make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    losses = []
-    for number in range(STEPS):
-        inputs, targets = (part.float() for part in data(number))
-        optimizer.zero_grad()
-        total = 0.0
-        pairs = zip(torch.split(inputs, MICROBATCH), torch.split(targets, MICROBATCH), strict=True)
-        for x, y in pairs:
-            loss = loss_fn(model.float()(x), y) * MICROBATCH / ROWS
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        losses.append(total)
-    return losses
+    layers = [layer.float() for layer in seeded(kinds)]
+    batches = (tuple(part.float() for part in data(number)) for number in range(STEPS))
+    return trained_alone(layers, batches, partial(torch.optim.SGD, lr=0.2), MICROBATCH, make())[1]
 
 
 def trained(name: str, pp: int) -> list[float]:
