@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import zeropp
 from baselines.model import build_model, cross_entropy, initial_std
 from tests.gloo.models import apart, error_of, largest
 from tests.gloo.world import World, on_ranks
-from zeropp import huggingface
 from zeropp.engine.layers.chunk import seed_piece
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.shape import ModelShape
@@ -231,119 +227,6 @@ def step_of(layers: Any, loss: Any, tokens: Tensor, targets: Tensor, **given: An
     """Build a model, and train a step."""
     with zeropp.parallelize(layers, loss, global_batch=ROWS, **given) as model:
         model.train_step(tokens[model.rows], targets[model.rows])
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
-    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "mistral": {"num_key_value_heads": 4, "sliding_window": 3},
-}
-KINDS = ("plain", "packed", "padded")
-
-
-def pretrained(family: str, **more: Any) -> Any:
-    """A tiny model of transformers in fp64, with weights that are not small."""
-    torch.manual_seed(1)
-    config: Any = AutoConfig.for_model(
-        family, vocab_size=32, hidden_size=24, intermediate_size=16, num_hidden_layers=3,
-        num_attention_heads=4, max_position_embeddings=LENGTH, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **FAMILIES[family], **more,
-    )  # fmt: skip
-    make: Any = AutoModelForCausalLM
-    model = make.from_config(config, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.train()
-
-
-def labelled(kind: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Tokens, labels (some are ignored), and what tells documents or padding apart."""
-    tokens, labels = data(0)
-    labels = labels.masked_fill(
-        torch.rand(ROWS, LENGTH, generator=torch.manual_seed(3)) < 0.2, -100
-    )
-    if kind == "packed":
-        lengths = torch.randint(1, LENGTH, (ROWS, 1), generator=torch.manual_seed(4))
-        places = torch.arange(LENGTH).expand(ROWS, -1)
-        return (
-            tokens,
-            labels,
-            {"position_ids": torch.where(places < lengths, places, places - lengths)},
-        )
-    if kind == "padded":
-        mask = (torch.arange(LENGTH) < LENGTH - torch.arange(ROWS)[:, None] % 3).long()
-        return tokens, labels.masked_fill(mask == 0, -100), {"attention_mask": mask}
-    return tokens, labels, {}
-
-
-@cache
-def gradients_alone(family: str, kind: str) -> dict[str, Tensor]:
-    model, (tokens, labels, named) = pretrained(family), labelled(kind)
-    logits = model(tokens, use_cache=False, **named).logits.flatten(0, 1)
-    total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-    # Scaled as in the engine, because norms of these models are in fp32, which rounds by scale.
-    (total / labels.numel()).backward()  # type: ignore[no-untyped-call]
-    factor = labels.numel() / int((labels != -100).sum())
-    return {name: one.grad * factor for name, one in model.named_parameters()}
-
-
-def in_a_thread(*given: Any) -> None:
-    """A backward as autograd runs it on a GPU."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(BACKWARD, *given).result()
-
-
-BACKWARD = torch.autograd.backward
-
-
-def of_transformers(expected: dict[tuple[str, str], dict[str, Tensor]]) -> dict[str, float]:
-    """How far gradients are from those of one process, for each family and kind of batch."""
-    far = {}
-    for (family, kind), gradients in expected.items():
-        tokens, labels, named = labelled(kind)
-        layers = huggingface.layers(pretrained(family))
-        with zeropp.parallelize(
-            layers, huggingface.token_loss, sample=tokens[:1], global_batch=ROWS, pp=2, context=2,
-            sample_keywords={name: one[:1] for name, one in named.items()}, recompute="full",
-            optimizer=SGD, microbatch_size=2,
-        ) as model:  # fmt: skip
-            rows = model.rows
-            with mock.patch.object(torch.autograd, "backward", in_a_thread):
-                model.train_step(
-                    tokens[rows], labels[rows], **{n: x[rows] for n, x in named.items()}
-                )
-            own = {layers.own_name(name): one for name, one in model.gradients()}
-        far[f"{family} {kind}"] = apart(own, gradients)
-    return far
-
-
-def test_models_of_transformers_with_packed_rows(world: World) -> None:
-    expected = {(f, kind): gradients_alone(f, kind) for f in FAMILIES for kind in KINDS}
-    for far in world.run(of_transformers, expected, size=4):
-        assert len(far) == len(expected)
-        assert largest(far.values()) < 1e-9, far
-
-
-ROPES: dict[str, dict[str, Any]] = {
-    "dynamic": {"factor": 2.0},
-    "longrope": {
-        "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 2.0,
-        "original_max_position_embeddings": LENGTH // 2,
-    },
-    "yarn": {"factor": 2.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ROPES)
-@on_ranks(2)
-def test_frequencies_that_come_of_the_last_position_are_refused(kind: str) -> None:
-    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
-    layers = huggingface.layers(pretrained("llama", rope_parameters=rope))
-    given: dict[str, Any] = {"sample": data(0)[0][:1], "global_batch": ROWS, "context": 2}
-    said = error_of(lambda: zeropp.parallelize(layers, huggingface.token_loss, **given).close())
-    words = f"context=2: rope_type='{kind}' takes its frequencies"
-    assert said == "" if kind == "yarn" else words in said
 
 
 def resumed(folder: str, expected: Course) -> float:
