@@ -24,7 +24,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zeropp
 from tests.gloo.layers import ROWS, WIDTH, Kind, Scale, frozen, linear
-from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps, trained_alone
+from tests.gloo.models import (
+    built,
+    data,
+    error_of,
+    refuses,
+    seeded,
+    step,
+    steps,
+    trained_alone,
+)
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
@@ -119,7 +128,7 @@ def plain(name: str) -> list[float]:
     fresh()
     kinds, make = LOOPS[name]
     layers = [layer.float() for layer in seeded(kinds)]
-    batches = (tuple(part.float() for part in data(number)) for number in range(STEPS))
+    batches = ((x.float(), y.float()) for x, y in map(data, range(STEPS)))
     return trained_alone(layers, batches, partial(torch.optim.SGD, lr=0.2), MICROBATCH, make())[1]
 
 
