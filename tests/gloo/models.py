@@ -41,7 +41,6 @@ from tests.gloo.layers import (
     Masked,
     Noting,
     Overwriting,
-    Passing,
     Placed,
     PostHooked,
     Recurrent,
@@ -63,6 +62,7 @@ from tests.gloo.layers import (
     group_norm,
     half_frozen,
     linear,
+    passing,
     scripted,
     spectral,
     weight_normed,
@@ -225,7 +225,7 @@ def trained_alone(
                 given = tensors_of(layer(*values))
                 values = tuple(one for one in given if one.dim())
                 beside += [one for one in given if not one.dim()]
-            loss = (loss_fn(*values, y) + sum(beside)) * rows / len(inputs)
+            loss = (loss_fn(values[0], y) + sum(beside)) * rows / len(inputs)
             loss.backward()  # type: ignore[no-untyped-call]
             losses[-1] += float(loss.detach())
         stepper.step()
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "noted number": (between(Noting, linear), "layers[1]: keeps a number that has a gradient"),
     "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
     "twice": (
-        between(Twice, Passing, Overwriting),
+        between(Twice, passing, Overwriting),
         "layers[3]: its forward changes 'input 0' in",
     ),
     "a view": (
