@@ -215,21 +215,16 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
                 model.load(tmp_path / saved, weights_only=True)
 
 
-def two(groups: Groups) -> list[torch.optim.Optimizer]:
-    """Both have settings and state."""
-    return [torch.optim.Muon(groups["matrices"], lr=0.1), torch.optim.AdamW(groups["others"])]
-
-
-def two_of_them() -> Any:
-    return built(
-        group_of=lambda _, parameter: "matrices" if parameter.dim() == 2 else "others",
-        optimizer=two,
-    )
-
-
 @on_ranks(1)
 def test_several_optimizers_share_what_the_one_shows() -> None:
-    with two_of_them() as model:
+    """Both have settings and state."""
+    with built(
+        group_of=lambda _, parameter: "matrices" if parameter.dim() == 2 else "others",
+        optimizer=lambda groups: [
+            torch.optim.Muon(groups["matrices"], lr=0.1),
+            torch.optim.AdamW(groups["others"]),
+        ],
+    ) as model:
         steps(model, 0)
         optimizer: Any = model.optimizer
         saved = copy.deepcopy(optimizer.state_dict())

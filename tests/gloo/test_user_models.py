@@ -136,12 +136,15 @@ def in_place() -> nn.Module:
     return nn.ReLU(inplace=True)
 
 
-IN_PLACE = [linear, in_place, linear, in_place]
-INTEGERS = [tokens, tokens, embed, linear]
-FORGETFUL = [linear, linear, Forgetful, linear]
-
-
-@pytest.mark.parametrize("kinds", [INTEGERS, FORGETFUL, IN_PLACE], ids=["int", "forgets", "place"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [tokens, tokens, embed, linear],
+        [linear, linear, Forgetful, linear],
+        [linear, in_place, linear, in_place],
+    ],
+    ids=["int", "forgets", "place"],
+)
 @pytest.mark.parametrize("pp", [2, 4])
 @on_ranks(lambda pp: pp)
 def test_boundaries_with_no_gradient_or_work_in_place(pp: int, kinds: list[Kind]) -> None:
