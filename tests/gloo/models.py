@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -41,7 +41,6 @@ from tests.gloo.layers import (
     Masked,
     Noting,
     Overwriting,
-    Passing,
     Placed,
     PostHooked,
     Recurrent,
@@ -63,6 +62,7 @@ from tests.gloo.layers import (
     group_norm,
     half_frozen,
     linear,
+    passing,
     scripted,
     spectral,
     weight_normed,
@@ -208,21 +208,28 @@ def trained_alone(
     batches: Iterable[tuple[Tensor, Tensor]],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     rows: int = 1,
-) -> nn.ModuleList:
-    """The layers after a step with each batch in one process, ``rows`` by rows; the gradients of
-    the last step are in them."""
-    model = nn.ModuleList(layers)
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_function,
+) -> tuple[nn.ModuleList, list[float]]:
+    """The layers after a step with each batch in one process, ``rows`` by rows, with the gradients
+    of the last step in them; and the losses. A number beside a layer's output is a loss, too."""
+    model, losses = nn.ModuleList(layers), []
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     for inputs, targets in batches:
         stepper.zero_grad()
+        losses.append(0.0)
         parts = (torch.split(part, rows) for part in (inputs, targets))
         for x, y in zip(*parts, strict=True):
-            value: Any = x
+            values: tuple[Any, ...] = (x,)
+            beside: list[Tensor] = []
             for layer in model:
-                value = layer(*tensors_of(value))
-            (loss_function(value, y) * rows / len(inputs)).backward()  # type: ignore[no-untyped-call]
+                given = tensors_of(layer(*values))
+                values = tuple(one for one in given if one.dim())
+                beside += [one for one in given if not one.dim()]
+            loss = (loss_fn(values[0], y) + sum(beside)) * rows / len(inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses[-1] += float(loss.detach())
         stepper.step()
-    return model
+    return model, losses
 
 
 # Unusual layers.
@@ -313,7 +320,7 @@ def alone(name: str, kinds: tuple[Kind, ...]) -> dict[str, Tensor]:
     for layer, taken in branches.items():
         layer.register_forward_hook(lambda _, x, got, taken=taken: taken.add(got.requires_grad))
     sgd = partial(torch.optim.SGD, lr=RATE)
-    model = trained_alone(layers, map(data, range(STEPS)), sgd, MICROBATCH)
+    model, _ = trained_alone(layers, map(data, range(STEPS)), sgd, MICROBATCH)
     assert all(taken == {True, False} for taken in branches.values())
     after = {key: value.detach() for key, value in model.named_parameters()}
     moves = {key: (value - before[key]).abs().flatten() for key, value in after.items()}
@@ -349,7 +356,7 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "noted number": (between(Noting, linear), "layers[1]: keeps a number that has a gradient"),
     "kept number": (between(Balanced, linear), "layers[1]: keeps a number that has a gradient"),
     "twice": (
-        between(Twice, Passing, Overwriting),
+        between(Twice, passing, Overwriting),
         "layers[3]: its forward changes 'input 0' in",
     ),
     "a view": (
@@ -380,20 +387,13 @@ def sum_loss(output: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[..., Tensor]] = {"mean": loss_function, "sum": sum_loss}
 
 
+@dataclass(frozen=True)
 class Batch:
-    """A global batch of a step, in fp64, with keyword inputs where layers or loss name them."""
+    """A global batch, with keyword inputs where layers or loss name them."""
 
-    def __init__(self, kind: str, reduction: str, step: int, rows: int = ROWS) -> None:
-        generator = torch.Generator().manual_seed(step)
-        self.inputs, self.targets = torch.randn(
-            2, rows, WIDTH, generator=generator, dtype=torch.float64
-        )
-        self.keywords: dict[str, Tensor] = {}
-        if kind != "tuples":
-            self.keywords["mask"] = torch.rand(rows, WIDTH, generator=generator) < 0.3
-            self.keywords["positions"] = torch.randperm(ROWS, generator=generator)[:rows]
-        if reduction == "sum":
-            self.keywords["row_weight"] = torch.rand(rows, generator=generator).double()
+    inputs: Tensor
+    targets: Tensor
+    keywords: dict[str, Tensor] = field(default_factory=dict)
 
     def part(self, rows: slice) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Some of its rows."""
@@ -401,35 +401,53 @@ class Batch:
         return self.inputs[rows], self.targets[rows], keywords
 
 
+def batch_of(kind: str, reduction: str, step: int, rows: int = ROWS) -> Batch:
+    """That of a step, in fp64."""
+    generator = torch.Generator().manual_seed(step)
+    both = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
+    keywords: dict[str, Tensor] = {}
+    if kind != "tuples":
+        keywords["mask"] = torch.rand(rows, WIDTH, generator=generator) < 0.3
+        keywords["positions"] = torch.randperm(ROWS, generator=generator)[:rows]
+    if reduction == "sum":
+        keywords["row_weight"] = torch.rand(rows, generator=generator).double()
+    return Batch(both[0], both[1], keywords)
+
+
 @dataclass(frozen=True)
 class Course:
-    """A training in one process: its losses; the losses of ``evaluated`` batches before each step,
-    and what the last layer gives for the first of them; and the parameters after the last step."""
+    """A training in one process: the batches of its steps, with their losses; those evaluated
+    before each step, with their losses and what the last layer gives; and the parameters after the
+    last step."""
 
-    kind: str
-    reduction: str
+    batches: Sequence[Batch]
     losses: list[float]
+    evaluated: Sequence[Batch]
     evaluations: list[float]
-    output: Tensor
+    outputs: list[Tensor]
     parameters: dict[str, Tensor]
 
 
-def evaluated(kind: str, reduction: str, step: int) -> Batch:
-    """The seven rows that are evaluated before a step."""
-    return Batch(kind, reduction, 100 + step, rows=7)
+def course_alone(
+    layers: Sequence[nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss_fn: Callable[..., Tensor],
+    batches: Sequence[Batch],
+    evaluated: Sequence[Batch],
+    *,
+    rows: int = MICROBATCH,
+    reduction: str = "mean",
+    seed: int = 0,
+) -> Course:
+    """What one process gets, ``rows`` by rows."""
+    model = nn.ModuleList(layers)
+    stepper = optimizer(model.parameters())
 
-
-@cache
-def course_of(kind: str, reduction: str, steps: int) -> Course:
-    """What every topology is compared with, so that it is computed once and sent to the ranks."""
-    layers, loss_fn = nn.ModuleList(seeded(KINDS[kind])), LOSSES[reduction]
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
-
-    def outputs(batch: Batch, rows: slice, seed: tuple[int, int] | None = None) -> Tensor:
+    def outputs(batch: Batch, rows: slice, place: tuple[int, int] | None = None) -> Tensor:
         value, _, keywords = batch.part(rows)
-        for index, layer in enumerate(layers):
-            if seed is not None:  # of the step's and the microbatch's number
-                seed_piece(0, *seed, index)
+        for index, layer in enumerate(model):
+            if place is not None:  # the step's and the microbatch's number
+                seed_piece(seed, *place, index)
             value = layer(*tensors_of(value), **chosen(keywords, keywords_of(layer)))
         return value
 
@@ -438,30 +456,40 @@ def course_of(kind: str, reduction: str, steps: int) -> Course:
         return loss_fn(output, targets, **chosen(keywords, keywords_of(loss_fn)))
 
     losses, evaluations, given = [], [], []
-    for step in range(steps):
-        batch = evaluated(kind, reduction, step)
-        layers.eval()
+    for step, batch in enumerate(batches):
+        model.eval()
         with torch.no_grad():
-            given.append(outputs(batch, slice(None)))
-            evaluations.append(float(loss(given[-1], batch, slice(None))))
-        layers.train()
-        optimizer.zero_grad()
-        batch, total = Batch(kind, reduction, step), 0.0
-        count = ROWS // MICROBATCH if reduction == "mean" else 1
-        for number in range(ROWS // MICROBATCH):
-            rows = slice(number * MICROBATCH, (number + 1) * MICROBATCH)
-            part = loss(outputs(batch, rows, (step, number)), batch, rows) / count
+            given.append(outputs(evaluated[step], slice(None)))
+            evaluations.append(float(loss(given[-1], evaluated[step], slice(None))))
+        model.train()
+        stepper.zero_grad()
+        losses.append(0.0)
+        count = len(batch.inputs) // rows
+        for number in range(count):
+            microbatch = slice(number * rows, (number + 1) * rows)
+            part = loss(outputs(batch, microbatch, (step, number)), batch, microbatch)
+            part = part / count if reduction == "mean" else part
             part.backward()  # type: ignore[no-untyped-call]
-            total += float(part.detach())
-        optimizer.step()
-        losses.append(total)
-    parameters = {name: value.detach() for name, value in layers.named_parameters()}
-    return Course(kind, reduction, losses, evaluations, given[0], parameters)
+            losses[-1] += float(part.detach())
+        stepper.step()
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name: value.detach() for name, value in named}
+    return Course(batches, losses, evaluated, evaluations, given, parameters)
+
+
+@cache
+def course_of(kind: str, reduction: str, steps: int) -> Course:
+    """What every topology is compared with, so that it is computed once and sent to the ranks."""
+    batches = [batch_of(kind, reduction, step) for step in range(steps)]
+    evaluated = [batch_of(kind, reduction, 100 + step, rows=7) for step in range(steps)]
+    optimizer, loss_fn = partial(torch.optim.AdamW, lr=1e-2), LOSSES[reduction]
+    layers = seeded(KINDS[kind])
+    return course_alone(layers, optimizer, loss_fn, batches, evaluated, reduction=reduction)
 
 
 def with_keywords(kind: str, reduction: str, degrees: Mapping[str, Any]) -> ParallelModel:
     """Layers of a kind on this rank."""
-    inputs, _, keywords = Batch(kind, reduction, 0).part(slice(MICROBATCH))
+    inputs, _, keywords = batch_of(kind, reduction, 0).part(slice(MICROBATCH))
     return built(
         seeded(KINDS[kind]), loss_fn=LOSSES[reduction], sample=inputs, sample_keywords=keywords,
         loss_reduction=reduction, optimizer=adamw, **degrees,

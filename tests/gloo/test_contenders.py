@@ -1,12 +1,18 @@
-"""DeepSpeed 3D, FSDP2 alone and torch's pipelines over FSDP2 on real processes: the numbers of one
-process, and their programs as planned, which are the frameworks' own, action for action."""
+"""DeepSpeed 3D, FSDP2 alone, torch's pipelines over FSDP2 and Megatron-Core on real processes: the
+numbers of one process, and their programs as planned, which are the frameworks' own, action for
+action; and the gate of Megatron-Core where test_gate.py has none like it."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +20,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,9 +38,22 @@ from benchmarks.launch.local import launch
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.running import SweepProgress
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
-from tests.gloo.cases import IN_DEEPSPEEDS_INSTRUCTIONS, LLAMA, STEPS, TEXT, TIED, check, request
+from benchmarks.worker.gate import run_gate
+from tests.gloo.cases import (
+    CPU,
+    IN_DEEPSPEEDS_INSTRUCTIONS,
+    LLAMA,
+    SEED,
+    STEPS,
+    TEXT,
+    TIED,
+    check,
+    local_batch,
+    request,
+)
 from tests.gloo.world import World
 from zeropp.engine.layers.chunk import run_recomputed
 from zeropp.engine.layers.deferred import (
@@ -212,6 +233,175 @@ def test_contenders_clip_adapt_and_round(
     how: Options = {"tolerance": 2e-2} if more else {} if builder else {"optimizer": CLIPPED}
     path = builder and f"{__name__}:{builder}"
     check(world, plan_of(name, options, ranks, **more), builder=path, **how)
+
+
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+OF_MEGATRON = {"tp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved_1f1b"}
+SEQUENCE = {"sequence_parallel": True}
+SHARDED = {"replicate_zero": 1}
+INTERLEAVED = OF_MEGATRON | SEQUENCE
+# Four microbatches per pipeline; what is left of the ranks is data parallelism.
+MEGATRON: list[tuple[int, Options, Options]] = [
+    (8, OF_MEGATRON | SEQUENCE | SHARDED, {"global_batch": 8}),
+    (4, OF_MEGATRON | {"recompute": "full"}, {"global_batch": 4, "model": TIED}),
+    (4, {"tp": 2, "pp": 2, "recompute": "selective"} | SEQUENCE, {"global_batch": 4}),
+    (4, {"pp": 2} | SHARDED, {"global_batch": 8, "model": {"layers": 5}}),
+    (2, {"pp": 1}, {"global_batch": 8, "model": {"layers": 2}}),
+]
+MEGATRON_IN_BF16: list[tuple[int, Options, Options]] = [
+    (
+        4, {"pp": 1, "tp": 2} | SEQUENCE | SHARDED,
+        {"global_batch": 8, "model": LLAMA | {"layers": 2}, "precision": "bf16"},
+    ),
+    (
+        2, {"pp": 1, "grad_accum_dtype": "bf16"} | SHARDED,
+        {"global_batch": 8, "model": {"layers": 2}, "precision": "bf16"},
+    ),
+]  # fmt: skip
+_COUNTED = (
+    *("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    *("all_gather_into_tensor", "_all_gather_base", "isend", "irecv"),
+)
+_LIKE = {"_reduce_scatter_base": "reduce_scatter_tensor"}
+_LIKE |= {"_all_gather_base": "all_gather_into_tensor"}
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Inside, calls of torch's collectives and messages are counted by name."""
+    calls = Counter[str]()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[_LIKE.get(name, name)] += 1
+            return original(*arguments, **keywords)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _COUNTED:
+            wrapped = counted(name, getattr(dist, name))
+            for module in (dist, distributed_c10d):  # batched messages compare them by identity
+                stack.enter_context(mock.patch.object(module, name, wrapped))
+        for module, name in _of_megatron():
+            original = getattr(module, name)
+            wrapped = counted(original.__name__, original)
+            stack.enter_context(mock.patch.object(module, name, wrapped))
+        yield calls
+
+
+def _of_megatron() -> Iterator[tuple[Any, str]]:
+    """Where Megatron-Core's modules have torch's collectives under names of their own."""
+    for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core.")]:
+        for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+            if hasattr(module, name):
+                yield module, name
+
+
+def build_counted(*arguments: Any) -> Any:
+    """Build a trainer of Megatron-Core that counts what it calls in each step."""
+    trainer: Any = CONTENDERS["megatron_core"].build(*arguments)
+    step = trainer.step
+
+    def counting(inputs: Tensor, targets: Tensor) -> Any:
+        with counted_calls() as calls:
+            result = step(inputs, targets)
+        trainer.counters = lambda: calls
+        return result
+
+    trainer.step = counting
+    return trainer
+
+
+@needs_megatron
+@pytest.mark.parametrize(("ranks", "options", "more"), MEGATRON + MEGATRON_IN_BF16, ids=str)
+def test_megatron_core_is_one_process_with_the_planned_actions_and_messages(
+    world: World, ranks: int, options: Options, more: Options
+) -> None:
+    plan = plan_of("megatron_core", options, ranks, **more)
+    how: Options = {"tolerance": 2e-2} if "precision" in more else {"optimizer": CLIPPED}
+    for rank, outcome in enumerate(check(world, plan, builder=f"{__name__}:build_counted", **how)):
+        program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
+        seen = [span.action for span in outcome.spans]
+        assert seen == [str(action) for action in program if action.op.is_compute]
+        assert outcome.counters == planned_calls(plan, rank)
+
+
+def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
+    """The messages of a step on a rank, which are the plan's, and the collectives that the cost
+    model prices (``zeropp/price``), with the few small ones that it does not."""
+    layout, m = plan.layout, plan.num_microbatches
+    program = plan.schedule.programs[layout.coordinates(rank)["pp"]]
+    ops = Counter(action.op for action in program)
+    stages = {action.stage for action in program}
+    first, last = 0 in stages, plan.schedule.num_stages - 1 in stages
+    blocks = sum(plan.blocks[stage] for stage in stages)
+    # Two sums of hidden states per block and pass, one of them in the MLP; embedding and head
+    # have one each.
+    again = sum(plan.recomputed_per_stage[s] for s in stages) * (
+        1 if plan.recompute == "selective" else 2
+    )
+    forward, backward = 2 * blocks + again + first, 2 * blocks + last
+    calls = Counter(isend=ops[Op.SEND_F] + ops[Op.SEND_B], irecv=ops[Op.RECV_F] + ops[Op.RECV_B])
+    if layout.tp > 1 and layout.sequence_parallel:
+        if first and plan.shape.family == "gpt":  # learned positions are added before the split
+            calls["all_reduce"] += m
+            calls["reduce_scatter_tensor"] -= m
+        # A sum is a reduce-scatter, whose opposite is an all-gather; products' inputs are gathered
+        # once more for their weight gradients.
+        calls["reduce_scatter_tensor"] += m * (forward + backward)
+        calls["all_gather_into_tensor"] += m * (forward + backward + 2 * blocks + last)
+        calls["all_reduce"] += 1  # the gradients of norms
+    elif layout.tp > 1:
+        calls["all_reduce"] += m * (forward + backward)
+    if layout.replicate_zero:
+        calls["reduce_scatter_tensor"] += ops[Op.REDUCE_GRAD]
+        calls["all_gather_into_tensor"] += len(stages)  # what the last step has updated
+    else:  # also where there is one data-parallel rank
+        calls["all_reduce"] += ops[Op.REDUCE_GRAD]
+    calls["all_reduce"] += 3 * m * last  # numbers per token: maximum, sum, the target's logit
+    calls["all_reduce"] += 2  # the gradient's norm and the loss
+    calls["all_reduce"] += plan.shape.tied_embeddings and layout.pp > 1 and (first or last)
+    return +calls
+
+
+def passes_gate(spec: RunSpec) -> bool:
+    """On a rank: whether the gate passes."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    contender = CONTENDERS[spec.contender.name]
+    return bool(run_gate(spec, contender, open_batches(spec), CPU)["passed"])
+
+
+@needs_megatron
+@pytest.mark.parametrize(("ranks", "options", "more"), MEGATRON_IN_BF16, ids=str)
+def test_the_gate_of_megatron_core_in_bf16_passes(
+    world: World, ranks: int, options: Options, more: Options
+) -> None:
+    asked: Options = {"name": "megatron_core", **options}
+    clipped = {"weight_decay": 0.1, "clip_norm": 1.0}
+    model = {"vocab": 256, **more["model"]}
+    more = more | {"model": model, "global_batch": 4}
+    spec = request(ranks, asked, data=TEXT, optimizer=clipped, **more)
+    assert all(world.run(passes_gate, spec, size=ranks))
+
+
+def actions_in_other_groups(plan: Plan, group: int) -> list[str]:
+    """The actions of a step whose interleaving sends this many microbatches through a chunk before
+    the next one, instead of the planner's number."""
+    trainer: Any = CONTENDERS["megatron_core"].build(plan, CLIPPED, CPU, SEED)
+    trainer._config.microbatch_group_size_per_vp_stage = group
+    trainer.record_spans(True)
+    trainer.step(*local_batch(plan, 0))
+    return [span.action for span in trainer.spans()]
+
+
+@needs_megatron
+def test_other_groups_of_microbatches_of_megatron_core_are_another_order(world: World) -> None:
+    plan = plan_of("megatron_core", INTERLEAVED, global_batch=4)
+    seen = world.run(actions_in_other_groups, plan, 4, size=4)
+    planned = [str(action) for action in plan.schedule.programs[0] if action.op.is_compute]
+    assert seen[0] != planned
+    assert sorted(seen[0]) == sorted(planned)
 
 
 def test_a_compiled_block_leaves_its_last_product_out() -> None:

@@ -81,16 +81,19 @@ def test_good_settings_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_settings.check_cuda(pp=8)
 
 
-def test_what_hangs_by_design_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, CUDA_LAUNCH_BLOCKING="1")
-    with pytest.warns(UserWarning, match="CUDA_LAUNCH_BLOCKING is set: pipelines hang"):
-        cuda_settings.check_cuda(pp=2)
-
-
-def test_a_driver_that_was_initialised_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch)
-    monkeypatch.setattr(cuda_settings, "CUDA_MISSED", ["CUDA_MODULE_LOADING"])
-    with pytest.warns(UserWarning, match="initialised without CUDA_MODULE_LOADING: steps may"):
+@pytest.mark.parametrize(
+    ("settings", "missed", "words"),
+    [
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, [], "CUDA_LAUNCH_BLOCKING is set: pipelines hang"),
+        ({}, ["CUDA_MODULE_LOADING"], "initialised without CUDA_MODULE_LOADING: steps may"),
+    ],
+)
+def test_what_hangs_by_design_and_a_driver_that_was_initialised_before_are_one_warning(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], missed: list[str], words: str
+) -> None:
+    told(monkeypatch, **settings)
+    monkeypatch.setattr(cuda_settings, "CUDA_MISSED", missed)
+    with pytest.warns(UserWarning, match=words):
         cuda_settings.check_cuda(pp=2)
 
 

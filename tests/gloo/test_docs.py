@@ -203,7 +203,7 @@ def test_the_answers_run(tmp_path: Path) -> None:
     names["model"].close()
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "scripts" / "examples" / "train.py"
 TEXT = ROOT / "benchmarks" / "worker" / "kjv_genesis_psalms.txt"
 SIZES: dict[str, Any] = {
@@ -283,19 +283,16 @@ def test_rows_are_documents_that_do_not_see_each_other() -> None:
     assert places == [[0, 1, 2, 3, 0], [0, 1, 0, 1, 2]]
 
 
-SOURCE = Path(__file__).resolve().parents[2]
-
-
 def test_a_lone_rank_is_measured_and_reported(tmp_path: Path) -> None:
     out, specs = tmp_path / "out", tmp_path / "specs"
     small = {"GPU_READY_SMALL": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     places = {"OUT": str(out), "SPECS": str(specs), "TMPDIR": str(tmp_path)}
-    variables = os.environ | small | places | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    variables = os.environ | small | places | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     variables |= {"S": "400", "LONG": "300", "ONLY": "lone_a1 overlap"}
     freeze = [sys.executable, "scripts/gpu/specs.py", str(specs), "--small", "--only=a_zeropp"]
     for command in (freeze, ["bash", "scripts/gpu/run.sh"]):
-        done = subprocess.run(command, cwd=SOURCE, env=variables, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert not (out / "failed.txt").exists()
     steps = (out / "steps.log").read_text()

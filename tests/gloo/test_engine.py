@@ -390,9 +390,6 @@ def test_closing_destroys_every_process_group() -> None:
     assert len(groups) == 1  # the default group
 
 
-SLOW_SGD = OptimizerConfig(kind="sgd", lr=0.1)
-
-
 class Stage(nn.Module):
     """Pieces of one stage, called one after another."""
 
@@ -444,7 +441,7 @@ def test_torch_runs_our_program_to_the_same_gradients(
     assert any(a.op is Op.BACKWARD_WEIGHT for a in compute[0])
     path = tmp_path / "programs.csv"
     path.write_text(replace(schedule, programs=tuple(compute)).to_csv())
-    ours = world.run(train, case, torch.float32, 1, SLOW_SGD, size=case.pp)
+    ours = world.run(train, case, torch.float32, 1, SGD, size=case.pp)
     theirs = world.run(run_by_torch, case, path, size=case.pp)
     for found, expected in zip(ours, theirs, strict=True):
         assert set(found.gradients) == set(expected)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 
 from tests.gloo.cases import Case, build_model_of, local_microbatches
-from tests.gloo.layers import ROWS, WIDTH, One, linear
+from tests.gloo.layers import ROWS, WIDTH, Masked, linear
 from tests.gloo.models import built, data, error_of, loss_function, refuses, seeded, step, steps
 from tests.gloo.world import WorkerError, World, on_ranks
 from zeropp.engine import checkpoint
@@ -140,13 +140,6 @@ def test_steps_that_one_rank_calls_in_a_wrong_way() -> None:
     assert len(set(losses)) == 3
 
 
-class Masked(One):
-    """A linear layer that takes a keyword input."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x) * mask
-
-
 def masked_loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """A loss function that takes the keyword input."""
     return nn.functional.mse_loss(output * mask, target)
@@ -156,7 +149,7 @@ def masked_loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 @on_ranks(2)
 def test_a_keyword_input_on_another_device_where_it_is_used(in_loss: bool) -> None:
     """The first layer takes the mask, or the loss function does."""
-    mask, user = torch.ones(ROWS, 1, dtype=torch.float64), 1 if in_loss else 0
+    mask, user = torch.ones(ROWS, 1, dtype=torch.bool), 1 if in_loss else 0
     for rank in range(2):
         with built(
             seeded([linear if in_loss else Masked, linear]), pp=2,

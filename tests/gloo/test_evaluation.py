@@ -1,10 +1,14 @@
 """``train_step`` and ``eval_step`` in turn, against one process in fp64: layers with several
 tensors between them, keyword inputs, dropout, and sums as losses; wrong calls; number
-types; and parameters of linear layers, ties and norms."""
+types; parameters of linear layers, ties and norms; and sequences that ranks divide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +19,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import zeropp
+from baselines.model import build_model, cross_entropy, initial_std
 from tests.gloo.layers import WIDTH, Kind, One, linear
 from tests.gloo.models import (
     KINDS,
@@ -22,11 +27,12 @@ from tests.gloo.models import (
     Batch,
     Course,
     apart,
+    batch_of,
     built,
+    course_alone,
     course_of,
     data,
     error_of,
-    evaluated,
     largest,
     ranks_of,
     seeded,
@@ -36,6 +42,7 @@ from tests.gloo.models import (
 )
 from tests.gloo.world import World, on_ranks
 from zeropp.train.parallel_model import ParallelModel
+from zeropp.types.shape import ModelShape
 
 DEGREES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "split_backward": False, "recompute": "full"},
@@ -56,47 +63,51 @@ def uneven_rows(model: ParallelModel) -> slice:
 
 
 def check_outputs(model: ParallelModel, batch: Batch, expected: Tensor) -> None:
-    """Both methods must give this rank what one process gives for its rows."""
+    """An evaluation must give what it is asked for of this rank's rows."""
     rows = uneven_rows(model)
     inputs, targets, keywords = batch.part(rows)
-    plain = model.forward_only(inputs, **keywords)
     loss, less = model.eval_step(
         inputs, targets, outputs=lambda output: (output.argmax(-1), output[:, 0]), **keywords
     )
     ours = expected[rows]
-    assert isinstance(plain, Tensor)
-    assert plain.shape == ours.shape
-    assert (plain - ours).abs().le(1e-12).all()
     assert torch.equal(less[0], ours.argmax(-1))
     assert less[1].shape == ours[:, 0].shape
     assert loss == model.eval_step(inputs, targets, **keywords)
 
 
+def errors_of(model: ParallelModel, course: Course) -> tuple[float, float, float, float]:
+    """The largest errors of the losses and of the outputs of uneven batches before and between
+    steps, of the losses of the steps, and of the parameters that come of them."""
+    evaluation_errors, output_errors, step_errors = [], [0.0], []
+    for step, batch in enumerate(course.evaluated):
+        rows = uneven_rows(model)
+        inputs, targets, keywords = batch.part(rows)
+        drawn = torch.get_rng_state()
+        loss = model.eval_step(inputs, targets, **keywords)
+        given, expected = model.forward_only(inputs, **keywords), course.outputs[step][rows]
+        assert torch.equal(drawn, torch.get_rng_state())
+        flats = (flat for flat in model.engine.flats if not flat._resident)
+        assert not any(flat._storage.nbytes() for flat in flats)
+        assert isinstance(given, Tensor)
+        assert given.shape == expected.shape
+        output_errors += (given - expected).abs().flatten().tolist()
+        evaluation_errors.append(abs(loss / course.evaluations[step] - 1))
+        inputs, targets, keywords = course.batches[step].part(model.rows)
+        loss = float(model.train_step(inputs, targets, **keywords).loss)
+        step_errors.append(abs(loss / course.losses[step] - 1))
+    parameter_error = apart(dict(model.full_parameters()), course.parameters)
+    return largest(evaluation_errors), largest(output_errors), largest(step_errors), parameter_error
+
+
 def train_and_evaluate(
-    degrees: dict[str, Any], courses: Sequence[Course]
-) -> list[tuple[float, float, float]]:
-    """For every course the largest errors of the losses of uneven batches before and between steps,
-    of the losses of the steps, and of the parameters that come of them."""
+    degrees: dict[str, Any], courses: Mapping[tuple[str, str], Course]
+) -> list[tuple[float, float, float, float]]:
+    """The errors of every course."""
     errors = []
-    for course in courses:
-        kind, reduction = course.kind, course.reduction
+    for (kind, reduction), course in courses.items():
         with with_keywords(kind, reduction, degrees) as model:
-            check_outputs(model, evaluated(kind, reduction, 0), course.output)
-            evaluation_errors, step_errors = [], []
-            for step, expected in enumerate(course.evaluations):
-                batch = evaluated(kind, reduction, step)
-                inputs, targets, keywords = batch.part(uneven_rows(model))
-                drawn = torch.get_rng_state()
-                loss = model.eval_step(inputs, targets, **keywords)
-                assert torch.equal(drawn, torch.get_rng_state())
-                flats = (flat for flat in model.engine.flats if not flat._resident)
-                assert not any(flat._storage.nbytes() for flat in flats)
-                evaluation_errors.append(abs(loss / expected - 1))
-                inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
-                loss = float(model.train_step(inputs, targets, **keywords).loss)
-                step_errors.append(abs(loss / course.losses[step] - 1))
-            parameter_error = apart(dict(model.full_parameters()), course.parameters)
-            errors.append((largest(evaluation_errors), largest(step_errors), parameter_error))
+            check_outputs(model, course.evaluated[0], course.outputs[0])
+            errors.append(errors_of(model, course))
     return errors
 
 
@@ -105,18 +116,17 @@ def test_steps_and_evaluations_are_those_of_one_process(
     world: World, degrees: dict[str, Any]
 ) -> None:
     kinds = [("tuples", "mean"), ("keywords", "sum"), ("dropout", "mean")]
-    courses = [course_of(kind, reduction, 2) for kind, reduction in kinds]
+    courses = {one: course_of(*one, 2) for one in kinds}
     for errors in world.run(train_and_evaluate, degrees, courses, size=ranks_of(degrees)):
         assert len(errors) == len(kinds)
-        for evaluation, step, parameters in errors:
-            assert evaluation < 1e-12
-            assert step < 1e-12
+        for *numbers, parameters in errors:
+            assert largest(numbers) < 1e-12
             assert parameters < 1e-6  # they come as fp32
 
 
 def wrong_calls() -> dict[str, str]:
     """What wrong keyword inputs and batches say."""
-    whole = Batch("keywords", "mean", 0)
+    whole = batch_of("keywords", "mean", 0)
     inputs, targets, keywords = whole.part(slice(None))
     first, _, given = whole.part(slice(MICROBATCH))
 
@@ -241,7 +251,7 @@ def with_momentum(layers: list[nn.Module], **more: Any) -> ParallelModel:
 
 def error_after_steps(model: ParallelModel, layers: list[nn.Module]) -> float:
     """The difference of this rank's parameters from those of one process that trains the layers."""
-    expected = trained_alone(layers, map(data, range(2)), optimizer)
+    expected, _ = trained_alone(layers, map(data, range(2)), optimizer)
     steps(model, 0, 1)
     return apart(
         dict(model.full_parameters()), dict(expected.named_parameters(remove_duplicate=False))
@@ -363,3 +373,200 @@ def test_frozen_norms_in_bf16_compute_in_fp32() -> None:
     with built(layers, sample=x[:1], shard=2, **given) as model:
         assert float(model.train_step(x[model.rows], y[model.rows]).loss) > 0
     assert [seen[3] for layer in layers for seen in layer.seen] == [torch.float32] * 2
+
+
+ROWS, LENGTH, LONG, STEPS, SEED = 8, 12, 96, 2, 5
+SGD = zeropp.OptimizerConfig("sgd", lr=0.5)
+GPT = ModelShape(
+    name="small", family="gpt", layers=4, hidden=24, heads=12, kv_heads=12, ffn=32, vocab=32,
+    seq=LONG, dropout=0.1,
+)  # fmt: skip
+LLAMA = ModelShape(
+    name="small", family="llama", layers=4, hidden=48, heads=12, kv_heads=2, ffn=32, vocab=32,
+    seq=LONG, tied_embeddings=True,
+)  # fmt: skip
+SHAPES = {"gpt": GPT, "llama": LLAMA}
+
+
+def topology(seed: int) -> dict[str, Any]:
+    """Random keywords of ``parallelize`` for at most eight ranks."""
+    draw = random.Random(seed)
+    degrees = ("pp", "shard", "context", "replicate")
+    sizes = [(1, 2, 3), (1, 2), (2, 3, 4), (1, 2)]
+    drawn = [draw.choice(size) for size in sizes]
+    while prod(drawn) > 8:
+        drawn = [draw.choice(size) for size in sizes]
+    return {
+        **dict(zip(degrees, drawn, strict=True)),
+        "chunks": draw.randint(1, 2),
+        "microbatch_size": draw.choice([1, 2]),
+        "recompute": draw.choice(["none", "selective", "mlp", "full"]),
+        "replicate_zero": draw.randint(0, 1),
+        "placement": draw.choice(["dp_inner", "pp_inner"]),
+        "reduce_every": draw.choice(["unit", "step"]),
+        "split_backward": draw.random() < 0.7,
+    }
+
+
+def made(family: str) -> list[nn.Module]:
+    with initial_std(0.5):
+        return list(build_model(SHAPES[family], SEED).double())
+
+
+def token_data(step: int, length: int = LENGTH) -> Tensor:
+    """Tokens and targets."""
+    return torch.randint(32, (2, ROWS, length), generator=torch.Generator().manual_seed(step))
+
+
+@cache
+def course_with_tokens(family: str, size: int, length: int = LENGTH) -> Course:
+    """That of one process with microbatches of this many rows."""
+    batches, evaluated = (
+        [Batch(*token_data(first + step, length)) for step in range(STEPS)] for first in (0, 100)
+    )
+    evaluated = [Batch(one.inputs[:7], one.targets[:7]) for one in evaluated]
+    sgd = partial(torch.optim.SGD, lr=SGD.lr)
+    layers = made(family)
+    return course_alone(layers, sgd, cross_entropy, batches, evaluated, rows=size, seed=SEED)
+
+
+def parallel(family: str, length: int = LENGTH, **degrees: Any) -> ParallelModel:
+    shape = SHAPES[family]
+    tied = ((0, "tokens.weight"), (shape.num_pieces - 1, "output.weight"))
+    return zeropp.parallelize(
+        made(family), cross_entropy, sample=token_data(0, length)[0], global_batch=ROWS,
+        optimizer=SGD, tied=tied if shape.tied_embeddings else None, dropout_seed=SEED, **degrees,
+    )  # fmt: skip
+
+
+def errors_with_tokens(
+    family: str, seed: int, length: int, course: Course
+) -> tuple[float, float, float, float]:
+    with parallel(family, length, **topology(seed)) as model:
+        return errors_of(model, course)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "length"),
+    [("gpt", 0, LENGTH), ("gpt", 5, LONG), ("llama", 5, LONG), ("llama", 7, LENGTH)],
+)
+def test_divided_sequences_are_those_of_one_process(
+    world: World, family: str, seed: int, length: int
+) -> None:
+    """Losses in fp64; the loss and rotary angles of these models are fp32, and so are copies of
+    parameters."""
+    drawn = topology(seed)
+    expected = course_with_tokens(family, drawn["microbatch_size"], length)
+    ranks = prod(drawn[axis] for axis in ("pp", "shard", "context", "replicate"))
+    for evaluations, outputs, losses, parameters in world.run(
+        errors_with_tokens, family, seed, length, expected, size=ranks
+    ):
+        assert largest([evaluations, losses]) < 1e-6, (evaluations, losses, drawn)
+        assert parameters < 1e-6, (parameters, drawn)
+        assert outputs < 1e-5, (outputs, drawn)
+
+
+class Mixing(nn.Module):
+    """A layer that mixes tokens in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(24, 24)
+        self.convolution = nn.Conv1d(24, 24, 3, padding=1)
+        self.table = nn.Embedding(LENGTH, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "positions":
+            return x + self.table(torch.arange(x.shape[1]))  # type: ignore[no-any-return]
+        if self.way == "convolution":
+            return x + self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+        if self.way == "late":
+            return x + x.mean(1, keepdim=True) if x.shape[1] > LONG else x
+        if self.way in DRAWS:
+            return DRAWS[self.way](x)
+        rows = len(x)
+        if self.way == "windows":
+            x = x.reshape(-1, min(x.shape[1], 1024), 24)
+        q = self.linear(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        if self.way == "scores":
+            return x + ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
+        drop = 0.1 if self.way == "dropout" else 0.0
+        mask = torch.ones(x.shape[1], x.shape[1]).tril().bool() if self.way == "mask" else None
+        mixed = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=drop)
+        return (x + mixed.transpose(1, 2).flatten(2)).reshape(rows, -1, 24)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: x + torch.randn_like(x),
+    "torch": lambda x: torch.dropout(x, 0.1, True),
+    "alpha": lambda x: F.alpha_dropout(x, 0.1, True),
+    "channels": lambda x: F.dropout1d(x, 0.1),
+}
+LENGTHS = {"late": 2 * LONG, "windows": 4096}
+REFUSED = {
+    "positions": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "convolution": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "scores": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "mask": "a layer makes a mask [6, 6] of its slice of 6 tokens",
+    "dropout": "attention drops weights (dropout_p=0.1)",
+    "late": "layers[1]: gives something else for a slice of a sequence than for all of it",
+    "windows": "attention is over 1024 tokens, but a slice of a sequence has 2048",
+    "noise": "layers[1]: aten.randn_like.default draws the same numbers for every slice",
+    "torch": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "alpha": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "channels": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
+    "weighted": "loss_fn: is not what loss_reduction='mean' says of rows",
+    "shift": "loss_fn: gives",
+    "length": "must divide among context=5 ranks, but inputs are (1, 12)",
+    "": "",
+}
+
+
+def shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss that shifts labels itself, so that one of them is in the next slice."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def weighted(logits: Tensor, targets: Tensor) -> Tensor:
+    """A mean over tokens; some count more, and alike in all rows' slices."""
+    counts = (targets % 7 == 0) * 8.0 + 1
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * counts.flatten()).sum() / counts.sum()
+
+
+@on_ranks(2)
+def test_what_slices_of_sequences_would_get_wrong_is_refused() -> None:
+    for way, words in REFUSED.items():
+        tokens, targets = token_data(0, LENGTHS.get(way, LENGTH))
+        torch.manual_seed(0)
+        layers = [nn.Embedding(32, 24), Mixing(way), nn.Linear(24, 32)]
+        loss = {"shift": shifted, "weighted": weighted}.get(way, cross_entropy)
+        given: dict[str, Any] = {"sample": tokens[:1], "context": {"length": 5}.get(way, 2)}
+        said = error_of(partial(step_of, layers, loss, tokens, targets, **given))
+        assert said == "" if not words else words in said, (way, said)
+
+
+def step_of(layers: Any, loss: Any, tokens: Tensor, targets: Tensor, **given: Any) -> None:
+    """Build a model, and train a step."""
+    with zeropp.parallelize(layers, loss, global_batch=ROWS, **given) as model:
+        model.train_step(tokens[model.rows], targets[model.rows])
+
+
+def resumed(folder: str, expected: dict[str, Tensor]) -> float:
+    """How far parameters are from those of one process, if each step runs in another topology."""
+    for step, degrees in enumerate([{"pp": 2, "context": 2}, {"context": 4}, {"shard": 4}]):
+        with parallel("llama", microbatch_size=2, **degrees) as model:
+            if step:
+                model.load(folder)
+            if step < STEPS:
+                model.train_step(*token_data(step)[:, model.rows])
+                model.save(folder)
+                continue
+            whole = model.full_state_dict()
+            return apart(whole, expected) if whole else 0.0
+    raise AssertionError
+
+
+def test_a_run_goes_on_with_another_context(world: World, tmp_path: Path) -> None:
+    expected = course_with_tokens("llama", 2).parameters
+    assert 0 < largest(world.run(resumed, str(tmp_path / "step"), expected, size=4)) < 1e-6

@@ -16,7 +16,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts, order_checks
-from tests.gloo.cases import TIED, request
+from tests.gloo.cases import CPU, TIED, request
 from tests.gloo.gate_faults import (
     FAULTS,
     MEGATRON_FAULTS,
@@ -31,7 +31,6 @@ from zeropp.choose.contender import Contender
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import OptimizerConfig
 
-CPU = torch.device("cpu")
 # Faults that need something which not every configuration has.
 NEEDS = {
     "one data-parallel rank never updated": "dp",

@@ -1,13 +1,15 @@
-"""Models of Hugging Face by a call: as in one process, from and into their folders, and with
-adapters of peft."""
+"""Models of Hugging Face by a call: as in one process, also where ranks divide sequences, from and
+into their folders, and with adapters of peft."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -27,7 +29,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import logging
 
 import zeropp
-from tests.gloo.models import apart, ranks_of, topology
+from tests.gloo.models import apart, error_of, ranks_of, topology
 from tests.gloo.world import World, on_ranks
 from zeropp import huggingface
 from zeropp.huggingface import model_layers
@@ -88,20 +90,20 @@ def _no_bars() -> Iterator[None]:
     logging.enable_progress_bar()
 
 
-def config_of(family: str, tied: bool | None = None) -> Any:
+def config_of(family: str, tied: bool | None = None, **more: Any) -> Any:
     """A tiny model's configuration; by default it ties what the family's setting here does."""
-    more: dict[str, Any] = {} if tied is None else {"tie_word_embeddings": tied}
+    more |= {} if tied is None else {"tie_word_embeddings": tied}
     return AutoConfig.for_model(
         family, vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         **FAMILIES[family] | more,
     )  # fmt: skip
 
 
-def made(family: str, tied: bool | None = None) -> PreTrainedModel:
+def made(family: str, tied: bool | None = None, **more: Any) -> PreTrainedModel:
     """A tiny model in fp64, the same at every call, with weights that are not small."""
     torch.manual_seed(1)
     make: Any = AutoModelForCausalLM
-    model: PreTrainedModel = make.from_config(config_of(family, tied), dtype=torch.float64)
+    model: PreTrainedModel = make.from_config(config_of(family, tied, **more), dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -120,8 +122,19 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1].masked_fill(mask == 0, 0), targets, mask
 
 
+def keywords_of(kind: str, step: int) -> dict[str, Tensor]:
+    """What tells documents or padding of a batch apart."""
+    lengths = torch.randint(1, LENGTH, (ROWS, 1), generator=torch.Generator().manual_seed(4))
+    places = torch.arange(LENGTH).expand(ROWS, -1)
+    packed = torch.where(places < lengths, places, places - lengths)
+    every = {"packed": {"position_ids": packed}, "padded": {"attention_mask": batch(step)[2]}}
+    return every.get(kind, {})
+
+
 @cache
-def alone(family: str, tied: bool, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def alone(
+    family: str, tied: bool | None, steps: int, kind: str = "padded"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and the last gradients after some steps of plain SGD in one process, through the
     model's own forward."""
     model: Any = made(family, tied)
@@ -129,8 +142,8 @@ def alone(family: str, tied: bool, steps: int) -> tuple[dict[str, Tensor], dict[
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE / steps)
     for step in range(steps):
         optimizer.zero_grad()
-        tokens, targets, mask = batch(step)
-        logits = model(tokens, attention_mask=mask).logits
+        tokens, targets, _ = batch(step)
+        logits = model(tokens, use_cache=False, **keywords_of(kind, step)).logits
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         whole = targets.numel()
         # Scaled as in the engine, because parts of these models are in fp32, which rounds by scale.
@@ -155,7 +168,9 @@ def parallel(layers: Any, **more: Any) -> ParallelModel:
     return zeropp.parallelize(layers, loss_fn, global_batch=ROWS, **given)
 
 
-def train(drawn: dict[str, Any], expected: Expected, steps: int) -> dict[str, tuple[float, float]]:
+def train(
+    drawn: dict[str, Any], expected: Expected, steps: int, kind: str = "padded"
+) -> dict[str, tuple[float, float]]:
     """How far parameters and gradients of each family are from those of one process."""
     errors = {}
     degrees = {name: value for name, value in drawn.items() if name != "tied"}
@@ -163,13 +178,14 @@ def train(drawn: dict[str, Any], expected: Expected, steps: int) -> dict[str, tu
         layers = huggingface.layers(made(family, drawn["tied"]))
         with parallel(
             layers,
-            sample_keywords={"attention_mask": batch(0)[2]},
+            sample_keywords=keywords_of(kind, 0),
             optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE / steps),
             **degrees,
         ) as model:
             for step in range(steps):
-                tokens, targets, mask = (one[model.rows] for one in batch(step))
-                model.train_step(tokens, targets, attention_mask=mask)
+                tokens, targets, _ = (one[model.rows] for one in batch(step))
+                named = {name: one[model.rows] for name, one in keywords_of(kind, step).items()}
+                model.train_step(tokens, targets, **named)
             own = layers.own_name
             errors[family] = (
                 apart({own(n): one for n, one in model.full_parameters()}, parameters),
@@ -190,6 +206,52 @@ def test_random_topologies_are_one_process(world: World, seed: int) -> None:
             bound = BOUNDS.get(family, 1e-9)
             assert parameters < bound + 1e-6, (family, parameters, drawn)
             assert gradients < bound, (family, gradients, drawn)
+
+
+BACKWARD = torch.autograd.backward
+
+
+def in_a_thread(*given: Any) -> None:
+    """A backward as autograd runs it on a GPU."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(BACKWARD, *given).result()
+
+
+def train_in_a_thread(*given: Any) -> dict[str, tuple[float, float]]:
+    """As ``train``, on what is not the thread of the forward."""
+    with mock.patch.object(torch.autograd, "backward", in_a_thread):
+        return train(*given)
+
+
+@pytest.mark.parametrize("family", ["granite", "qwen3", "mistral"])
+def test_rows_of_every_kind_are_divided(world: World, family: str) -> None:
+    """Of a family that ties its weights, and of one with windows."""
+    degrees: dict[str, Any] = {"pp": 2, "context": 2, "recompute": "full", "tied": None}
+    for kind in ("plain", "packed", "padded"):
+        expected = {family: alone(family, None, 1, kind)}
+        for errors in world.run(train_in_a_thread, degrees, expected, 1, kind, size=4):
+            assert errors[family][0] < 1e-6, (errors, kind)
+            assert errors[family][1] < 1e-9, (errors, kind)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "factor": 2.0,
+        "original_max_position_embeddings": LENGTH // 2,
+    },
+    "yarn": {"factor": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@on_ranks(2)
+def test_frequencies_that_come_of_the_last_position_are_refused(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    layers = huggingface.layers(made("llama", rope_parameters=rope))
+    said = error_of(lambda: parallel(layers, context=2).close())
+    words = f"context=2: rope_type='{kind}' takes its frequencies"
+    assert said == "" if kind == "yarn" else words in said
 
 
 def through_layers(model: Any, tokens: Tensor, **keywords: Tensor) -> Tensor:

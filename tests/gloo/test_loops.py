@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional as F
 
@@ -37,15 +37,17 @@ from tests.gloo.models import (
     seeded,
     steps,
     topology,
+    trained_alone,
 )
 from tests.gloo.world import World, on_ranks
+from tests.waiting import wait_until
 from zeropp import huggingface
 from zeropp.engine.loss import Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks import errors
 from zeropp.train.parallel_model import ParallelModel
 
-VOCAB = 11
+VOCABULARY = 11
 LENGTHS = (5, 9, 5, 3)  # of the steps' sequences
 DEGREES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2},
@@ -54,47 +56,44 @@ DEGREES: list[dict[str, Any]] = [
 ]
 
 
-class Block(One):
-    """A residual layer with a loss of its own beside its output."""
+class Balanced(One):
+    """A block that also gives a loss of its own: a sum over its tokens."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x + self.linear(x).tanh()
-        return y, 0.1 * y.square().mean()
+        mixed = torch.tanh(self.linear(x))
+        return x + mixed, 0.1 * mixed.square().sum()
 
 
-def made() -> list[nn.Module]:
-    """Layers, equal on every rank."""
-    first, last = (lambda: nn.Embedding(VOCAB, WIDTH)), (lambda: nn.Linear(WIDTH, VOCAB))
-    return seeded([first, Block, Block, Block, Block, last])
+class Plain(Balanced):
+    """A block without one."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mixed, _ = super().forward(x)
+        return mixed
+
+
+def token_layers(tied: bool = False) -> list[nn.Module]:
+    """Layers in fp64, equal on every rank."""
+    first = lambda: nn.Embedding(VOCABULARY, WIDTH)  # noqa: E731
+    last = lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)  # noqa: E731
+    layers = seeded([first, Balanced, Plain, Plain, Balanced, last])
+    if tied:
+        layers[-1].weight = layers[0].weight
+    return layers
 
 
 def tokens(number: int) -> tuple[Tensor, Tensor]:
     """A global batch, with the length of its step."""
     generator = torch.Generator().manual_seed(number)
-    both = torch.randint(VOCAB, (2, ROWS, LENGTHS[number]), generator=generator)
+    both = torch.randint(VOCABULARY, (2, ROWS, LENGTHS[number]), generator=generator)
     return both[0], both[1]
 
 
 @cache
 def alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, parameters and the last step's gradients in one process."""
-    model, losses = nn.ModuleList(made()), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(len(LENGTHS)):
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(*(part[:, None] for part in tokens(number)), strict=True):
-            beside = torch.zeros((), dtype=torch.float64)
-            for layer in model:
-                x = layer(x)
-                if isinstance(x, tuple):
-                    x, more = x
-                    beside = beside + more
-            loss = (loss_function(x, y) + beside) / ROWS
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        losses.append(total)
-        optimizer.step()
+    batches, optimizer = map(tokens, range(len(LENGTHS))), partial(torch.optim.AdamW, lr=0.01)
+    model, losses = trained_alone(token_layers(), batches, optimizer, loss_fn=loss_function)
     parameters = {name: one.detach() for name, one in model.named_parameters()}
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return losses, parameters, gradients
@@ -103,7 +102,7 @@ def alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
 def parallel(degrees: dict[str, Any], **more: Any) -> ParallelModel:
     """The layers on this rank."""
     given: dict[str, Any] = {"loss_fn": loss_function, "sample": tokens(0)[0][:1]}
-    return built(made(), optimizer=adamw, **given, **degrees, **more)
+    return built(token_layers(), optimizer=adamw, **given, **degrees, **more)
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
@@ -270,14 +269,23 @@ def test_compiled_dropout_draws_what_eager_dropout_does() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
+def hurry(before: timedelta, after: timedelta) -> None:
+    """Give all groups but the default one another timeout: one that is made with a short one may be
+    too slow to connect."""
+    pg: Any = distributed_c10d
+    for group in {*pg._world.pg_map} - {dist.group.WORLD}:
+        assert group._get_backend(torch.device("cpu")).options._timeout == before
+        pg._set_pg_timeout(after, group)
+
+
 def not_together(told: Path) -> dict[str, str]:
     """What ranks say that call different methods, give other lengths, or come late: rank 1 waits
     until rank 0 has told of it by making a file."""
     found = {}
     with (
         mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "0"}),  # else who is late is unknown
-        parallel({"pp": 2}, timeout=timedelta(seconds=5)) as model,
-        mock.patch.object(errors, "_REPORT", timedelta(seconds=2)),
+        parallel({"pp": 2}, timeout=timedelta(minutes=7)) as model,
+        mock.patch.object(errors, "_REPORT", timedelta(seconds=1)),
     ):
         inputs, targets = tokens(0)
         calls = model.train_step, model.eval_step
@@ -289,9 +297,9 @@ def not_together(told: Path) -> dict[str, str]:
         part = slice(4 + dist.get_rank())
         found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
         found["good"] = error_of(lambda: model.train_step(inputs, targets))
+        hurry(timedelta(minutes=7), timedelta(seconds=1))
         if dist.get_rank() == 1:
-            while not told.exists():
-                time.sleep(0.1)
+            wait_until(told.exists, "rank 0 has told")
         else:
             found["late"] = error_of(lambda: model.train_step(inputs, targets))
             told.touch()
@@ -313,37 +321,11 @@ def test_ranks_that_are_not_together_say_so(world: World, tmp_path: Path) -> Non
     assert "Ranks 1 failed to pass" in first["late"]
 
 
-LAYERS, TOKEN_ROWS, LENGTH, VOCABULARY, STEPS = 6, 8, 6, 11, 3
+LAYERS, TOKEN_ROWS, LENGTH, STEPS = 6, 8, 6, 3
 SGD = zeropp.OptimizerConfig("sgd", lr=0.5, clip_norm=0.2)
 MUON = "muon"  # with AdamW for what are no matrices of blocks, clipped as SGD is
 TIED = (0, "weight"), (LAYERS - 1, "weight")
 DISTRIBUTIONS = ("any", "first rows", "one label")
-
-
-class Balanced(One):
-    """A block that also gives a loss of its own: a sum over its tokens."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mixed = torch.tanh(self.linear(x))
-        return x + mixed, 0.1 * mixed.square().sum()
-
-
-class Plain(Balanced):
-    """A block without one."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        mixed, _ = super().forward(x)
-        return mixed
-
-
-def token_layers(tied: bool) -> list[nn.Module]:
-    """Layers in fp64, equal on every rank."""
-    first = lambda: nn.Embedding(VOCABULARY, WIDTH)  # noqa: E731
-    last = lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)  # noqa: E731
-    layers = seeded([first, Balanced, Plain, Plain, Balanced, last])
-    if tied:
-        layers[-1].weight = layers[0].weight
-    return layers
 
 
 def token_data(step: int, distribution: str, rows: int = TOKEN_ROWS) -> tuple[Tensor, Tensor]:

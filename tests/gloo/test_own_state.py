@@ -191,7 +191,7 @@ def test_an_optimizer_goes_on_with_all_that_it_keeps(
     world.run(resumed, kind, tmp_path / "saved", {"shard": 2}, 0, size=2)
     found, *_ = world.run(resumed, kind, tmp_path / "saved", {}, 2, size=1)
     optimizer: Any = lambda p: RESUMED[kind]({"all": p})  # noqa: E731
-    alone = trained_alone(seeded([linear] * 4), map(data, range(4)), optimizer)
+    alone, _ = trained_alone(seeded([linear] * 4), map(data, range(4)), optimizer)
     assert apart(found, alone.state_dict()) < 1e-6
 
 
@@ -215,21 +215,16 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
                 model.load(tmp_path / saved, weights_only=True)
 
 
-def two(groups: Groups) -> list[torch.optim.Optimizer]:
-    """Both have settings and state."""
-    return [torch.optim.Muon(groups["matrices"], lr=0.1), torch.optim.AdamW(groups["others"])]
-
-
-def two_of_them() -> Any:
-    return built(
-        group_of=lambda _, parameter: "matrices" if parameter.dim() == 2 else "others",
-        optimizer=two,
-    )
-
-
 @on_ranks(1)
 def test_several_optimizers_share_what_the_one_shows() -> None:
-    with two_of_them() as model:
+    """Both have settings and state."""
+    with built(
+        group_of=lambda _, parameter: "matrices" if parameter.dim() == 2 else "others",
+        optimizer=lambda groups: [
+            torch.optim.Muon(groups["matrices"], lr=0.1),
+            torch.optim.AdamW(groups["others"]),
+        ],
+    ) as model:
         steps(model, 0)
         optimizer: Any = model.optimizer
         saved = copy.deepcopy(optimizer.state_dict())
@@ -327,7 +322,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
 def alone(count: int) -> dict[str, Any]:
     """The state of the layers after some steps in one process."""
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    return trained_alone(stateful(), map(data, range(count)), optimizer).state_dict()
+    return trained_alone(stateful(), map(data, range(count)), optimizer)[0].state_dict()
 
 
 def parallel(**degrees: Any) -> ParallelModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from baselines.zeropp.contender import ZEROPP, size
 from baselines.zeropp.trainer import ZeroppTrainer
 from benchmarks.specification.run_spec import RunSpec
 from tests.gloo.cases import LLAMA, SEED, local_batch, request
-from tests.gloo.layers import WIDTH, linear
+from tests.gloo.layers import WIDTH, Calling, Counting, linear
 from tests.gloo.models import built, data, error_of, refuses, seeded
 from tests.gloo.world import World, on_ranks
 from zeropp.engine.settings import Settings, read
@@ -190,7 +189,7 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             {"layers": [1, 2]},
         ),
         (
-            "its forward changes the buffer 'calls', and would do so twice",
+            "its forward changes the buffer 'seen', and would do so twice",
             {"layers": in_the_middle(Counting()), "recompute": "full"},
         ),
         (
@@ -253,30 +252,6 @@ class Renewing(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = self.weight.data / 2
         return super().forward(x)
-
-
-class Counting(nn.Module):
-    """Counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        calls: Any = self.calls
-        calls += 1
-        return x.tanh()
-
-
-class Calling(nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def linear_of_64() -> nn.Module:

@@ -22,6 +22,7 @@ import zeropp
 from tests.gloo.layers import (
     ROWS,
     WIDTH,
+    Calling,
     Conjugates,
     GivesComplex,
     GivesParameter,
@@ -34,7 +35,6 @@ from tests.gloo.layers import (
     TwoTypes,
     linear,
 )
-from tests.gloo.layers import ROWS as BATCH
 from tests.gloo.models import (
     MICROBATCH,
     MODELS,
@@ -110,11 +110,9 @@ def test_every_layer_stands_beside_a_cut() -> None:
     assert pairs.issuperset(handed_on)
 
 
-class Tokens(nn.Module):
+def tokens() -> nn.Module:
     """Integers in, integers out: nothing before it can have a gradient."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (tokens + 1) % 5
+    return Calling(lambda tokens: (tokens + 1) % 5)
 
 
 def embed() -> nn.Module:
@@ -138,19 +136,22 @@ def in_place() -> nn.Module:
     return nn.ReLU(inplace=True)
 
 
-IN_PLACE = [linear, in_place, linear, in_place]
-INTEGERS = [Tokens, Tokens, embed, linear]
-FORGETFUL = [linear, linear, Forgetful, linear]
-
-
-@pytest.mark.parametrize("kinds", [INTEGERS, FORGETFUL, IN_PLACE], ids=["int", "forgets", "place"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [tokens, tokens, embed, linear],
+        [linear, linear, Forgetful, linear],
+        [linear, in_place, linear, in_place],
+    ],
+    ids=["int", "forgets", "place"],
+)
 @pytest.mark.parametrize("pp", [2, 4])
 @on_ranks(lambda pp: pp)
 def test_boundaries_with_no_gradient_or_work_in_place(pp: int, kinds: list[Kind]) -> None:
     generator = torch.Generator().manual_seed(5)
-    inputs = torch.randint(5, (ROWS,), generator=generator) if Tokens in kinds else data()[0]
+    inputs = torch.randint(5, (ROWS,), generator=generator) if tokens in kinds else data()[0]
     batches = [(inputs, data()[1])] * 2
-    expected = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
+    expected, _ = trained_alone(seeded(kinds), batches, partial(torch.optim.SGD, lr=0.1))
     model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
     for batch in batches:
         model.train_step(*batch)
@@ -286,13 +287,12 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
 
 
-def loading(degrees: dict[str, Any], **more: Any) -> ParallelModel:
+def loading(**more: Any) -> ParallelModel:
     """Three small layers in fp32."""
     layers = [layer.float() for layer in seeded([linear] * 3)]
-    keywords: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2, **more}
-    sgd = zeropp.OptimizerConfig("sgd", lr=1e-6)
-    keywords = {"global_batch": LOADED, "optimizer": sgd, **keywords}
-    return built(layers, **keywords, **degrees)
+    given: dict[str, Any] = {"sample": torch.zeros(1, WIDTH), "microbatch_size": 2}
+    given |= {"global_batch": LOADED, "optimizer": zeropp.OptimizerConfig("sgd", lr=1e-6)}
+    return built(layers, **given | more)
 
 
 def numbers_of(inputs: Tensor) -> list[int]:
@@ -311,14 +311,15 @@ def train_on(model: ParallelModel, steps: int) -> Iterator[list[int]]:
             yield numbers_of(inputs)
 
 
-def through_an_interruption(
-    first: dict[str, Any], then: dict[str, Any], folder: Path
+def in_stretches(
+    stretches: list[tuple[dict[str, Any], int]], folder: Path
 ) -> list[tuple[int, list[int]]]:
-    """(data-parallel rank, rows) of five steps; after two the topology is another one."""
+    """(data-parallel rank, rows) of some steps with each of such keywords, which one run after
+    another has."""
     rows = []
-    for degrees, count in ((first, 2), (then, PER_EPOCH)):
-        with loading(degrees) as model:
-            if count != 2:
+    for place, (keywords, count) in enumerate(stretches):
+        with loading(**keywords) as model:
+            if place:
                 model.load(folder)
             rows += [(model.data_parallel_rank, part) for part in train_on(model, count)]
             model.save(folder)
@@ -326,9 +327,8 @@ def through_an_interruption(
 
 
 def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
-    ranks = world.run(
-        through_an_interruption, {"pp": 2, "replicate": 2}, {"shard": 4}, tmp_path / "c", size=4
-    )
+    stretches = [({"pp": 2, "replicate": 2}, 2), ({"shard": 4}, PER_EPOCH)]
+    ranks = world.run(in_stretches, stretches, tmp_path / "c", size=4)
     steps = [dict(of_ranks) for of_ranks in zip(*ranks, strict=True)]
     batches = [[row for rank in sorted(step) for row in step[rank]] for step in steps]
     assert all(len(batch) == LOADED for batch in batches)
@@ -340,33 +340,25 @@ def test_an_epoch_has_every_row_once_and_goes_on_elsewhere(world: World, tmp_pat
     assert second != first[:2]
 
 
-def in_other_batches(sizes: list[int], folder: Path) -> list[list[int]]:
-    """The rows of two steps of every size, which one run after another has."""
-    rows = []
-    for place, size in enumerate(sizes):
-        with loading({}, global_batch=size) as model:
-            if place:
-                model.load(folder)
-            rows += [*train_on(model, 2)]
-            model.save(folder)
-    return rows
-
-
 def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
     world: World, tmp_path: Path
 ) -> None:
-    (found,) = world.run(in_other_batches, [LOADED, 2, LOADED, 4], tmp_path, size=1)
+    def run(*sizes: int) -> list[list[int]]:
+        stretches = [({"global_batch": size}, 2) for size in sizes]
+        (found,) = world.run(in_stretches, stretches, tmp_path, size=1)
+        return [rows for _, rows in found]
+
+    found = run(LOADED, 2, LOADED, 4)
     first, later = found[:4], found[4:]
     assert len({row for part in first for row in part}) == 2 * LOADED + 2 * 2
     # Seven rows are left, too few for a batch: the next epoch begins.
     assert len({row for part in later for row in part}) == 2 * LOADED + 2 * 4
-    (whole,) = world.run(in_other_batches, [LOADED, LOADED], tmp_path, size=1)
-    assert later[0] == whole[3]
+    assert later[0] == run(LOADED, LOADED)[3]
 
 
 def evaluated_on() -> list[list[int]]:
     """Which rows this rank evaluates on, twice, after a step of training."""
-    with loading({"replicate": 2}) as model:
+    with loading(replicate=2) as model:
         next(train_on(model, 1))
         loader = model.loader(Numbers(), shuffle=False, resume=False)
         return [numbers_of(inputs) for _ in range(2) for inputs, _ in loader]
@@ -382,7 +374,7 @@ def test_rows_to_evaluate_on_begin_at_the_first_one(world: World) -> None:
 def test_data_sets_that_do_not_fit_are_refused() -> None:
     stream: Any = iter(())
     uneven = Numbers(COUNT + torch.distributed.get_rank())
-    with loading({"replicate": 2}) as model:
+    with loading(replicate=2) as model:
         for dataset, words in (
             (uneven, "ranks differ: rank 0 has 27 rows where rank 1 has 28 rows"),
             (Numbers(LOADED - 1), "has 7 rows, fewer than global_batch=8"),
@@ -396,7 +388,7 @@ def test_a_sample_has_any_number_of_rows() -> None:
     torch.manual_seed(0)
     inputs, losses = torch.randn(LOADED, WIDTH), []
     for rows, size, count in ((1, 4, 2), (3, 4, 2), (LOADED, 4, 2), (4, 0, 2), (3, 1, 8)):
-        with loading({"pp": 2}, sample=inputs[:rows], microbatch_size=size) as model:
+        with loading(pp=2, sample=inputs[:rows], microbatch_size=size) as model:
             losses.append(float(model.train_step(inputs, inputs.tanh()).loss))
             assert model.plan.num_microbatches == count
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
@@ -578,10 +570,10 @@ def test_the_comparison_is_made_once_and_leaves_no_trace() -> None:
         model.train_step(*data())
         ours = torch.get_rng_state()
         torch.set_rng_state(drawn)
-        for _ in range(BATCH // CUT):
+        for _ in range(ROWS // CUT):
             torch.randn(CUT, WIDTH, dtype=torch.float64)
     if dist.get_rank() == 1:  # which computes the loss, and draws what its microbatches draw
-        microbatches = BATCH // CUT
+        microbatches = ROWS // CUT
         assert calls == [microbatches, 2 * microbatches]
         assert counted == [microbatches, 2 * microbatches]
         assert torch.equal(ours, torch.get_rng_state())

@@ -23,8 +23,17 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zeropp
-from tests.gloo.layers import ROWS, WIDTH, Kind, Scale, frozen, linear
-from tests.gloo.models import built, data, error_of, refuses, seeded, step, steps
+from tests.gloo.layers import ROWS, WIDTH, Calling, Kind, One, Scale, frozen, linear
+from tests.gloo.models import (
+    built,
+    data,
+    error_of,
+    refuses,
+    seeded,
+    step,
+    steps,
+    trained_alone,
+)
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
@@ -36,11 +45,9 @@ CALLS, NOTED = 0, list[float]()
 sgd: Callable[..., Any] = lambda groups: torch.optim.SGD(groups["all"], lr=0.2)  # noqa: E731
 
 
-class Shifting(nn.Module):
+def shifting() -> nn.Module:
     """Changes its input in place, as a first layer may."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sub_(0.5).mul_(2)
+    return Calling(lambda x: x.sub_(0.5).mul_(2))
 
 
 class Moving(nn.Module):
@@ -99,7 +106,7 @@ def changing() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 LOOPS: dict[str, tuple[list[Callable[[], nn.Module]], Callable[[], Any]]] = {
-    "in place": ([Shifting, linear, linear], lambda: F.mse_loss),
+    "in place": ([shifting, linear, linear], lambda: F.mse_loss),
     "buffers": ([linear, Moving, linear], lambda: F.mse_loss),
     "closure": ([linear, linear, linear], changing),
     "object": ([linear, linear, linear], Scaled),
@@ -118,21 +125,9 @@ def plain(name: str) -> list[float]:
     """The losses of a loop in one process."""
     fresh()
     kinds, make = LOOPS[name]
-    model, loss_fn = nn.Sequential(*seeded(kinds)), make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    losses = []
-    for number in range(STEPS):
-        inputs, targets = (part.float() for part in data(number))
-        optimizer.zero_grad()
-        total = 0.0
-        pairs = zip(torch.split(inputs, MICROBATCH), torch.split(targets, MICROBATCH), strict=True)
-        for x, y in pairs:
-            loss = loss_fn(model.float()(x), y) * MICROBATCH / ROWS
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        losses.append(total)
-    return losses
+    layers = [layer.float() for layer in seeded(kinds)]
+    batches = ((x.float(), y.float()) for x, y in map(data, range(STEPS)))
+    return trained_alone(layers, batches, partial(torch.optim.SGD, lr=0.2), MICROBATCH, make())[1]
 
 
 def trained(name: str, pp: int) -> list[float]:
@@ -226,16 +221,11 @@ def test_labels_are_shifted_by_name_and_refused_otherwise() -> None:
 # What ranks are given.
 
 
-class Reads(nn.Module):
+class Reads(One):
     """Reads a keyword input that it does not name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor, **more: Tensor) -> Tensor:
-        output: Tensor = self.linear(x) * more.get("mask", 1.0)
-        return output
+        return self.linear(x) * more.get("mask", 1.0)
 
 
 class Hands(nn.Module):
@@ -254,41 +244,27 @@ class Hands(nn.Module):
         return output
 
 
+MASK = (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 > 0).double()
+
+
 def by_keywords(kind: str) -> float:
     """The loss of a step with a mask that only ``**kwargs`` name."""
 
     def weighted(output: Tensor, target: Tensor, **more: Tensor) -> Tensor:
         return F.mse_loss(output * more.get("mask", 1.0), target)
 
-    every: dict[str, list[nn.Module]] = {
-        "layer": [nn.Linear(WIDTH, WIDTH), Reads()],
-        "handed on": [nn.Linear(WIDTH, WIDTH), Hands()],
-        "loss": [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)],
-    }
-    layers = every[kind]
-    torch.manual_seed(0)
-    for layer in layers:
-        for one in layer.parameters():
-            nn.init.normal_(one)
+    last: dict[str, Kind] = {"layer": Reads, "handed on": Hands, "loss": linear}
     loss_fn = weighted if kind == "loss" else F.mse_loss
-    inputs, targets = (part.float() for part in data())
-    mask = (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 > 0).float()
-    with zeropp.parallelize(
-        layers, loss_fn, sample=inputs[:2], global_batch=ROWS, sample_keywords={"mask": mask[:2]}
-    ) as model:
-        return float(model.train_step(inputs, targets, mask=mask).loss)
+    named = {"mask": MASK[:1]}
+    with built(seeded([linear, last[kind]]), loss_fn=loss_fn, sample_keywords=named) as model:
+        return float(model.train_step(*data(), mask=MASK).loss)
 
 
 @on_ranks(1)
 def test_keyword_inputs_reach_those_who_read_them_by_kwargs() -> None:
-    inputs, targets = (part.float() for part in data())
-    mask = (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 > 0).float()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-    torch.manual_seed(0)
-    for one in model.parameters():
-        nn.init.normal_(one)
-    expected = float(F.mse_loss(model(inputs) * mask, targets))
+    inputs, targets = data()
+    model = nn.Sequential(*seeded([linear, linear]))
+    expected = float(F.mse_loss(model(inputs) * MASK, targets))
     for kind in ("layer", "handed on", "loss"):
         assert by_keywords(kind) == pytest.approx(expected), kind
 
@@ -526,17 +502,10 @@ def test_sharded_layers_can_be_read_between_steps(degrees: dict[str, Any]) -> No
     assert len(set(found)) == 3
 
 
-class Detaching(nn.Module):
-    """Gives nothing before it a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach().tanh()
-
-
 UNTRAINED: dict[str, list[Kind]] = {
     "all frozen": [frozen] * 4,
     "no parameters": [nn.Tanh] * 4,
-    "detached": [linear, Detaching, frozen, frozen],
+    "detached": [linear, lambda: Calling(lambda x: x.detach().tanh()), frozen, frozen],
 }
 
 
