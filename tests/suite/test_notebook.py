@@ -68,7 +68,7 @@ def test_cells_of_the_verdict_are_kept_apart(tmp_path: Path, notebook: str) -> N
     """Batches, clusters and bases were mixed (4.27 for ratios from 1.01 to 1.33), halves of a
     simulated step were nan, and sections without a figure were empty."""
     plans = pd.read_csv(ROOT / "results" / "reference" / "claim_33" / "plans.csv")
-    few = plans["num_gpus"].isin([8, 16]) & plans["contender"].isin(["zeropp", "deepspeed_3d"])
+    few = plans["num_gpus"].eq(8) & plans["contender"].isin(["zeropp", "deepspeed_3d"])
     (tmp_path / "runs").mkdir()
     plans[few].to_csv(tmp_path / "runs" / "plans.csv", index=False)
     outputs = run(notebook, tmp_path / "runs", tmp_path / "made.ipynb")
