@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.gloo.models import (
 from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
+from zeropp.engine.ranks import errors
 from zeropp.engine.trial import unchanged
 from zeropp.train.parallel_model import ParallelModel
 
@@ -374,6 +376,18 @@ def test_peers_of_a_dead_rank_say_so_in_one_line(world: World, where: str, tmp_p
     said = (tmp_path / f"{where} 0").read_text()
     assert said.startswith("LostRankError: lost the connection to a rank, or it did not come")
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["closed by peer", "reset by peer", "Broken pipe"])
+@on_ranks(2)
+def test_a_rank_that_has_ended_is_not_waited_for(words: str) -> None:
+    lost = mock.Mock(side_effect=RuntimeError(f"[pair.cc:547] Connection: {words}"))
+    barrier = errors.ErrorBarrier(None, 0)
+    waits = mock.patch.object(dist, "monitored_barrier", side_effect=AssertionError)
+    with mock.patch.object(errors, "all_gather_single", lost), waits:
+        said = error_of(lambda: barrier.exchange([1]))
+    barrier.close()
+    assert said.startswith("LostRankError: lost the connection to a rank")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -158,7 +158,8 @@ class ErrorBarrier:
         except RuntimeError as error:
             late = ""
             try:
-                if "closed by peer" not in str(error):  # else that rank has ended
+                # Else a rank has ended, to which that group would try to connect until its timeout.
+                if re.search("time(d )?out", str(error), re.IGNORECASE):
                     dist.monitored_barrier(self._groups[1], timeout=_REPORT, wait_all_ranks=True)
             except RuntimeError as report:
                 found = re.search(r"Ranks ?[\d, ]+ failed to pass", str(report))
