@@ -358,8 +358,10 @@ def _shape(row: PublishedRow) -> _Checks:
 
 def _degrees(row: PublishedRow) -> _Checks:
     made = row.tp * row.pp * row.dp * row.cp
-    told = f"tp={row.tp} x pp={row.pp} x dp={row.dp} x cp={row.cp} is {made}"
-    yield made != row.num_gpus, f"num_gpus={row.num_gpus}: {told}"
+    yield (
+        made != row.num_gpus,
+        f"num_gpus={row.num_gpus}: tp={row.tp} x pp={row.pp} x dp={row.dp} x cp={row.cp} is {made}",
+    )
     yield row.zero > 3, f"zero={row.zero}: must be 0, 1, 2 or 3"
     for name, zeros in (("zero3_group", (3,)), ("zero1_group", (1, 2))):
         group = getattr(row, name)
@@ -368,8 +370,10 @@ def _degrees(row: PublishedRow) -> _Checks:
             f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}",
         )
     node = row.gpus_per_node or row.tp
-    told = f"gpus_per_node={node}: neither divides tp={row.tp} nor is divided by it"
-    yield node % row.tp and row.tp % node, told
+    yield (
+        node % row.tp and row.tp % node,
+        f"gpus_per_node={node}: neither divides tp={row.tp} nor is divided by it",
+    )
     yield row.sequence_parallel and row.tp == 1, "sequence_parallel=yes: needs tp above 1"
     yield (
         row.program in SHARD_ALONE and row.tp * row.pp > 1,

@@ -352,13 +352,16 @@ def test_a_checkpoint_takes_nothing_elses_place_nor_another_models(tmp_path: Pat
     with built(pp=2) as model:
         for place in (draft.parent, draft):
             said = error_of(partial(model.save, place))
-            assert said.startswith(f"CheckpointError: {draft}: is no part of a checkpoint")
+            assert said.startswith(f"CheckpointError: {draft}: is no part of a whole")
         model.save(tmp_path / "latest")
         if dist.get_rank() == 0:
             (target / "scheduler.pt").write_text("of another hand")
+            (tmp_path / "runs" / "step_1.distcp").mkdir(parents=True)
         dist.barrier()
-        said = error_of(partial(model.save, tmp_path / "latest"))
-        assert said.startswith(f"CheckpointError: {target / 'scheduler.pt'}: is no part")
+        for place, name in ((target, "scheduler.pt"), (tmp_path / "runs", "step_1.distcp")):
+            for save in (model.save, model.save_on_signal):
+                said = error_of(partial(save, place))
+                assert said.startswith(f"CheckpointError: {place / name}: is no part of a whole")
     assert draft.read_text() == "years of work"
     assert (tmp_path / "latest").is_symlink()
     assert (target / ".metadata").is_file()

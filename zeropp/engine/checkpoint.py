@@ -164,10 +164,10 @@ class Checkpointer:
         the two renames, ``NAME.being-replaced`` is the complete one, and ``load`` reads it.
         (Folders of these names are deleted, so the names are none that people give, and no two jobs
         may save to one name at once.) Where anything raises on one rank, every rank raises, and the
-        last checkpoint is untouched. Other files in its directory are deleted with it.
+        last checkpoint is untouched. A directory with other files is refused.
         """
         saved = {"model": self.state("save").named()}
-        place = together(lambda: _place(directory))
+        place = together(lambda: place_of(directory))
         partial = _beside(place, _WRITTEN)
         _on_first_rank(lambda: _make_empty(partial))
         together(lambda: _check_seen(partial))
@@ -258,14 +258,15 @@ def checked(directory: Path | str) -> Path:
     return place
 
 
-def _place(directory: Path | str) -> Path:
+def place_of(directory: Path | str) -> Path:
     """Where a checkpoint goes: behind links, and never in the place of other files."""
     place = Path(directory).resolve()
     there = sorted(place.iterdir()) if place.is_dir() else [place] * place.exists()
-    if others := [path for path in there if not (_is_own(path) or path.name == _DIGESTS)]:
+    parts = {path for path in there if path.is_file() and (_is_own(path) or path.name == _DIGESTS)}
+    if others := [path for path in there if {path, place / ".metadata"} - parts]:
         raise CheckpointError(
-            f"{others[0]}: is no part of a checkpoint, and would be lost (give the checkpoint a "
-            "folder of its own)"
+            f"{others[0]}: is no part of a whole checkpoint, and would be lost (give the "
+            "checkpoint a folder of its own)"
         )
     return place
 

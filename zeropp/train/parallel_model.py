@@ -219,7 +219,8 @@ class ParallelModel:
         steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)`` reads it, too.
 
         An interrupted save leaves no half checkpoint: the last one with that name stays until this
-        one is complete. Raises CheckpointError where other files have that name.
+        one is complete. Raises CheckpointError where other files have that name, or lie in its
+        folder.
         """
         self._checkpointer.save(directory)
 
@@ -236,8 +237,11 @@ class ParallelModel:
     ) -> None:
         """Save and end when a job is to be preempted: once a rank has been sent one of ``signals``,
         the next ``train_step`` to begin ends with a checkpoint in ``directory`` and SystemExit of
-        128 and the signal's number, on all ranks. All ranks must call it, in their main threads."""
-        self.engine.on_all_ranks("save_on_signal", lambda: None)
+        128 and the signal's number, on all ranks. All ranks must call it, in their main threads.
+        Raises CheckpointError as ``save``."""
+        from zeropp.engine.checkpoint import place_of  # now: at the signal it would be too late
+
+        self.engine.on_all_ranks("save_on_signal", lambda: place_of(directory))
         self._save_to = directory
         for number in signals:
             signal(number, lambda sent, frame: setattr(self.engine, "signal", int(sent)))
