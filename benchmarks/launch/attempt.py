@@ -69,7 +69,8 @@ _PASSING = re.compile(
 )
 _NO_CAUSE = re.compile(  # lines of logs that only say that something ended
     r"^\s*$|lacks support for cpu binding|force terminated|terminated$|job step aborted|"
-    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: (\*\*\*|_)|task \d+.*: exited|^Try \"",
+    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: (\*\*\*|_|unable to unlink)|"
+    r"task \d+.*: exited|^Try \"",
     re.I,
 )
 HINTS = {9: "; often the system's, for lack of memory"}  # by signal, for those who read its name
@@ -322,8 +323,7 @@ def last_words(log: Path) -> str:
     except OSError:
         return ""
     causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip())]
-    own = [x for x in causes if not x.startswith("slurm") or _PASSING.search(x)]
-    return (own or causes or [""])[-1][:300]
+    return causes[-1][:300] if causes else ""
 
 
 def make_record(

@@ -44,7 +44,7 @@ from zeropp.types.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
-_KILLED = re.compile(r"signal 9\b|: Killed|without saying why")
+_KILLED = re.compile(r"signal 9\b|: Killed|without saying why|did not say which")
 _BUDGET_S = 30.0  # CPU time of a search; after that the best plan so far is taken
 
 

@@ -232,8 +232,8 @@ def find_below(root: Path, name: str) -> list[Path]:
     """The sorted paths of files with a name below a folder, also behind links. A folder that may
     not be read is among them, so that its reader names it.
 
-    Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
-    which hold the committed records of other runs.
+    Hidden folders are left out, unless a link leads there: locks, attempts that are being made, and
+    copies of the checkout, which hold the committed records of other runs.
     """
     paths, seen, starts = list[Path](), set[str](), [os.fspath(root)]
 

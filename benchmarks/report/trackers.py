@@ -75,7 +75,7 @@ def _library(option: str, name: str) -> ModuleType:
 def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
     """All readable records below the roots; names the files that are none."""
     for path in find_records(roots):
-        if path.suffix != ".json":
+        if path.suffix != ".json" and not path.is_dir():
             continue
         try:
             record = read_record(path)
