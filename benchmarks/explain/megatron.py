@@ -31,7 +31,6 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
-    "--kv-channels": (None, "heads are priced as hidden / heads wide"),
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--rampup-batch-size": (None, "priced with the last batch"),
     "--step-batch-size-schedule": (None, "priced with the last batch"),
@@ -205,12 +204,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
     ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
-    channels = keys.number("--kv-channels", hidden // heads)
-    if channels != hidden // heads:
-        raise SpecError(
-            f"--kv-channels={channels}: this suite's heads are hidden / heads = {hidden // heads} "
-            "wide, so this model has no price"
-        )
+    channels = keys.number("--kv-channels")
     family = "llama" if rope else "gpt"
     return reading.model | {
         "name": f"{family}_{reading.model['layers']}x{hidden}",
@@ -224,6 +218,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
         "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
+        "head_width": None if channels is None or channels * heads == hidden else channels,
     }
 
 
@@ -344,6 +339,7 @@ def written(plan: SizedPlan) -> str:
         "--hidden-size": shape.hidden,
         "--ffn-hidden-size": shape.ffn,
         "--num-attention-heads": shape.heads,
+        "--kv-channels": shape.head_width or False,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads != shape.heads and shape.kv_heads,
         "--vocab-size": shape.vocab - 1,  # to which this tokenizer adds one

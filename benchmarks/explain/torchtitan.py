@@ -21,7 +21,8 @@ from benchmarks.specification import SpecError
 from zeropp.price.programs import Scaling, program_named
 from zeropp.schedule.plan import SizedPlan
 
-# name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
+# name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings, and the width of
+# heads where it is not hidden / heads
 _LLAMA3 = {
     "debugmodel": (256, 6, 16, 16, 768, 2048, False),
     "1B": (2048, 16, 32, 8, 8192, 128256, True),
@@ -30,12 +31,14 @@ _LLAMA3 = {
     "70B": (8192, 80, 64, 8, 28672, 128256, False),
     "405B": (16384, 126, 128, 8, 53248, 128256, False),
 }
-_QWEN3 = {  # those whose heads are hidden / heads wide
+_QWEN3 = {
+    "0.6B": (1024, 28, 16, 8, 3072, 151936, True, 128),
     "1.7B": (2048, 28, 16, 8, 6144, 151936, True),
+    "4B": (2560, 36, 32, 8, 9728, 151936, True, 128),
     "8B": (4096, 36, 32, 8, 12288, 151936, False),
     "14B": (5120, 40, 40, 8, 17408, 151936, False),
+    "32B": (5120, 64, 64, 8, 25600, 151936, False, 128),
 }
-_HEADS_OF_128 = {"0.6B": 64, "4B": 80, "32B": 80}  # hidden / heads of the other Qwen3 models
 _SCHEDULES = {
     "1F1B": "1f1b",
     "Interleaved1F1B": "interleaved_1f1b",
@@ -168,11 +171,6 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
-    if name == "qwen3" and plain in _HEADS_OF_128:
-        raise SpecError(
-            f"model.flavor={flavor!r}: its heads are 128 wide, and this suite's are hidden / heads "
-            f"= {_HEADS_OF_128[plain]} (no price; the flavors {', '.join(_QWEN3)} have one)"
-        )
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
@@ -183,8 +181,10 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         if not known:
             raise SpecError(reading.unknown)
         return named  # a company's own
+    if name == "qwen3":
+        reading.named.append("model.name=qwen3: the norms of queries and keys are not priced")
     sizes = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")
-    return named | dict(zip(sizes, known[plain], strict=True))
+    return named | dict(zip((*sizes, "head_width"), known[plain], strict=False))
 
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:

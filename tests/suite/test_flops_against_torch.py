@@ -24,6 +24,8 @@ SHAPES = [
     GROUPED,
     replace(GROUPED, name="llama-gelu", gated_mlp=False),
     replace(GPT, name="gpt-gated", layers=2, ffn=112, gated_mlp=True),
+    replace(GROUPED, name="llama-wide", head_width=24),
+    replace(GPT, name="gpt-wide", head_width=24),
 ]
 
 
