@@ -32,6 +32,8 @@ _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
+_COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"
+_COUNTED = {*_COUNTS.split(), "ntasks_per_node"}
 
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
 
@@ -109,7 +111,27 @@ def arguments_of_script(
     before = commands[: commands.index(launch)]
     outer = [words for words in before if words[-1] == "-c"][-1:]  # srun ... sh -c "python ..."
     launchers = [" ".join(words) for words in (*outer, launch[: max(_program(launch), 0)])]
+    if num_gpus is None:
+        _check_counts(launchers, text)
     return arguments, _world(allocated | _sizes(launchers)), named
+
+
+def _check_counts(launchers: Iterable[str], text: str) -> None:
+    """Raise SpecError for a launcher's number of nodes or GPUs that has no value, by the name of
+    the variable that the script takes it from."""
+    for line in launchers:
+        for flag, value in arguments_of(line.split()).items():
+            has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
+            if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
+                continue
+            name, found = "", re.search(rf"{flag}[ =]+[\"']?\$(?:\(\()?\$?{{?(\w+)", text)
+            while found and found[1] != name:
+                name = found[1]
+                found = re.search(rf"\b{name}=[\"']?\$(?:\(\()?\$?{{?(\w+)", text)
+            raise SpecError(
+                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N, "
+                f"or set it: {name or 'NAME'}=2 zeropp explain ...)"
+            )
 
 
 def _program(words: Sequence[str]) -> int:

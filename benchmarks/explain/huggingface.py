@@ -24,12 +24,12 @@ class _Kind(NamedTuple):
     tied: bool = False
 
 
-_KINDS = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "phi3", "glm"), _Kind()),
-    **dict.fromkeys(("granite", "helium"), _Kind()),  # scales of embeddings, residuals and logits
+KINDS = {
+    **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "glm"), _Kind()),
+    "granite": _Kind(),  # with scales of embeddings, residuals and logits
     **dict.fromkeys(("gemma", "smollm3", "ernie4_5"), _Kind(tied=True)),
     **dict.fromkeys(("qwen2", "seed_oss"), _Kind(_QKV, code="qwen2")),
-    **dict.fromkeys(("qwen3", "hunyuan_v1_dense", "exaone4"), _Kind(_QK, code="qwen3")),
+    **dict.fromkeys(("qwen3", "exaone4"), _Kind(_QK, code="qwen3")),
     **dict.fromkeys(("olmo2", "olmo3"), _Kind(_QK, code="qwen3")),  # norms behind, not before
     "gemma2": _Kind("norms behind attention and MLP", tied=True),
     "gemma3_text": _Kind(f"{_QK} and those behind attention and MLP", code="qwen3", tied=True),
@@ -42,7 +42,7 @@ _KINDS = {
 # What transformers takes where the text of a model with vision leaves it out.
 _GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
 _WIDTHS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}  # of heads, where the file has none
-_WIDTHS |= dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "helium", "cohere2"), 128)
+_WIDTHS |= dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128)
 # Layers, hidden size and heads, in Llama's spelling and in GPT-2's.
 _SIZES = (
     ("num_hidden_layers", "n_layer"),
@@ -94,16 +94,16 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
             raise SpecError(f"{key}={values[key]}: no price for {what} (model_type={kind})")
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise SpecError(
-            f"model_type={kind!r}: no price (there is one for {', '.join(sorted(_KINDS))}; where "
+            f"model_type={kind!r}: no price (there is one for {', '.join(sorted(KINDS))}; where "
             "its layers are a Llama's, write one of these)"
         )
     keys = Keys(values)
     reading.model = _model(keys, kind)
-    if unpriced := _KINDS[kind].unpriced:
+    if unpriced := KINDS[kind].unpriced:
         reading.named.append(f"model_type={kind}: the {unpriced} are not priced")
-    reading.code = _KINDS[kind].code
+    reading.code = KINDS[kind].code
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         keys.take("sliding_window")  # a window that is not used changes nothing
@@ -130,8 +130,8 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
         "kv_heads": keys.number("num_key_value_heads") or heads,
         "ffn": keys.number("n_inner") or 4 * hidden if is_gpt else keys.needed("intermediate_size"),
         "vocab": keys.needed("vocab_size"),
-        "tied_embeddings": bool(keys.take("tie_word_embeddings", _KINDS[kind].tied)),
-        "gated_mlp": _KINDS[kind].gated,
+        "tied_embeddings": bool(keys.take("tie_word_embeddings", KINDS[kind].tied)),
+        "gated_mlp": KINDS[kind].gated,
         "head_width": None if width is None or width * heads == hidden else width,
     }
 

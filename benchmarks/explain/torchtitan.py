@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
@@ -76,7 +76,7 @@ _HARMLESS = (
     *("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "optimizer."),
     *("validation.", "debug.", "memory_estimation.", "experimental.", "training.max_norm"),
     *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
-    *("float8.", "compile.backend", "compile.components", "model.hf_assets_path", "training.warm"),
+    *("float8.", "compile.backend", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),
     *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
@@ -94,7 +94,9 @@ def read(text: str, num_gpus: int | None) -> Reading:
         raise SpecError(f"not a TOML file: {error}") from None
     if not values:
         raise SpecError("a TOML without keys (give torchtitan's, such as model.flavor)")
-    return _read({_OLD.sub("parallelism.", key): v for key, v in values.items()}, text, num_gpus)
+    moved = {_OLD.sub("parallelism.", key): v for key, v in values.items()}
+    # The loss of slices is 0.3's; before February 2025 torch's own was not compiled.
+    return _read(moved, text, num_gpus, loss="torch" if moved.keys() == values.keys() else "eager")
 
 
 def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -> Reading:
@@ -121,10 +123,16 @@ def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -
     shown = repr(spec.model)
     if eight := next((word for word in ("Float8", "MXFP8", "NVFP4") if word in shown), ""):
         values["model.converters"] = [eight]
-    return _read(values, "", num_gpus)
+    return _read(values, "", num_gpus, loss="sliced")
 
 
-def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
+def _read(
+    values: dict[str, Any],
+    text: str,
+    num_gpus: int | None,
+    *,
+    loss: Literal["eager", "torch", "sliced"],
+) -> Reading:
     keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
     reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys, reading)}
@@ -142,8 +150,11 @@ def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
     )
     if not compiled:
         reading.eager = True
-        reading.traits |= {"traffic_factor": 2.11, "fused_loss": False}
+        reading.traits["traffic_factor"] = 2.11
         reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
+    parts = keys.take("compile.components", ["model", "loss"])
+    reading.traits["fused_loss"] = bool(compiled) and loss != "eager" and "loss" in parts
+    reading.traits["loss_gradient"] = "sliced" if loss == "sliced" else "torch"
     _eight_bits(keys, reading)
     reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
     wanted = keys.take("training.mixed_precision_param", "bfloat16")

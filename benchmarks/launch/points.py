@@ -183,13 +183,15 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
     )
     if outcome.winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
-        gib = spec.cluster.device.usable_bytes / 2**30
+        gib, margin = spec.cluster.device.usable_bytes / 2**30, spec.task.memory_margin
+        opened = [name for name, value in vars(spec.contender).items() if value == "auto"]
         none = "no choice for what is auto fits"
         if not outcome.is_complete:
             none = "the search has ended, and has found nothing that fits"
         raise InfeasibleError(
-            f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.0f} GiB (use more "
-            "GPUs, or set the degrees to run it all the same)"
+            f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.1f} GiB with "
+            f"{margin:.0%} of its price to spare (use more GPUs, or set "
+            f"{', '.join(opened) or 'microbatch_size'} to run it all the same)"
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu

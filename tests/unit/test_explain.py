@@ -212,13 +212,18 @@ def test_huggingface() -> None:
     assert "give model.seq" in reading.derived[0]
     for change, said in (
         ({"num_local_experts": 8}, "mixtures of experts"),
-        ({"head_dim": 256}, "head_dim=256"),
         ({"model_type": "falcon"}, "model_type='falcon'"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"linear_conv_kernel_dim": 4}, "state-space and linear-attention"),
     ):
         with pytest.raises(SpecError, match=said):
             huggingface.read(LLAMA | change, 8)
     window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
+    seen = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
+    text = huggingface.read(seen, 8)
+    assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
+    assert "model_type=gemma3: its text alone is priced" in text.named
 
 
 def as_toml(words: str) -> str:

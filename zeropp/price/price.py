@@ -119,14 +119,15 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
-    limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
+    eight_bit = work.program.eight_bit
+    limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)
     return StepTimes(
         stages=tuple(costs),
         extras=tuple(first[s][1] for s in like),
         steps_overlap=work.program.post_validation,
         stragglers=slowest,
         overlap_slowdown=cluster.device.overlap_slowdown,
-        limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+        limit_s=plan.global_batch * plan.shape.seq / (world * limit.tokens_per_s_per_gpu),
     )
 
 
