@@ -70,6 +70,8 @@ def main() -> int:
     except (ScriptError, StuckError) as error:
         raise SpecError(str(error)) from None
     peak = max(trace.memory.total for trace in traces) / 2**30
+    if traces[0].by_backwards:
+        print("the script makes no optimizer: a step lies between the ends of two backwards")
     print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
     print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
     for cause, words in _WORDS.items():
