@@ -116,13 +116,14 @@ def settled(
     if size != "auto" and not set(opened) & set(_DEGREES):
         return Candidate(question.knobs, size), own  # by simple rules: the screen says what misses
     task, gib = question.task, question.task.cluster.device.usable_bytes / 2**30
+    left = [name for name in _DEGREES if name in opened] + ["microbatch_size"] * (size == "auto")
     found = "no plan with these settings fits"
     if not own.is_complete:
         found = f"in {search_s:.0f} s of CPU time no plan with these settings was found that fits"
     raise SpecError(
         f"num_gpus={task.num_gpus}: {found} {gib:.1f} GiB with "
         f"{task.memory_margin:.0%} of its price to spare (use more GPUs or memory_margin=0, or set "
-        f"{', '.join(opened) or 'microbatch_size'} to see what each rank would need)"
+        f"{', '.join(left)} to see what each rank would need)"
     )
 
 

@@ -33,6 +33,8 @@ _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PAT
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 _COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"
+# A variable behind its dollar, also in arithmetic, and an argument of the script.
+_VARIABLE = r"(?:\(\([^)A-Za-z_]*)?\$?\{?([A-Za-z_]\w*|\d)"
 _COUNTED = {*_COUNTS.split(), "ntasks_per_node"}
 
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
@@ -124,13 +126,14 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
-            name, found = "", re.search(rf"{flag}[ =]+[\"']?\$(?:\(\()?\$?{{?(\w+)", text)
-            while found and found[1] != name:
-                name = found[1]
-                found = re.search(rf"\b{name}=[\"']?\$(?:\(\()?\$?{{?(\w+)", text)
+            names, found = [""], re.search(rf"{flag}[ =]+[\"']?\${_VARIABLE}", text)
+            while found and found[1] not in names:
+                names.append(found[1])
+                found = re.search(rf"\b{found[1]}=[\"']?\${_VARIABLE}", text)
+            name = names[-1]
             raise SpecError(
                 f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N, "
-                f"or set it: {name or 'NAME'}=2 zeropp explain ...)"
+                f"or set it: {name or 'NAME'}=2 zeropp explain ..., and arguments behind --)"
             )
 
 
