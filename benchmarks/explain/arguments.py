@@ -175,7 +175,7 @@ def _expanded(
                     "the arguments after --"
                 ) from None
         lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
-        commands = told.read_bytes().decode("utf-8", "replace").split("\0\0")
+        commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
     complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
     return [command for command in words if command], complaint

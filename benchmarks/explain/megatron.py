@@ -56,13 +56,17 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--cuda-graph-impl": ("none", "launches are priced without CUDA graphs"),
     "--enable-cuda-graph": (None, "launches are priced without CUDA graphs"),
 }
+_HYBRID = (
+    *("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-override-pattern"),
+    "--hybrid-layer-pattern",
+)
 _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
     "--multi-latent-attention": "no price for latent attention",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
-    "--is-hybrid-model": "no price for state-space layers",
+    **dict.fromkeys(_HYBRID, "no price for state-space layers"),
 }
 _HARMLESS = (
     *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),

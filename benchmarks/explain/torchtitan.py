@@ -39,6 +39,7 @@ _QWEN3 = {
     "14B": (5120, 40, 40, 8, 17408, 151936, False),
     "32B": (5120, 64, 64, 8, 25600, 151936, False, 128),
 }
+_EXPERTS = ("deepseek_v3", "llama4", "gpt_oss")
 _SCHEDULES = {
     "1F1B": "1f1b",
     "Interleaved1F1B": "interleaved_1f1b",
@@ -182,6 +183,9 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+    if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
+        named = f"model.name={name!r}, model.flavor={flavor!r}"
+        raise SpecError(f"{named}: no price for mixtures of experts")
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
@@ -204,7 +208,8 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     pp = keys.number("parallelism.pipeline_parallel_degree", 1) or 1
     cp = keys.number("parallelism.context_parallel_degree", 1) or 1
     replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
-    shard = keys.number("parallelism.data_parallel_shard_degree", -1) or -1
+    of_2024 = keys.number("parallelism.data_parallel_degree", -1)
+    shard = keys.number("parallelism.data_parallel_shard_degree", of_2024) or -1
     reading.slice_sequences("context_parallel_degree", cp)
     left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
     shard = left if shard == -1 else shard

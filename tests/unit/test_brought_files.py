@@ -129,6 +129,7 @@ def test_a_flag_without_its_value_is_refused(tmp_path: Path, old: str, new: str,
     [
         ("", "--nnodes $NODES", r"--nnodes: \$NODES is not set .*NODES=2 zeropp"),
         ("N=${WORLD_SIZE}", '--nnodes="$N"', r"--nnodes: \$WORLD_SIZE is not set"),
+        ("", '--nnodes "$NODES" --node-rank 0', r"--nnodes: \$NODES is not set"),
         ("N=$(cat hosts | wc -l)", "--nnodes $N", r"--nnodes: \$N is not set .give num_gpus=N"),
         ("", "--num_processes $((8 * NODES))", r"--num_processes: \$NODES is not set"),
         ("A='--nproc-per-node $GPUS'", "$A --nnodes 2", r"--nproc-per-node: \$GPUS is not set"),
