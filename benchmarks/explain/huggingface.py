@@ -76,7 +76,13 @@ _HARMLESS = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "model_type", "no_rope"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logit"),
     *("partial_rotary", "query_pre_attn", "original_max", "auto_map", "norm_eps", "layer_norm_eps"),
-    *("sliding_window_pattern", "_sliding_window_pattern", "hidden_activation", "tokenizer_class"),
+    *(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "use_bidirectional",
+        "hidden_activation",
+        "tokenizer_class",
+    ),
     *("hidden_act", "activation_function", "_name_or_path", "vocab_padding", "output_past"),
 )
 

@@ -43,6 +43,9 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),
     "--no-bias-swiglu-fusion": (None, "SwiGLU is priced as one kernel"),
     "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
+    "--no-bias-gelu-fusion": (None, "GELU is priced as one kernel"),
+    "--optimizer": ("adam", "priced with Adam's states"),
+    "--main-grads-dtype": ("fp32", "other bytes per parameter"),
     "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
     "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
     "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
@@ -82,7 +85,7 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--fp8-recipe"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
-    *("--eod-mask", "--num-experts"),
+    *("--eod-mask", "--num-experts", "--use-rope", "--rope-", "--no-log", "--use-pytorch-profiler"),
 )
 
 
