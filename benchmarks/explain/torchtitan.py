@@ -23,7 +23,7 @@ from zeropp.schedule.plan import SizedPlan
 
 # name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings, and the width of
 # heads where it is not hidden / heads
-_LLAMA3 = {
+_LLAMA3: dict[str, tuple[Any, ...]] = {
     "debugmodel": (256, 6, 16, 16, 768, 2048, False),
     "1B": (2048, 16, 32, 8, 8192, 128256, True),
     "3B": (3072, 28, 24, 8, 8192, 128256, True),
@@ -31,7 +31,7 @@ _LLAMA3 = {
     "70B": (8192, 80, 64, 8, 28672, 128256, False),
     "405B": (16384, 126, 128, 8, 53248, 128256, False),
 }
-_QWEN3 = {
+_QWEN3: dict[str, tuple[Any, ...]] = {
     "0.6B": (1024, 28, 16, 8, 3072, 151936, True, 128),
     "1.7B": (2048, 28, 16, 8, 6144, 151936, True),
     "4B": (2560, 36, 32, 8, 9728, 151936, True, 128),
@@ -184,8 +184,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
-        named = f"model.name={name!r}, model.flavor={flavor!r}"
-        raise SpecError(f"{named}: no price for mixtures of experts")
+        raise SpecError(
+            f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"
+        )
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
