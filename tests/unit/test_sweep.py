@@ -539,3 +539,11 @@ def test_a_watched_sweep_is_listed_again_when_it_changes_until_it_has_ended(
         monkeypatch.setattr("time.sleep", nap)
         rows = printed(tmp_path, monkeypatch, capsys, "--watch", "--check")
     assert ([row for row in rows if row.startswith("1 ")], len(naps)) == (["1 running", "1 ok"], 2)
+
+
+def test_a_head_width_is_part_of_a_spec_s_id_only_where_it_is_set() -> None:
+    """Specs of before have none, and their records are found by their ids."""
+    wide = replace(TOY, model=replace(TOY.model, head_width=32))
+    assert "head_width" not in TOY.to_dict()["model"]
+    assert spec_from_mapping(wide.to_dict()) == wide
+    assert wide.spec_id != TOY.spec_id
