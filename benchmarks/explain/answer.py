@@ -23,10 +23,8 @@ from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
 from zeropp.types.layout import InfeasibleError
 
-# Plans that are faster than the winner by less than the tolerance may be missed. Another program's
-# may by more, as two are compared with a wider error: at 1 % ZeroPP's search takes twice as long.
+# Plans that are faster than the winner by less than the tolerance may be missed.
 _search = partial(search, tolerance=0.01, runner_up=False)
-_OTHERS_TOLERANCE = 0.03
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -92,8 +90,7 @@ def better(answered: Answer, search_s: float | None = None) -> Better:
     task, contender = question.task, question.contender
     others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
     with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
-        begin = partial(_search, task, tolerance=_OTHERS_TOLERANCE, budget_s=search_s)
-        waiting = [pool.submit(begin, other) for other in others]
+        waiting = [pool.submit(_search, task, other, budget_s=search_s) for other in others]
         searching = f"best plans (at most {search_s:.0f} s of CPU time)"
         tell = partial(bar.update, bar.add_task(searching, total=None))
         is_whole = (question.knobs, question.microbatch_size) == (contender.knobs(), "auto")
