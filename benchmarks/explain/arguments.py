@@ -30,6 +30,8 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 }
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
+# Names of Megatron's programs that train no decoder-only model, or train nothing.
+_OTHER_PROGRAM = re.compile(r"bert|_t5|retro|_vlm|generat|infer|quantiz|convert|server|eval")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 _COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"
@@ -110,6 +112,11 @@ def arguments_of_script(
     launch, arguments = (of_models or started)[-1]
     if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
+    program = Path(launch[max(_program(launch), 0)]).name
+    if _OTHER_PROGRAM.search(program):
+        raise SpecError(
+            f"{program}: no training of a decoder-only model (give one of pretrain_gpt)"
+        )
     before = commands[: commands.index(launch)]
     outer = [words for words in before if words[-1] == "-c"][-1:]  # srun ... sh -c "python ..."
     launchers = [" ".join(words) for words in (*outer, launch[: max(_program(launch), 0)])]

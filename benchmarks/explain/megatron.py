@@ -65,6 +65,7 @@ _HYBRID = (
 )
 _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
+    "--img-h": "no price for models with vision",
     "--multi-latent-attention": "no price for latent attention",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",

@@ -93,8 +93,8 @@ def read(text: str, num_gpus: int | None) -> Reading:
         values = flat(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not a TOML file: {error}") from None
-    if not values:
-        raise SpecError("a TOML without keys (give torchtitan's, such as model.flavor)")
+    if not any(key.startswith(("model.", "training.")) for key in values):
+        raise SpecError("a TOML without [model] and [training], so it is not torchtitan's")
     moved = {_OLD.sub("parallelism.", key): v for key, v in values.items()}
     # The loss of slices is 0.3's; before February 2025 torch's own was not compiled.
     return _read(moved, text, num_gpus, loss="torch" if moved.keys() == values.keys() else "eager")

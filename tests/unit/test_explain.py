@@ -480,7 +480,9 @@ def test_what_accelerate_leaves_open_is_refused(
         ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "- 1", "must hold keys with values"),
-        ("a.toml", "# nothing\n", "a TOML without keys"),
+        ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
+        ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
+        ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
