@@ -41,7 +41,7 @@ from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.types.training import OptimizerConfig, Trainer
 
 _STEPS = 2  # of a script's optimizer; the first one makes its state
-_MOST_TRACED = 16  # ranks of a script that are all traced; of more, some of every kind
+_MOST_TRACED = 8  # ranks of a script that are all traced; of more, some of every kind
 
 
 class Program(Protocol):
@@ -118,7 +118,7 @@ def trace_script(
     tell: Callable[[int], None] = lambda _: None,
 ) -> list[Trace]:
     """Trace rank 0 of ``world`` and all ranks that messages connect it with, which are those of its
-    pipeline. All others are traced to compare; of more than 16 ranks only the second and the last
+    pipeline. All others are traced to compare; of more than 8 ranks only the second and the last
     of every group in whose collectives rank 0 takes part, with their pipelines, and the rest is
     taken to do the same. Memory is that of the second step. ``tell`` is called with how many are
     traced. Raises ScriptError if the script does not get so far, if what these ranks exchange does
