@@ -284,7 +284,7 @@ def _trace_script(
         finally:
             handle.remove()
     raise ScriptError(
-        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer, or "
-        f"backwards without one (needed: {_STEPS}); numbers that it computes are read as 0.0, or 1 "
-        "for integers"
+        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer (needed: {_STEPS}; "
+        "of backwards, if it makes none); numbers that it computes are read as 0.0, or 1 for "
+        "integers"
     )
