@@ -28,7 +28,7 @@ from benchmarks.report.frame import CELL, best_configuration, best_or_failed, ra
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
-PANEL += ["setting", "machine"]
+PANEL += ["setting", "machine", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
     return distances
 
 
-_SERIES = ["parameters", "model", "seq", "precision", "setting", "kind"]
+_SERIES = ["parameters", "model", "seq", "precision", "setting", "environment", "kind"]
 _KINDS = {  # the column that stays the same, and its words
     "strong": ("global_batch", "batch"),
     "weak": ("batch_per_gpu", "sequences per {worker}:"),

@@ -120,13 +120,20 @@ class Table:
         names = dict.fromkeys(name for column in self.columns for name in column.stored)
         return self.data.reindex(columns=list(names)).reset_index(drop=True)
 
+    def _never_varies(self, name: str) -> bool:
+        """Whether a column has one value in all of several rows; one without records, such as a
+        median, need not have it."""
+        values = self.data[name].map(str)
+        if "records" in self.data:
+            values = values[self.data["records"].ne("") | self.data[name].notna()]
+        return len(self.data) > 1 and values.nunique() == 1
+
     def grid(self) -> Grid:
         """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
         empty = {n for n, of in self.data.items() if of.isna().all() or (of == "").all()}
         visible = [c for c in self.columns if not c.hidden and (c.instead or c.name not in empty)]
-        several = len(self.data) > 1
-        constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
+        constant = [c for c in visible if c.is_key and self._never_varies(c.name)]
         shown = [c for c in visible if c not in constant]
         keys = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
         marked = [c.name for c in shown if c.unsettled]

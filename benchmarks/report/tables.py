@@ -37,10 +37,8 @@ def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("mfu", "MFU", form=display.share),
         Column("note", "note"),
     )
-    known = rows.loc[rows["code_digest"] != "", "code_digest"]
-    usual = "" if known.empty else str(known.mode().iloc[0])  # the files that most rows ran with
-    data = rows.assign(note=[_note(row, usual) for row in rows.to_dict("records")])
-    return table("throughput", "Throughput", columns, data)
+    notes = [_note(row) for row in rows.to_dict("records")]
+    return table("throughput", "Throughput", columns, rows.assign(note=notes))
 
 
 def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -63,7 +61,7 @@ def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("memory", "Memory", columns, rows.assign(note=notes))
 
 
-def _note(row: Mapping[Any, Any], usual_code: str) -> str:
+def _note(row: Mapping[Any, Any]) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
@@ -71,8 +69,6 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
         notes.append(f"unsettled: {row['steps_unsettled']}")
     if others := len(row["unsuccessful"]):
         notes.append(f"{others} other attempt{'s' * (others > 1)} did not succeed")
-    if row["code_digest"] not in ("", usual_code):
-        notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)
 
 
