@@ -23,7 +23,10 @@ _CODE = (  # what takes part in a run: a spec has its own copy of what else is i
     *(("baselines", "*.py"), ("zeropp", "*.py"), ("conf/program", "*.yaml"), ("conf", "*.csv")),
 )
 _OF_GIT_ITSELF = ("GIT_CONFIG_", "GIT_EXEC_PATH", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
-_VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
+_VARIABLES = (
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE", "TORCH_NCCL_", "PYTORCH_"),
+    *("OMP_", "MKL_", "KMP_AFFINITY", "LD_PRELOAD", "MALLOC_", "GLOO_SOCKET_IFNAME", "UCX_", "FI_"),
+)
 
 
 def capture_environment() -> dict[str, Any]:

@@ -22,6 +22,7 @@ ANSWERS = [  # a command line, and words of what it prints
     ("run --help", ["zeropp", "gpt_tiny", "num_gpus: 4", "--help all", "zeropp tune"]),
     ("run --help all", ["zeropp", "gpt_tiny", "num_gpus: 4", "gate_tolerance: "]),
     ("run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
+    ("run -m --cfg job seed=7,8 contender=zeropp", ["seed: 7", "---", "seed: 8"]),
     ("tune --help", ["num_gpus: 64", "cluster=a800"]),
     ("show --help", ["name=zeropp", "reduce_grad", "backward_weight"]),
     ("status --help", ["usage: ", "--json"]),

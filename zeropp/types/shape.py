@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1
+from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, NUM_LAYERS, SIZE
 
 Family = Literal["gpt", "llama"]
 
@@ -25,13 +25,13 @@ class ModelShape:
 
     name: str
     family: Family
-    layers: Annotated[int, AT_LEAST_1]
-    hidden: Annotated[int, AT_LEAST_1]
-    heads: Annotated[int, AT_LEAST_1]
-    kv_heads: Annotated[int, AT_LEAST_1]
-    ffn: Annotated[int, AT_LEAST_1]
-    vocab: Annotated[int, AT_LEAST_1]
-    seq: Annotated[int, AT_LEAST_1]
+    layers: Annotated[int, NUM_LAYERS]
+    hidden: Annotated[int, SIZE]
+    heads: Annotated[int, SIZE]
+    kv_heads: Annotated[int, SIZE]
+    ffn: Annotated[int, SIZE]
+    vocab: Annotated[int, SIZE]
+    seq: Annotated[int, SIZE]
     tied_embeddings: bool = False
     dropout: Annotated[float, FROM_0_TO_1] = 0.0
     gated_mlp: bool | None = None
