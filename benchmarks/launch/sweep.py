@@ -249,7 +249,7 @@ def _tried(group: list[Point], options: LauncherOptions, sweep: Sweep) -> list[R
         try:
             with lock if options.kind in _LOCKED else nullcontext():
                 ended = _launch_missing(group, options, sweep)
-        except OSError as error:  # full or read-only: every point counts as missing
+        except OSError as error:  # nothing is known: every point counts as missing
             with SweepProgress(len(group)) as progress:
                 ended = one_by_one(group, options.kind, progress, partial(_fail, error))
         if isinstance(options, SlurmOptions) and options.wait:
@@ -295,7 +295,10 @@ def _launch_missing(group: list[Point], options: LauncherOptions, sweep: Sweep) 
     if options.dry_run and not isinstance(options, SlurmOptions):
         return failed
     with SweepProgress(len(feasible)) as progress:
-        return [*failed, *launcher.launch(feasible, options, sweep.runs_dir, progress)]
+        try:
+            return [*failed, *launcher.launch(feasible, options, sweep.runs_dir, progress)]
+        except OSError as error:  # full, or of another user: these count as missing
+            return [*failed, *one_by_one(feasible, options.kind, progress, partial(_fail, error))]
 
 
 def _expected(point: Point) -> str:

@@ -46,6 +46,8 @@ CANNOT_MATTER = {  # of a record, of a rank's environment, and of its variables
     "code": "is the record's code_digest",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "DeepSpeed sets it where it is imported, for all contenders",
     "NCCL_HOSTID": "a name, which ranks that share a GPU get",
+    **dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), "a folder of the job"),
+    **dict.fromkeys(("CUDA_CACHE_PATH", "NCCL_DEBUG_FILE"), "a folder or a file of the job"),
 }
 # The kind of machine, under these names; all else of an environment is that of its software.
 _MACHINE = {"device": "device", "device_memory_gib": "device_memory_gib", "cpu": "processor"}

@@ -147,8 +147,8 @@ def _rounded(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * value:.1f} %"
+    """A share as a percentage with one decimal, or with two digits where that would be none."""
+    return f"{100 * value:.1f} %" if value >= 0.0005 else f"{100 * value:.2g} %"
 
 
 def _gib(value: float) -> str:

@@ -321,8 +321,8 @@ def test_slurm_without_a_configuration_is_as_good_as_none(
     ("said", "told"),
     [
         (
-            "sbatch: error: You must give an account: -A\nsbatch: error: Batch job submission failed: "
-            "Unspecified error",
+            "sbatch: error: You must give an account: -A\n"
+            "sbatch: error: Batch job submission failed: Unspecified error",
             "sbatch: You must give an account: -A; Batch job submission failed: Unspecified error",
         ),
         (
@@ -607,14 +607,6 @@ def test_a_failure_before_the_ranks_start_says_its_line(
     assert record.interrupted == interrupted
 
 
-@pytest.mark.parametrize(
-    ("ended", "reason"),
-    [
-        (EndedJob("COMPLETED", "0:0", "n"), f"{BEFORE}ended with exit code 0"),
-        (EndedJob("FAILED", "7:0", "n"), f"{BEFORE}ended with exit code 7"),
-        (EndedJob("FAILED", "1:0", "n"), ""),  # also if it could not write the record
-    ],
-)
 def test_all_that_srun_says_is_the_reason(tmp_path: Path) -> None:
     log = tmp_path / "srun.log"
     first, last = "srun: error: spank: no quota left", "srun: error: Plug-in initialization failed"
@@ -624,6 +616,14 @@ def test_all_that_srun_says_is_the_reason(tmp_path: Path) -> None:
     assert last_words(log) == "ValueError: x"
 
 
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (EndedJob("COMPLETED", "0:0", "n"), f"{BEFORE}ended with exit code 0"),
+        (EndedJob("FAILED", "7:0", "n"), f"{BEFORE}ended with exit code 7"),
+        (EndedJob("FAILED", "1:0", "n"), ""),  # also if it could not write the record
+    ],
+)
 def test_a_script_that_becomes_another_program(
     unstarted: Path, ended: EndedJob, reason: str
 ) -> None:
