@@ -328,6 +328,7 @@ _MADE_OF = (
     Column("heads", "heads", form=display.tokens),
     Column("hidden", "hidden", form=display.tokens),
     Column("layers", "layers", form=display.tokens),
+    Column("num_gpus", "GPUs", form=display.tokens),
     Column("global_batch", "batch", form=display.tokens),
 )
 _SIZES = {f"model.{column.name}" for column in _MADE_OF}
@@ -377,7 +378,7 @@ def as_table(data: pd.DataFrame) -> Table:
     names = [name for name in data if name in ROWS]
     columns = [Column("evidence", "evidence", is_key=True), Column("model", "model", is_key=True)]
     worker = display.worker_word(data) if "on_cpu" in data else "GPU"
-    columns += [*_MADE_OF, Column("num_gpus", f"{worker}s", form=display.tokens)]
+    columns += [replace(c, head=c.head.replace("GPU", worker)) for c in _MADE_OF]
     columns += [Column(n, display.setting_label(n), is_key=True) for n in display.varied(data)]
     flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
     form = display.count if flops.name == "TFLOP/s" else flops.form
