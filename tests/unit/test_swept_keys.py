@@ -230,6 +230,17 @@ def _one(contender: str = "zeropp", **more: Any) -> RunRecord:
     return make_record(contender, spans=False, **more)
 
 
+def test_a_failure_of_other_files_stands_beside_the_success_that_came_of_them(
+    tmp_path: Path,
+) -> None:
+    def change(record: dict[str, Any]) -> None:
+        record |= {"code_digest": "before", "step_s": []}
+
+    (row,) = latest_ok(load_frame([two(tmp_path, change, status="failed")])[0]).to_dict("records")
+    assert (row["status"], row["step_s"]) == ("ok", 1.0)
+    assert [attempt["status"] for attempt in row["unsuccessful"]] == ["failed"]
+
+
 def test_an_attempt_that_never_started_belongs_to_those_that_did(tmp_path: Path) -> None:
     """It has no machine, and is no row of its own beside the success."""
 
