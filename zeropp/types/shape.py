@@ -36,7 +36,7 @@ class ModelShape:
     dropout: Annotated[float, FROM_0_TO_1] = 0.0
     gated_mlp: bool | None = None
     document: Annotated[int, AT_LEAST_0] = 0
-    head_width: Annotated[int, AT_LEAST_1] | None = None
+    head_width: Annotated[int, SIZE] | None = None
 
     def __hash__(self) -> int:
         """The hash of the name alone, because a search needs it millions of times. Equality still
