@@ -40,6 +40,12 @@ class Latency:
     backward: list[float]
     weight: list[float]  # weight gradients that wait
 
+    def held_s(self, stage: int) -> float:
+        """The seconds for which a stage holds the activations of one microbatch at least: from its
+        forward there to the end of its weight gradient."""
+        forwards, backwards = self.turn - self.to[stage], self.back[-1] - self.back[stage]
+        return forwards + self.backward[-1] + backwards + self.weight[stage]
+
     @classmethod
     def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
         """The latencies of a priced plan."""
@@ -255,9 +261,10 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
             at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
             worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
-            worst = max(
-                worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
-            )
+            # By Little's law: each is held for as long, and no more at a time than the cap.
+            busy = plan.num_microbatches * sum(map(latency.held_s, stages)) / plan.activation_cap
+            capped = _capped_s(plan, price, latency, rank, slowed=slowed)
+            worst = max(worst, max(busy, capped) + last.updated_s)
     return worst
 
 

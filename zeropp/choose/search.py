@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain, count
+from math import inf
 from time import process_time
 from typing import Generic
 
@@ -48,7 +49,7 @@ from zeropp.choose.space import compute_knobs, points
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
 from zeropp.price.peak_memory import fits
-from zeropp.price.simulator import SimResult, simulate_within
+from zeropp.price.simulator import SimResult, simulate, simulate_within
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
@@ -130,14 +131,20 @@ class Member(Family[K]):
 
     plan: SizedPlan
     price: PlanPrice
+    is_told: bool = False  # the bound is the time of the step by shorter ones
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """Simulate it; if it wins, the families follow that are alike."""
+        """Of a long step the member with the time that shorter ones tell. Otherwise simulate it; if
+        it wins, the families follow that are alike."""
+        if not self.is_told and (told_s := search.told_s(self)) is not None:
+            return [replace(self, bound_s=told_s, is_told=True)] if told_s < inf else ()
         before = search.outcome.winner
         search.evaluate(self)
         return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
 
 
+_REPEATS = 4  # periods of a step after which it repeats itself
+_TOLD = 5e-4  # share by which a step may be shorter than shorter ones tell
 _PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -428,6 +435,32 @@ class _Search(Generic[K]):
                 if least_of_alike(plan, held) > self._limit:
                     self._too_many_activations.add(entry.alike)
                 return
+
+    def told_s(self, entry: Member[K]) -> float | None:
+        """The seconds of a long step by two shorter ones: the actions of more microbatches repeat
+        themselves. None where it is not long; infinite where no order fits."""
+        m, period = entry.plan.num_microbatches, entry.plan.period
+        shortest = m % period + _REPEATS * period
+        if m < 2 * shortest:
+            return None
+        pairs = zip(*(self._short_s(entry, shortest + more) for more in (0, period)), strict=False)
+        repeats = (m - shortest) / period - 1
+        told = (longer + repeats * (longer - shorter) for shorter, longer in pairs)
+        return min((s for s in told if s < inf), default=inf) * (1 - _TOLD)
+
+    def _short_s(self, entry: Member[K], microbatches: int) -> list[float]:
+        """The seconds of a step with fewer microbatches, by order; infinite for one too large."""
+        plan, price, found = entry.plan.shortened(microbatches), entry.price, list[float]()
+        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
+        ends = {0, plan.schedule.num_ranks - 1}
+        for draft in self.contender.orders(plan, price.stages, too_large):
+            found.append(inf)
+            if draft.compute and too_large(draft.compute):
+                continue
+            whole = draft.complete()
+            if all(fits(whole, price, rank, self._limit) for rank in ends):
+                found[-1] = simulate(whole, self.task.cluster, price=price).step_s
+        return found
 
     def evaluate(self, entry: Member[K]) -> None:
         """Simulate a member in all orders that may be fast enough and whose first and last rank,
