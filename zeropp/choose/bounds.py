@@ -7,12 +7,12 @@ chosen yet, and its price.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zeropp.price import StepBytes, StepTimes
-from zeropp.price.peak_memory import always_held, fits
+from zeropp.price.peak_memory import always_held, rank_peak
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
 from zeropp.schedule.event_loop import run_within
@@ -173,11 +173,14 @@ def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
     return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)
 
 
-def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
-    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes`` at a
-    time if they have their compute actions in the order of ``compute``, which has no other actions
-    and may be the beginning of a step. Messages arrive as late as possible."""
-    for rank in {0, compute.num_ranks - 1}:
+def order_peak(
+    compute: Schedule, plan: SizedPlan, held: StepBytes, ranks: Iterable[int]
+) -> tuple[int, int]:
+    """The peak in bytes of the fullest of these ranks, and that rank, if they have their compute
+    actions in the order of ``compute``, which has no other actions and may be the beginning of a
+    step. Messages arrive as late as possible."""
+    peaks = []
+    for rank in ranks:
         program = with_collectives(
             compute,
             rank,
@@ -187,11 +190,14 @@ def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: in
         )
         programs: list[RankProgram] = [()] * compute.num_ranks
         programs[rank] = tuple(_with_receives(program, compute))
-        if not fits(
-            plan.with_programs(replace(compute, programs=tuple(programs))), held, rank, limit_bytes
-        ):
-            return True
-    return False
+        ordered = plan.with_programs(replace(compute, programs=tuple(programs)))
+        peaks.append((rank_peak(ordered, held, rank).total, rank))
+    return max(peaks)
+
+
+def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
+    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes``."""
+    return order_peak(compute, plan, held, {0, compute.num_ranks - 1})[0] > limit_bytes
 
 
 def _with_receives(program: RankProgram, schedule: Schedule) -> Iterator[Action]:
@@ -261,8 +267,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
             at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
             worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
-            # By Little's law: each is held for as long, and no more at a time than the cap.
-            busy = plan.num_microbatches * sum(map(latency.held_s, stages)) / plan.activation_cap
+            busy = _held_s(plan, latency, stages)
             capped = _capped_s(plan, price, latency, rank, slowed=slowed)
             worst = max(worst, max(busy, capped) + last.updated_s)
     return worst
@@ -332,6 +337,18 @@ def _capped_s(
     exposed = m * sum(price.extras[s].exposed for s in stages)
     between = max(0.0, work * slowed - exposed * (slowed - 1.0))
     return first_backward + between + after_forward + latency.weight[0]
+
+
+def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
+    """Seconds of a rank's step by Little's law: activations are held for so long, and no more at a
+    time than the cap. While a unit is in the last chunk, all of it is held in the others; with a
+    cap of less than two units there, no two units are in the last chunk."""
+    m, cap, unit = plan.num_microbatches, plan.activation_cap, plan.schedule.unit
+    busy_s = m * sum(map(latency.held_s, stages)) / cap
+    others = (len(stages) - 1) * unit
+    if others < cap < 2 * others:
+        busy_s = max(busy_s, m // unit * unit * latency.held_s(stages[-1]) / (cap - others))
+    return busy_s
 
 
 def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:

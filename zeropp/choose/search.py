@@ -29,27 +29,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain, count
 from math import inf
 from time import process_time
 from typing import Generic
 
 from zeropp.choose.bounds import (
-    exceeds,
     least_bytes,
     least_compute_s,
     least_of_alike,
     least_of_family,
-    least_of_order_s,
     least_step_s,
 )
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import compute_knobs, points
+from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
-from zeropp.price.peak_memory import fits
-from zeropp.price.simulator import SimResult, simulate, simulate_within
+from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
@@ -131,20 +128,22 @@ class Member(Family[K]):
 
     plan: SizedPlan
     price: PlanPrice
-    is_told: bool = False  # the bound is the time of the step by shorter ones
+    is_begun: bool = False  # the beginning of its step fits
+    is_told: bool = False  # of a long step, the bound is the time that shorter ones tell
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """Of a long step the member with the time that shorter ones tell. Otherwise simulate it; if
-        it wins, the families follow that are alike."""
-        if not self.is_told and (told_s := search.told_s(self)) is not None:
-            return [replace(self, bound_s=told_s, is_told=True)] if told_s < inf else ()
+        """The member with the largest cap that may fit, then with the time of a long step that
+        shorter ones tell. Then it is simulated, and if it wins, the families follow that are
+        alike."""
+        if not self.is_begun:
+            return search.begun(self)
+        if not self.is_told:
+            return search.told(self)
         before = search.outcome.winner
         search.evaluate(self)
         return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
 
 
-_REPEATS = 4  # periods of a step after which it repeats itself
-_TOLD = 5e-4  # share by which a step may be shorter than shorter ones tell
 _PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -193,9 +192,15 @@ class Outcome(Generic[K]):
     rejected: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    # Plans without their activation caps, and the smallest cap with which they were out of memory;
-    # with larger caps they are, too.
-    too_large: dict[SizedPlan, int] = field(default_factory=dict)
+    bound_s: float = float("inf")  # the least that a plan takes which the budget left untried
+
+    @property
+    def gap(self) -> float:
+        """The share by which a plan may be faster than the winner: 0 of a complete search, 1 where
+        one that was cut has found nothing."""
+        if self.winner is None:
+            return float(not self.is_complete)
+        return max(0.0, 1.0 - self.bound_s / self.winner.step_s)
 
     def offer(self, new: Evaluated[K]) -> None:
         """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
@@ -281,6 +286,8 @@ class _Search(Generic[K]):
     def __init__(self, task: Task, contender: Contender[K], asked: K, runner_up: bool) -> None:
         self.task, self.contender, self._asked = task, contender, asked
         self._wants_runner_up, self._limit = runner_up, task.limit_bytes
+        asks_cap = getattr(asked, "activation_cap", None) == "auto"
+        self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
         self.others: dict[object, list[Family[K]]] = {}  # alike, of which one is in the queue
@@ -320,8 +327,11 @@ class _Search(Generic[K]):
             elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
                 outcome.rejected[OOM] += 1
             else:
-                for child in entry.opened(self):
-                    heapq.heappush(queue, child)
+                try:
+                    for child in entry.opened(self):
+                        heapq.heappush(queue, child)
+                except InfeasibleError as error:
+                    outcome.rejected[error.kind] += 1
         self._recompute_less()
         return outcome
 
@@ -427,7 +437,7 @@ class _Search(Generic[K]):
             if later not in of_sums:
                 of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
             held = of_sums[later]
-            if least_bytes(plan, held) <= self._limit:
+            if least_bytes(self.steps.with_least_cap(plan), held) <= self._limit:
                 yield candidate, plan, held
                 continue
             self.outcome.rejected[OOM] += 1
@@ -436,75 +446,39 @@ class _Search(Generic[K]):
                     self._too_many_activations.add(entry.alike)
                 return
 
-    def told_s(self, entry: Member[K]) -> float | None:
-        """The seconds of a long step by two shorter ones: the actions of more microbatches repeat
-        themselves. None where it is not long; infinite where no order fits."""
-        m, period = entry.plan.num_microbatches, entry.plan.period
-        shortest = m % period + _REPEATS * period
-        if m < 2 * shortest:
-            return None
-        pairs = zip(*(self._short_s(entry, shortest + more) for more in (0, period)), strict=False)
-        repeats = (m - shortest) / period - 1
-        told = (longer + repeats * (longer - shorter) for shorter, longer in pairs)
-        return min((s for s in told if s < inf), default=inf) * (1 - _TOLD)
+    def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
+        """The entry with the largest activation cap with which the beginning of a step fits."""
+        plan = self.steps.begun(entry.plan, entry.price)
+        yield from self._with_cap(replace(entry, is_begun=True), plan)
 
-    def _short_s(self, entry: Member[K], microbatches: int) -> list[float]:
-        """The seconds of a step with fewer microbatches, by order; infinite for one too large."""
-        plan, price, found = entry.plan.shortened(microbatches), entry.price, list[float]()
-        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
-        ends = {0, plan.schedule.num_ranks - 1}
-        for draft in self.contender.orders(plan, price.stages, too_large):
-            found.append(inf)
-            if draft.compute and too_large(draft.compute):
-                continue
-            whole = draft.complete()
-            if all(fits(whole, price, rank, self._limit) for rank in ends):
-                found[-1] = simulate(whole, self.task.cluster, price=price).step_s
-        return found
+    def told(self, entry: Member[K]) -> Iterable[Member[K]]:
+        """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
+        plan, told_s = self.steps.told(entry.plan, entry.price) or (None, 0.0)
+        bound_s = max(entry.bound_s, told_s)
+        yield from self._with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
+
+    def _with_cap(self, entry: Member[K], plan: SizedPlan | None) -> Iterator[Member[K]]:
+        """The entry with the cap of its ``plan``; none without a plan."""
+        if plan is None:
+            self.outcome.rejected[OOM] += 1
+        elif plan.activation_cap == entry.plan.activation_cap:
+            yield entry
+        else:
+            knobs = replace(entry.candidate.knobs, activation_cap=plan.activation_cap)  # type: ignore[type-var]
+            candidate = replace(entry.candidate, knobs=knobs)
+            bound_s = max(entry.bound_s, least_step_s(plan, entry.price))
+            yield replace(entry, candidate=candidate, plan=plan, bound_s=bound_s)
 
     def evaluate(self, entry: Member[K]) -> None:
-        """Simulate a member in all orders that may be fast enough and whose first and last rank,
-        usually the fullest, fit. The fastest that fits on all ranks counts."""
-        outcome, plan, price = self.outcome, entry.plan, entry.price
-        uncapped = replace(plan, activation_cap=0)
-        cap = plan.activation_cap or plan.num_microbatches * plan.layout.chunks
-        if cap >= outcome.too_large.get(uncapped, cap + 1):
-            outcome.rejected[OOM] += 1
-            return
+        """Simulate a member; its fastest order that fits on all ranks counts."""
+        outcome = self.outcome
         slowest_s = outcome.slowest(self._wants_runner_up)
-        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
-        best: SimResult | None = None
-        simulated, large, tried = False, 0, 0
-        ranks = plan.schedule.num_ranks
-        try:
-            for draft in self.contender.orders(plan, price.stages, too_large):
-                tried += 1
-                if draft.compute and too_large(draft.compute):
-                    large += 1
-                    continue
-                if draft.compute and (
-                    least_of_order_s(draft.compute, plan, price, slowest_s) >= slowest_s
-                ):
-                    continue
-                whole = draft.complete()
-                if not all(fits(whole, price, rank, self._limit) for rank in {0, ranks - 1}):
-                    large += 1
-                    continue
-                simulated = True
-                result = simulate_within(whole, price, slowest_s)
-                if result is None or result.step_s >= slowest_s:
-                    continue
-                if all(fits(whole, price, rank, self._limit) for rank in range(ranks)):
-                    best, slowest_s = result, result.step_s
-                else:
-                    large += 1
-        except InfeasibleError as error:
-            outcome.rejected[error.kind] += 1
-            return
-        outcome.simulated += simulated
+        best = self.steps.fastest(entry.plan, entry.price, slowest_s)
+        outcome.simulated += 1
         if best:
-            outcome.offer(Evaluated(entry.candidate, best))
-        elif large:
+            knobs = entry.candidate.knobs
+            if best.plan.activation_cap != entry.plan.activation_cap:
+                knobs = replace(knobs, activation_cap=best.plan.activation_cap)  # type: ignore[type-var]
+            outcome.offer(Evaluated(replace(entry.candidate, knobs=knobs), best))
+        elif slowest_s == inf:
             outcome.rejected[OOM] += 1
-            if large == tried and not simulated:
-                outcome.too_large[uncapped] = cap
