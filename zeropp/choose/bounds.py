@@ -7,12 +7,14 @@ chosen yet, and its price.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
 from zeropp.price.peak_memory import always_held, rank_peak
+from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
 from zeropp.schedule.event_loop import run_within
@@ -117,7 +119,8 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     memory = [held.memory[s] for s in stages]
     gathered = min(m.unsharded + m.forward - m.activations for m in memory)
     if not held.torch_runtime:
-        return _least_activations(plan, rank, [m.activations for m in memory]) + gathered
+        filled = _least_activations(plan, rank, [m.activations for m in memory]) + gathered
+        return max(filled, _turning_bytes(plan, memory) if plan.schedule.name == "zeropp" else 0)
     # Torch's pipelining has a permanent buffer for every message of a step, in which the inputs of
     # stages are kept, and keeps its 16-bit copies of all chunks if there is nothing to gather.
     neighbours = [other for s in stages for other in (s - 1, s + 1) if 0 <= other < len(ranks)]
@@ -132,6 +135,23 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     return kept + copies + min(m.forward - m.activations for m in memory)
 
 
+def _turning_bytes(plan: SizedPlan, memory: list[StageMemory]) -> int:
+    """The least bytes at the first backward of a rank's last two chunks: all of a unit is held in
+    the chunks before, and the last one's gradients may be on their way."""
+    split, most = splits(plan), 0
+    sums = [m.early_gradients if split else m.unsharded_gradients for m in memory]
+    before, copied = 0, 0
+    for chunk in range(len(memory) - 1, max(-1, len(memory) - 3), -1):
+        m = memory[chunk]
+        before = plan.schedule.unit * sum(other.activations for other in memory[:chunk])
+        own = max(m.backward_input, m.activations) if split else m.full_backward
+        if chunk < len(memory) - 1:  # all microbatches of the unit are still held here
+            before += (plan.schedule.unit - 1) * m.activations
+        most = max(most, before + own + m.unsharded + sums[chunk] + copied)
+        copied = min(sums[chunk], m.reduction_copy)
+    return most
+
+
 def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
     chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
@@ -141,6 +161,41 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     if plan.reduce_every == "step" and plan.num_units > 1:
         return sum(sizes)
     return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
+
+
+def largest_cap(plan: SizedPlan, held: StepBytes, limit_bytes: int) -> int:
+    """The largest activation cap, at most the plan's, up to which the first rank of a ZeroPP plan
+    can fill its memory; 0 if there is none. A rank whose order reaches no cap has the order of a
+    smaller one."""
+    memory = [held.memory[s] for s in plan.schedule.stages_of(0)]
+    gathered = min(m.unsharded + m.forward - m.activations for m in memory)
+    room = limit_bytes - always_held(plan, held, 0).total - gathered
+    split = splits(plan)
+    sizes = [min(m.activations, m.deferred) if split else m.activations for m in memory]
+    caps = range(plan.activation_cap + 1)
+    return bisect_right(caps, room, lo=1, key=lambda cap: _least_live(plan, sizes, cap)) - 1
+
+
+def _least_live(plan: SizedPlan, sizes: list[int], cap: int) -> int:
+    """The least bytes of ``cap`` live chunk-activations of a rank: those of its first forwards
+    without those of its first weight gradients. In units, forwards go through the chunks in turn,
+    and weight gradients back."""
+    unit, chunks = min(plan.schedule.unit, plan.num_microbatches), len(sizes)
+    round_ = unit * chunks
+    forwards = [0, *accumulate(size * unit for size in sizes)]
+    weights = [0, *accumulate(size * unit for size in reversed(sizes))]
+
+    def first(sums: list[int], count: int) -> int:
+        rounds, rest = divmod(count, round_)
+        chunk, more = divmod(rest, unit)
+        part = (sums[chunk + 1] - sums[chunk]) * more // unit if more else 0
+        return rounds * sums[-1] + sums[chunk] + part
+
+    most = max(0, plan.num_microbatches * chunks - cap)
+    # The least is where a chunk ends, of the forwards or of the weight gradients.
+    ends = {min(most, n * unit) for n in range(chunks)}
+    ends |= {min(most, (n * unit - cap) % round_) for n in range(chunks)}
+    return min(first(forwards, done + cap) - first(weights, done) for done in ends)
 
 
 def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:

@@ -111,7 +111,7 @@ class Priced(Family[K]):
             if later not in durations:
                 durations[later] = prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
-            yield Member(
+            member = Member(
                 bound_s=self.bound_s if plan is self.plan else least_step_s(plan, price),
                 number=next(search.numbers),
                 candidate=candidate,
@@ -120,6 +120,7 @@ class Priced(Family[K]):
                 turn=self.turn,
                 price=price,
             )
+            yield from search.with_cap(member, search.steps.capped(plan, price))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -449,15 +450,15 @@ class _Search(Generic[K]):
     def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
         """The entry with the largest activation cap with which the beginning of a step fits."""
         plan = self.steps.begun(entry.plan, entry.price)
-        yield from self._with_cap(replace(entry, is_begun=True), plan)
+        yield from self.with_cap(replace(entry, is_begun=True), plan)
 
     def told(self, entry: Member[K]) -> Iterable[Member[K]]:
         """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
         plan, told_s = self.steps.told(entry.plan, entry.price) or (None, 0.0)
         bound_s = max(entry.bound_s, told_s)
-        yield from self._with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
+        yield from self.with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
 
-    def _with_cap(self, entry: Member[K], plan: SizedPlan | None) -> Iterator[Member[K]]:
+    def with_cap(self, entry: Member[K], plan: SizedPlan | None) -> Iterator[Member[K]]:
         """The entry with the cap of its ``plan``; none without a plan."""
         if plan is None:
             self.outcome.rejected[OOM] += 1

@@ -9,9 +9,9 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from zeropp.choose.bounds import exceeds, least_of_order_s, order_peak
+from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
 from zeropp.choose.contender import Contender
-from zeropp.price import PlanPrice
+from zeropp.price import PlanPrice, StepBytes
 from zeropp.price.peak_memory import rank_peak
 from zeropp.price.simulator import SimResult, simulate_within
 from zeropp.schedule.legality import live_activations
@@ -41,12 +41,22 @@ class Steps:
         cap = smallest_cap(plan.layout.chunks, order.num_microbatches, order.unit)
         return replace(plan, activation_cap=cap)
 
+    def capped(self, plan: SizedPlan, price: StepBytes) -> SizedPlan | None:
+        """The plan with the largest cap up to its own that may fit; None if there is none."""
+        if not self.asks_cap:
+            return plan
+        capped = replace(plan, activation_cap=largest_cap(plan, price, self.limit_bytes))
+        least = self.with_least_cap(plan).activation_cap
+        return capped if capped.activation_cap >= least else None
+
     def begun(self, plan: SizedPlan, price: PlanPrice) -> SizedPlan | None:
         """The plan with the largest cap up to its own with which the beginning of its first order
         fits on the first and the last rank; None if there is none."""
+        if not self.asks_cap:
+            return plan
         ranks = plan.schedule.num_ranks
         short = plan.shortened(min(plan.num_microbatches, _FILLED * plan.schedule.unit + ranks))
-        while self.asks_cap:
+        while True:
             order = next(self.contender.orders(short, None, None)).compute
             assert order is not None
             peak, rank = order_peak(order, short, price, {0, ranks - 1})
@@ -56,7 +66,6 @@ class Steps:
             if lower is None:
                 return None
             short = lower
-        return plan
 
     def told(self, plan: SizedPlan, price: PlanPrice) -> tuple[SizedPlan, float] | None:
         """The plan, with a cap that fits, and its seconds by two shorter steps: the actions of more
