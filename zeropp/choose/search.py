@@ -42,7 +42,7 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import compute_knobs, points
+from zeropp.choose.space import compute_knobs, neighbours, points
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
@@ -65,14 +65,23 @@ class Family(Generic[K]):
 
     bound_s: float
     number: int  # unique
+    asked: K  # knobs; those that are ``auto`` are searched
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
     plan: SizedPlan | None  # None: not sized yet
     turn: int = 0  # those of a lower turn come first, whatever their bounds
 
     def __lt__(self, other: Family[K]) -> bool:
-        """Whether this entry comes first: by its turn, by its bound, or as the older one."""
-        return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
+        """Whether this entry comes first: by its turn, by its bound, or as the older one. One that
+        takes long to simulate comes a little later."""
+        return (self.turn, self._rank_s, self.number) < (other.turn, other._rank_s, other.number)
+
+    @property
+    def _rank_s(self) -> float:
+        order = self.plan and self.plan.schedule
+        return self.bound_s * (
+            1 + _DEFERRED * order.num_microbatches * order.num_stages if order else 1
+        )
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with its durations, if any member may
@@ -85,6 +94,7 @@ class Family(Generic[K]):
             yield Priced(
                 bound_s=least_step_s(plan, times),
                 number=next(search.numbers),
+                asked=self.asked,
                 candidate=self.candidate,
                 alike=self.alike,
                 plan=plan,
@@ -114,6 +124,7 @@ class Priced(Family[K]):
             member = Member(
                 bound_s=self.bound_s if plan is self.plan else least_step_s(plan, price),
                 number=next(search.numbers),
+                asked=self.asked,
                 candidate=candidate,
                 alike=self.alike,
                 plan=plan,
@@ -145,6 +156,10 @@ class Member(Family[K]):
         return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
 
 
+_DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
+_SETTLED = 3  # told steps that are simulated after a search was cut
+_CLIMB = 0.75  # share of the budget after which a search only improves its winner
+_CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
 _PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -262,11 +277,13 @@ class _Budget:
     def __init__(self, seconds: float) -> None:
         now = process_time()
         self._ends, self._gives_up = now + seconds, now + _PATIENCE * seconds
-        self._hurry_at = now + seconds / 2
+        self._hurry_at, self._climbs_at = now + seconds / 2, now + seconds * _CLIMB
 
-    def is_over(self, *, found: bool) -> bool:
-        """Whether the search ends, where it has ``found`` something that fits or has not."""
-        return process_time() > (self._ends if found else self._gives_up)
+    def is_over(self, *, found: bool, climbs: bool = True) -> bool:
+        """Whether the search ends, where it has ``found`` something that fits or has not, or
+        whether it only ``climbs`` from then on."""
+        ends = self._ends if climbs else self._climbs_at
+        return process_time() > (ends if found else self._gives_up)
 
     def hurries(self) -> bool:
         """Whether half of the time is over, for the first time."""
@@ -301,10 +318,45 @@ class _Search(Generic[K]):
             self.outcome.offer(evaluated)
 
     def run(self, microbatch_size: int | Auto, tolerance: float, budget: _Budget) -> Outcome[K]:
-        """Take the first entry of the queue, until no bound is below the winner."""
+        """Take the first entry of the queue until no bound is below the winner, then improve it."""
+        rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
+        if rest:
+            self.outcome.is_complete = False
+            self.outcome.bound_s = min(entry.bound_s for entry in rest)
+            told = (e for e in rest if isinstance(e, Member) and e.is_told)
+            for entry in heapq.nsmallest(_SETTLED, told):
+                if entry.bound_s < self.outcome.to_beat(runner_up=False):
+                    self.evaluate(entry)
+        self._climb(microbatch_size, budget)
+        return self.outcome
+
+    def _climb(self, microbatch_size: int | Auto, budget: _Budget) -> None:
+        """Try what is beside the winner until nothing there is faster, or the time is over."""
+        tried, improved = set[object](), self.outcome.winner
+        while improved and not budget.is_over(found=True):
+            best = improved
+            beside = [
+                (knobs, size)
+                for knobs, size in neighbours(self._asked, best.candidate)
+                if microbatch_size in ("auto", size) and (knobs, size) not in tried
+            ]
+            tried.update(beside)
+            families = (self._families(knobs, size) for knobs, size in beside)
+            self._drain(chain.from_iterable(families), _CLIMBS, budget, climbs=True)
+            improved = self.outcome.winner if self.outcome.winner is not best else None
+
+    def _drain(
+        self,
+        families: Iterable[Family[K]],
+        tolerance: float,
+        budget: _Budget,
+        *,
+        climbs: bool = False,
+    ) -> list[Family[K]]:
+        """Open the first entry again and again; returns what is left when the time is over."""
         outcome, others = self.outcome, self.others
         known = outcome.winner
-        for family in self._families(microbatch_size):
+        for family in families:
             others.setdefault(family.alike, []).append(family)
         # One of those that are alike, that with the most shards, which holds least.
         queue: list[Family[K]] = []
@@ -318,12 +370,14 @@ class _Search(Generic[K]):
                 heapq.heapify(queue)
                 others.clear()
             entry = heapq.heappop(queue)
-            if entry.bound_s >= outcome.to_beat(self._wants_runner_up) * (1.0 - tolerance):
+            wants = self._wants_runner_up and not climbs
+            if entry.bound_s >= outcome.to_beat(wants) * (1.0 - tolerance):
                 outcome.rejected[SLOWER] += 1
-            elif budget.is_over(found=outcome.winner is not None):
-                outcome.is_complete = False
-                break
-            elif outcome.winner is known and budget.hurries():
+            elif budget.is_over(found=outcome.winner is not None, climbs=climbs):
+                rest = [entry, *queue, *chain.from_iterable(others.values())]
+                others.clear()
+                return rest
+            elif outcome.winner is known and not climbs and budget.hurries():
                 queue = self._recomputed_first([entry, *queue])
             elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
                 outcome.rejected[OOM] += 1
@@ -333,8 +387,8 @@ class _Search(Generic[K]):
                         heapq.heappush(queue, child)
                 except InfeasibleError as error:
                     outcome.rejected[error.kind] += 1
-        self._recompute_less()
-        return outcome
+        others.clear()
+        return []
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
@@ -350,35 +404,6 @@ class _Search(Generic[K]):
         heapq.heapify(queue)
         return queue
 
-    def _recompute_less(self) -> None:
-        """Recompute as few blocks as fit in the winner.
-
-        The search tries half of them, and all. More recomputed blocks need less
-        memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
-        half are missed.
-        """
-        winner = self.outcome.winner
-        if winner is None or winner.plan.recompute == "none":
-            return
-        asked, found = (
-            getattr(knobs, "recompute_blocks", None)
-            for knobs in (self._asked, winner.candidate.knobs)
-        )
-        if asked != "auto" or not isinstance(
-            found, int
-        ):  # set by the user, or all that the contender can
-            return
-        fewest, most = 1, found
-        while fewest < most:
-            tried = (fewest + most) // 2
-            knobs = replace(winner.candidate.knobs, recompute_blocks=tried)  # type: ignore[type-var]
-            evaluated = self._fitting(replace(winner.candidate, knobs=knobs))
-            if evaluated:
-                most = tried
-                self.outcome.offer(evaluated)
-            else:
-                fewest = tried + 1
-
     def _fitting(self, candidate: Candidate[K]) -> Evaluated[K] | None:
         """The simulated candidate; None if it is infeasible or does not fit the memory."""
         with suppress(InfeasibleError):
@@ -387,14 +412,12 @@ class _Search(Generic[K]):
                 return Evaluated(candidate, result)
         return None
 
-    def _families(self, microbatch_size: int | Auto) -> Iterator[Family[K]]:
-        """Every family for which the planner has a plan, with the cheapest bound."""
+    def _families(self, asked: K, microbatch_size: int | Auto) -> Iterator[Family[K]]:
+        """Every family within ``asked`` for which the planner has a plan, with its first bound."""
         space, prices, rejected = self.contender.space, self.contender.prices, self.outcome.rejected
         of_compute = compute_knobs(self.contender.knobs)
         bounds: dict[object, float] = {}
-        for point, size in points(
-            self.task, space, self._asked, microbatch_size, rejected=rejected
-        ):
+        for point, size in points(self.task, space, asked, microbatch_size, rejected=rejected):
             for knobs in space.families(point):
                 candidate, plan = Candidate(knobs, size), None
                 alike = (size, point.num_microbatches, of_compute(knobs))
@@ -406,6 +429,7 @@ class _Search(Generic[K]):
                 yield Family(
                     bound_s=bounds[alike],
                     number=next(self.numbers),
+                    asked=asked,
                     candidate=candidate,
                     alike=alike,
                     plan=plan,
@@ -428,7 +452,7 @@ class _Search(Generic[K]):
         if these alone are too many, no family fits that is alike."""
         of_sums: dict[bool, StepBytes] = {}
         own = entry.candidate.knobs
-        for knobs in self.contender.space.members(self._asked, own, family):
+        for knobs in self.contender.space.members(entry.asked, own, family):
             is_family = knobs is own
             candidate = entry.candidate if is_family else replace(entry.candidate, knobs=knobs)
             plan = family if is_family else self.sized(candidate)
