@@ -100,7 +100,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
-_UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+_UNITS = (0.5, 1, 1.25, 1.5, 2, 3, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
 _LARGEST_CAP = 1.5  # times the activations of a unit, or of a round of the pipeline
 
 
