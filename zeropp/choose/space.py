@@ -237,7 +237,7 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
             for number in sorted(n for n in steps - {value} if n > 0):
                 yield changed(**cap | {name: number}), size
         else:
-            blocks = {"recompute_blocks": "auto"} if name == "recompute" else {}
+            blocks = {n: "auto" for n in names if n == "recompute_blocks" and name == "recompute"}
             for choice in literals(known[name]) - {value, "auto"}:
                 yield changed(**cap | blocks | {name: choice}), size
 
