@@ -6,20 +6,22 @@ Families wait in a queue, sorted by a lower bound of their step time. Families t
 how data-parallel ranks are used have the same compute, so that one of them is sized for all. The
 one with the most shards is in the queue; the others follow when it wins, or when all else is
 settled. The search takes the first entry again and again: a family is first priced, if any member
-may fit into memory, then replaced by all members that may, and a member is simulated. It ends when
-no bound in the queue is below the best step by more than the ``tolerance``. So no configuration of
-the space that was not simulated is faster than the winner by more, as far as the bounds hold, with
-these limits: of recomputed blocks, half and all are tried, and all numbers for the winner alone;
-the rules below drop some configurations; and a budget of time may end the search early. The
-runner-up is the best of those that were simulated with other degrees.
+may fit into memory, then replaced by all members that may. A member gets the largest activation cap
+with which it fits; of a long step, its bound becomes the time that shorter steps tell; then it is
+simulated. The search ends when no bound in the queue is below the best step by more than the
+``tolerance``, or with its budget of time: then the lowest bound that is left gives its *gap*. Last,
+it climbs: it tries what is beside its winner, as long as that is faster. So no configuration of the
+space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
+these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
+activation caps, the largest that fits, and others beside the winner. The runner-up is the best of
+those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
-bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
-activation cap; otherwise it is dropped if no order fits all ranks. A whole family is dropped if no
-member can fit, and with it, if the activations alone do not fit, all families that differ only in
-how data-parallel ranks are used. As far as the bounds hold, this drops nothing that fits. Where a
-planner makes drafts of its orders, one whose compute actions alone take too long is not completed,
-and one whose beginning is too large is not planned to its end.
+bytes is too large. A whole family is dropped if no member can fit, and with it, if the activations
+alone do not fit, all families that differ only in how data-parallel ranks are used. As far as the
+bounds hold, this drops nothing that fits. Where a planner makes drafts of its orders, one whose
+compute actions alone take too long is not completed, and one whose beginning is too large is not
+planned to its end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, count
 from math import inf
@@ -42,7 +43,7 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import compute_knobs, neighbours, points
+from zeropp.choose.space import compute_knobs, neighbours, points, resized
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
@@ -261,14 +262,12 @@ def search(
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner; where half of it has found nothing new that fits, what
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:
-    candidates that are simulated first, such as the winners of an earlier search, so that fewer
-    others have a bound below the best.
+    candidates that are tried first, such as published plans, or the winners of other tasks (with
+    as many data-parallel ranks as this one has), so that fewer others have a bound below the best.
     """
     budget = _Budget(budget_s)
     tuning = _Search(task, contender, asked or contender.knobs(), runner_up)
-    for candidate in known:
-        tuning.offer(candidate)
-    return tuning.run(microbatch_size, tolerance, budget)
+    return tuning.run(microbatch_size, tolerance, budget, known)
 
 
 class _Budget:
@@ -312,13 +311,17 @@ class _Search(Generic[K]):
         # Of families alike, those with too many activations.
         self._too_many_activations: set[object] = set()
 
-    def offer(self, candidate: Candidate[K]) -> None:
-        """Simulate a candidate, and keep it if it fits and is the best so far."""
-        if evaluated := self._fitting(candidate):
-            self.outcome.offer(evaluated)
-
-    def run(self, microbatch_size: int | Auto, tolerance: float, budget: _Budget) -> Outcome[K]:
-        """Take the first entry of the queue until no bound is below the winner, then improve it."""
+    def run(
+        self,
+        microbatch_size: int | Auto,
+        tolerance: float,
+        budget: _Budget,
+        known: Iterable[Candidate[K]],
+    ) -> Outcome[K]:
+        """Begin with what is ``known``, take the first entry of the queue until no bound is below
+        the winner, then improve it."""
+        begin = (new for old in known for new in resized(old, self.task.num_gpus))
+        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), budget)
         rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
         if rest:
             self.outcome.is_complete = False
@@ -341,9 +344,13 @@ class _Search(Generic[K]):
                 if microbatch_size in ("auto", size) and (knobs, size) not in tried
             ]
             tried.update(beside)
-            families = (self._families(knobs, size) for knobs, size in beside)
-            self._drain(chain.from_iterable(families), _CLIMBS, budget, climbs=True)
+            self._drain_beside(beside, budget)
             improved = self.outcome.winner if self.outcome.winner is not best else None
+
+    def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: _Budget) -> None:
+        """Try all knobs and microbatch sizes that are faster than the winner."""
+        families = (self._families(knobs, size) for knobs, size in asked)
+        self._drain(chain.from_iterable(families), _CLIMBS, budget, climbs=True)
 
     def _drain(
         self,
@@ -403,14 +410,6 @@ class _Search(Generic[K]):
         queue = [replace(entry, turn=-(size == most)) for size, entry in sized]
         heapq.heapify(queue)
         return queue
-
-    def _fitting(self, candidate: Candidate[K]) -> Evaluated[K] | None:
-        """The simulated candidate; None if it is infeasible or does not fit the memory."""
-        with suppress(InfeasibleError):
-            result = self.contender.simulated(self.task, candidate)
-            if result.peak_bytes <= self._limit:
-                return Evaluated(candidate, result)
-        return None
 
     def _families(self, asked: K, microbatch_size: int | Auto) -> Iterator[Family[K]]:
         """Every family within ``asked`` for which the planner has a plan, with its first bound."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import permutations
+from math import prod
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -240,6 +241,21 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
             blocks = {n: "auto" for n in names if n == "recompute_blocks" and name == "recompute"}
             for choice in literals(known[name]) - {value, "auto"}:
                 yield changed(**cap | blocks | {name: choice}), size
+
+
+def resized(candidate: Candidate[K], num_gpus: int) -> Iterator[Candidate[K]]:
+    """The candidate, or where it is of another number of GPUs, it with more or fewer data-parallel
+    ranks."""
+    knobs = cast("Any", candidate.knobs)
+    degrees = {name: getattr(knobs, name) for name in asked_degrees(knobs)}
+    ranks = prod(degrees.values())
+    if ranks == num_gpus:
+        yield candidate
+        return
+    for name in ("replicate", "shard"):
+        if (size := getattr(knobs, name, 0)) and size * num_gpus % ranks == 0:
+            more = {name: size * num_gpus // ranks}
+            yield replace(candidate, knobs=replace(knobs, **more))
 
 
 def literals(hint: object) -> set[object]:
