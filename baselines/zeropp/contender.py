@@ -100,7 +100,15 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
-_UNITS = (0.5, 1, 1.25, 1.5, 2, 3, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+_UNITS = (
+    0.5,
+    1,
+    1.25,
+    1.5,
+    2,
+    3,
+    4,
+)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
 _LARGEST_CAP = 1.5  # times the activations of a unit, or of a round of the pipeline
 
 
@@ -115,11 +123,12 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
     most = -(-layers // degrees.pp)
+    known = sorted({*_CHUNKS, max(1, pieces // degrees.pp)})
     for zero, wire, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
-        choices(asked.chunks, sorted({*_CHUNKS, max(1, pieces // degrees.pp)})),
+        choices(asked.chunks, [n for n in known if n == 1 or n * degrees.pp <= pieces]),
     ):
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most

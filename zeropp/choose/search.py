@@ -70,6 +70,7 @@ class Family(Generic[K]):
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
     plan: SizedPlan | None  # None: not sized yet
+    forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
 
     def __lt__(self, other: Family[K]) -> bool:
@@ -129,6 +130,7 @@ class Priced(Family[K]):
                 candidate=candidate,
                 alike=self.alike,
                 plan=plan,
+                forwards=plan.num_microbatches * plan.schedule.num_stages,
                 turn=self.turn,
                 price=price,
             )

@@ -125,6 +125,7 @@ def chunk_choices(
     numbers = set(known)
     if len(numbers) > 1:
         numbers.add(max(min(numbers), layers // pp))
+        numbers = {number for number in numbers if number * pp <= layers}
     for chunks in choices(asked.chunks, sorted(numbers)):
         largest = -(-layers // (pp * chunks))
         for kind, blocks in recompute_choices(
