@@ -171,7 +171,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     offer = OFFERS[knobs.name]
     _check_offer(knobs, offer, schedule, task.precision)
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
-    check_stages(task, layout)
+    # pipeline_model_parallel_layout has stages without a block.
+    check_stages(task, layout, lone_ends=layout.pp <= task.shape.layers)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_schedule(knobs, schedule, layout, microbatches)
@@ -334,6 +335,6 @@ BEST_3D = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("grad_accum_dtype",),
+    gradient_types={"grad_accum_dtype": "bf16"},
     search_effort=2,
 )

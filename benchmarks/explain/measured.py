@@ -72,7 +72,7 @@ def measured_run(
     task, value = question.task, " ".join([first, *(word for word in others if "=" not in word)])
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
     try:
-        priced = question.contender.simulated(task, settled(question)[0])
+        priced = question.contender.simulated(task, settled(question))
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     ratio = measured.step_s / priced.step_s
