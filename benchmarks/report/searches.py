@@ -266,7 +266,8 @@ def _ran(
     whatever its price."""
     if run["device"] != task.cluster.device.name or run["dtype"] not in ("bf16", "fp16"):
         return False
-    if run["memory_gib"] and float(run["memory_gib"]) != task.cluster.device.memory_gib:
+    memory_gib = task.cluster.device.memory_gib  # of which sources state the nominal size
+    if not 0.95 < float(run["memory_gib"] or memory_gib) / memory_gib < 1.05:
         return False
     there = replace(task, num_gpus=int(run["num_gpus"]), global_batch=int(run["global_batch"]))
     own = _candidate(run, there, contender, contender.types_as("users", task.precision))

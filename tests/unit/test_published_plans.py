@@ -21,7 +21,7 @@ from zeropp.choose.search import Outcome, _Search
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.programs import program_named
 
-Run = tuple[str, Task, PublishedRow]
+Run = tuple[str, Task, PublishedRow, str]
 
 
 @cache
@@ -36,7 +36,8 @@ def runs() -> list[Run]:
         if row.dtype not in ("bf16", "fp16") or METRICS[run["metric"]].kind not in SPEEDS:
             continue
         cluster = preset_of(row.device)
-        if row.device == "stated" or row.memory_gib not in (None, cluster.device.memory_gib):
+        memory_gib = cluster.device.memory_gib
+        if row.device == "stated" or abs((row.memory_gib or memory_gib) / memory_gib - 1) > 0.05:
             continue
         padded = -(-row.shape.vocab // (128 * row.tp)) * 128 * row.tp
         task = Task(
@@ -46,18 +47,23 @@ def runs() -> list[Run]:
             global_batch=row.global_batch,
         )
         found += [
-            (name, task, row) for name, of in PRICED.items() if row.program in of.published_as
+            (name, task, row, run["place"])
+            for name, of in PRICED.items()
+            if row.program in of.published_as and has_such_plans(name, row)
         ]
     return found
 
 
-def degrees(row: PublishedRow) -> tuple[int, ...]:
-    return (row.tp, row.pp, row.cp, row.micro_batch)
-
-
-def of_candidate(candidate: Candidate[Any]) -> tuple[int, ...]:
-    own = (getattr(candidate.knobs, name, 1) for name in ("tp", "pp", "context"))
-    return (*own, candidate.microbatch_size)
+def own_plan(run: Run) -> Candidate[Any] | None:
+    """The run's plan among those that are tried for its task."""
+    name, task, row, place = run
+    types = PRICED[name].types_as("users", "bf16")
+    for candidate, other in published_plans(task, PRICED[name], types):
+        if other["place"] == place:
+            own = [getattr(candidate.knobs, axis, 1) for axis in ("tp", "pp", "context")]
+            assert own == [row.tp, row.pp, row.cp]
+            return candidate
+    return None
 
 
 def has_such_plans(name: str, row: PublishedRow) -> bool:
@@ -82,34 +88,22 @@ def test_programs_of_published_rows_are_in_the_registry() -> None:
 
 
 def test_every_published_plan_is_in_the_space_of_its_program() -> None:
-    missing = []
-    for name, task, row in runs():
-        contender = PRICED[name]
-        plans = published_plans(task, contender, contender.types_as("users", "bf16"))
-        if has_such_plans(name, row) and degrees(row) not in {of_candidate(c) for c, _ in plans}:
-            missing.append((name, row.program, row.model, degrees(row)))
+    missing = [(run[0], run[3]) for run in runs() if own_plan(run) is None]
     assert missing == []
     assert len(runs()) > 500
 
 
-def slower_than_published(chosen: Iterable[Run]) -> list[Any]:
+def slower_than_published(chosen: Iterable[Run]) -> list[tuple[str, str]]:
     """The runs whose own plan, as priced, is faster than the best one that a search gives that
     begins with published plans, and finds nothing else."""
-    cases: defaultdict[tuple[str, Task], list[PublishedRow]] = defaultdict(list)
-    for name, task, row in chosen:
-        if has_such_plans(name, row):
-            cases[name, task].append(row)
     found = []
-    for (name, task), rows in cases.items():
-        contender = PRICED[name]
-        best = best_of(task, ROWS[name]).winner
-        for row in rows:
-            types = contender.types_as("users", "bf16")
-            for candidate, run in published_plans(task, contender, types):
-                if run["program"] == row.program and of_candidate(candidate) == degrees(row):
-                    own = contender.simulated(task, candidate)
-                    if best is None or best.step_s > own.step_s:
-                        found.append((name, row.model, task.num_gpus, degrees(row)))
+    for run in chosen:
+        name, task, _, place = run
+        best, own = best_of(task, ROWS[name]).winner, own_plan(run)
+        assert own is not None
+        own_s = PRICED[name].simulated(task, own).step_s
+        if best is None or best.step_s > own_s:
+            found.append((name, place))
     return found
 
 
@@ -117,14 +111,12 @@ def fullest(count: int) -> list[Run]:
     """Of every program the runs with the most bytes for their device."""
 
     def share(run: Run) -> float:
-        name, task, row = run
-        contender = PRICED[name]
-        for candidate, _ in published_plans(task, contender, contender.types_as("users", "bf16")):
-            if of_candidate(candidate) == degrees(row):
-                plan = contender.size(task, candidate.knobs, candidate.microbatch_size)
-                held = contender.prices.memory(plan, task.cluster)
-                return least_bytes(plan, held) / task.cluster.device.usable_bytes
-        return 0.0
+        name, task, *_ = run
+        contender, own = PRICED[name], own_plan(run)
+        assert own is not None
+        plan = contender.size(task, own.knobs, own.microbatch_size)
+        held = contender.prices.memory(plan, task.cluster)
+        return least_bytes(plan, held) / task.cluster.device.usable_bytes
 
     by_name: defaultdict[str, list[Run]] = defaultdict(list)
     for run in runs():
