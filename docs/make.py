@@ -45,7 +45,7 @@ from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
+from benchmarks.verdict.measured_pairs import pairs_figure, pairs_of_case, pairs_table
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
@@ -487,7 +487,8 @@ def main() -> None:
     plans, repriced = _verdict_records()
     for picture in pictures_of(plans, *judged(plans, repriced)):
         picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
-    print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
+    rows = latest_ok(load_frame([COMMITTED])[0])
+    print(write_page(rows, _DOCS / "atlas.html", pairs_of_case), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
     _explained(["num_gpus=16", "cluster=h100"])

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from benchmarks.report.display import program_label
-from benchmarks.report.ratio_errors import factor, priced_runs, ratio_text
-from benchmarks.report.searches import Best
+from benchmarks.report.ratio_errors import need_text, priced_runs, ratio_text
+from benchmarks.report.searches import MOST_GAP, Best
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.contender import describe
 from zeropp.choose.task import Task
 
-MOST_GAP = 0.02  # of a search, above which its best plan decides nothing
 _CASE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")
 _WITH = {False: "without tensor parallelism", True: "with it"}
 
@@ -99,21 +98,12 @@ def _published(task: Task) -> Iterator[str]:
 
 def _answer(fastest: dict[bool, Best], bests: Sequence[Best]) -> str:
     """Yes, no, or that it cannot be told, and why."""
-    cut = [best.label for best in bests if not best.gap <= MOST_GAP]
-    doubt = f" Searches that were cut: {', '.join(cut)}." if cut else ""
-    if len(fastest) < 2:
-        if not fastest:
-            return f"Cannot be told: no plan fits.{doubt}"
-        (tensor,) = fastest
-        told = "Yes: no plan without it fits." if tensor else "No: no plan with it fits."
-        return f"{'Cannot be told: ' if cut else ''}{told}{doubt}"
-    ratio = _step_s(fastest[True]) / _step_s(fastest[False])
+    steps = {tensor: _step_s(best) for tensor, best in fastest.items()}
+    ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
-    reach = factor(one_program=one, tensor=True)
-    words = f"{ratio - 1:.1%} faster" if ratio >= 1 else f"{1 - ratio:.1%} slower"
-    if 1 / reach <= ratio <= reach or cut:
-        return (
-            f"Cannot be told: without it the fastest plan is {words} as priced, and pairs are "
-            f"off by up to {reach - 1:.0%}.{doubt}"
-        )
-    return f"{'No' if ratio > 1 else 'Yes'}: without it the fastest plan is {words}."
+    text = need_text(ratio, one_program=one)
+    cut = [best.label for best in bests if not best.gap <= MOST_GAP]
+    if not cut:
+        return text
+    told = "" if text.startswith("Cannot") else "Cannot be told: "
+    return f"{told}{text} Searches that were cut: {'; '.join(cut)}."

@@ -124,6 +124,23 @@ def ratio_text(ratio: float, *, one_program: bool, tensor: bool = False) -> str:
     return f"{ratio:.2f} [{ratio / reach:.2f}, {ratio * reach:.2f}]"
 
 
+def need_text(ratio: float, *, one_program: bool) -> str:
+    """Whether tensor parallelism is needed, by the simulated speed without it over that with it: 0
+    and infinity where no plan of one side fits, NaN where none of both does."""
+    if ratio != ratio:
+        return "Cannot be told: no plan fits."
+    if ratio in (0.0, float("inf")):
+        return "Yes: no plan without it fits." if ratio == 0 else "No: no plan with it fits."
+    reach = factor(one_program=one_program, tensor=True)
+    words = f"{ratio - 1:.1%} faster" if ratio >= 1 else f"{1 - ratio:.1%} slower"
+    if not 1 / reach <= ratio <= reach:
+        return f"{'No' if ratio > 1 else 'Yes'}: without it the fastest plan is {words}."
+    return (
+        f"Cannot be told: without it the fastest plan is {words} as priced, and such ratios are "
+        f"off by up to {reach - 1:.0%}."
+    )
+
+
 @cache
 def factor(*, one_program: bool, tensor: bool = False) -> float:
     """The factor within which nine in ten simulated ratios are of the measured ones; with

@@ -31,6 +31,7 @@ from zeropp.choose.task import Candidate, Task
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Settings
 
+MOST_GAP = 0.02  # of a search, above which its best plan decides nothing
 _TELL_EVERY_S = 2.0
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")  # sources differ in the rest
 _AXES = {"tp": "tp", "pp": "pp", "context": "cp"}  # a degree and its column

@@ -8,6 +8,7 @@ numbers of all are one tidy table, with one line per cell and contender.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -350,6 +351,12 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
         line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
+        for row in cell.to_dict("records"):
+            plan, knobs = row["source"]["plan"], dict(row["knobs"])
+            setting = {"microbatch_size": knobs.pop("microbatch_size"), "knobs": knobs}
+            kept = {"plan": plan.get("words") or row["layout"], "setting": json.dumps(setting)}
+            kept |= {"gap": plan.get("gap")}
+            line |= {f"{row['contender']}_{name}": value for name, value in kept.items()}
         line |= {"mfu": fastest["mfu"], "parameters_b": first["parameters"] / 1e9}
         line["pflops"] = fastest["model_tflops_per_gpu"] * first["num_gpus"] / 1e3
         lines.append(line | _published(line))

@@ -161,7 +161,7 @@ class GridSpec:
     model: str
     clusters: list[str]
     num_gpus: list[int]
-    sequences_per_gpu: list[int]
+    sequences_per_gpu: list[Annotated[float, MORE_THAN_0]]
     bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -191,11 +191,19 @@ class StudySpec:
                     shape=shape_named(grid.model),
                     cluster=preset("cluster", name, Cluster),
                     num_gpus=gpus,
-                    global_batch=gpus * sequences,
+                    global_batch=_batch(grid.model, gpus, sequences),
                     precision=precision,
                 )
                 cells.append(Cell(task, grid.bandwidth))
         return list({cell.key: cell for cell in cells}.values())
+
+
+def _batch(model: str, gpus: int, sequences: float) -> int:
+    if (gpus * sequences) % 1:
+        raise SpecError(
+            f"grids: {model}: {sequences:g} sequences per GPU on num_gpus={gpus} are no whole batch"
+        )
+    return int(gpus * sequences)
 
 
 def study_spec(name: str, values: Any) -> StudySpec:

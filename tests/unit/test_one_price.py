@@ -32,7 +32,7 @@ PARTLY = {"recompute": "full", "recompute_blocks": 2}
 # Settings of every contender that is judged. All others of its knobs are at their defaults.
 ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepspeed_3d", {**SIDES, "recompute": "full"}),
-    ("deepspeed_3d", {**SIDES, "tp": 1, "pp": 4}),
+    ("deepspeed", {**SIDES, "tp": 1, "pp": 4}),
     ("deepspeed_zero3", {"shard": 8, **PARTLY}),
     ("best_3d", {**SIDES, "schedule": "1f1b", "recompute": "none"}),
     ("best_3d", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True}),

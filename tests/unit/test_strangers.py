@@ -176,13 +176,14 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
 
 
 def test_the_error_of_a_ratio_is_of_pairs_with_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = dict.fromkeys(ratio_errors._SAME, "8") | {"quantity": "speed"}
+    same = dict.fromkeys(ratio_errors._SAME, "8") | {"quantity": "speed", "tp": "1"}
     runs = [
         same | {"source": "s", "program": "a", "metric": "time", "value": "2", "stranger": "0.1"},
         same | {"source": "s", "program": "a", "metric": "time", "value": "4", "stranger": "0"},
         same | {"source": "t", "program": "b", "metric": "time", "value": "2", "stranger": "-0.1"},
         same | {"source": "t", "program": "a", "metric": "rate", "value": "9", "stranger": "0"},
     ]
+    runs[0]["tp"] = "8"
     monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
     pairs = ratio_errors.pairs.__wrapped__
     ((_, error, measured),) = pairs(one_program=True)
@@ -190,6 +191,9 @@ def test_the_error_of_a_ratio_is_of_pairs_with_equal_work(monkeypatch: pytest.Mo
     (_, *first), (_, *second) = pairs(one_program=False)
     assert first == pytest.approx([log(1.1 / 0.9), 0])
     assert second == pytest.approx([-log(0.9), -log(2)])
+    assert len(pairs(one_program=True, tensor=True)) == 1
+    ((_, *only),) = pairs(one_program=False, tensor=True)  # one with, and one without
+    assert only == first
 
 
 def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> None:

@@ -177,6 +177,7 @@ def test_a_table_is_read_as_records_and_written_again_without_loss() -> None:
         for setting, contender in zip(stored["setting"], stored["contender"], strict=True)
     )
     assert own.mean() > 0.8
+    lines = lines[[*stored]]  # older tables say nothing of the search
     pd.testing.assert_frame_equal(lines[own], stored[own])
     columns = [name for name in stored if name != "setting"]
     pd.testing.assert_frame_equal(lines[columns], stored[columns])
@@ -294,7 +295,7 @@ def test_drawn_errors_are_as_large_as_those_of_published_pairs() -> None:
 def test_an_assumption_moves_the_price_and_nothing_else() -> None:
     cell = Cell(replace(task(16, 32), shape=SHAPE))
     (line,) = CellPart(cell, "zeropp", "best", 0.3).lines("", [])
-    (times,) = repriced(cell, str(line["setting"]), {}, [])
+    (times,) = repriced(cell, str(line["setting"]), float(str(line["memory_margin"])), {}, [])
     assert len(times) == 2 * len(ASSUMPTIONS)
     ends = {a.name: [times[column] for column in a.columns] for a in ASSUMPTIONS}
     assert {name for name, (low, high) in ends.items() if low == high} <= {"device.launch_us"}
