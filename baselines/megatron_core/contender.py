@@ -38,7 +38,7 @@ MEGATRON_CORE = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    # Megatron-Bridge's recipes for bf16: grad_reduce_in_fp32=False (bf16_mixed).
+    # Megatron-Core's default, and NVIDIA's example for H100 (--grad-reduce-in-bf16).
     gradient_types={"grad_accum_dtype": "bf16"},
     published_as=(
         *("megatron_lm_2021", "megatron_lm_2022", "megatron_core", "megatron_core_r0.6"),

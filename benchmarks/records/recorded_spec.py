@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.records.record import RecordError
 from benchmarks.specification import GATE_TOLERANCE, SpecError
-from benchmarks.specification.contenders import name_of
 from benchmarks.specification.reading import validated
 from zeropp.types.literals import Auto
 from zeropp.types.shape import ModelShape
@@ -89,8 +88,6 @@ def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
     for key, whole in (("model", "sizes"), ("contender", "knobs")):
         if isinstance(values.get(key), dict):
             values[key] = values[key] | {whole: values[key]}
-            if values[key].get("name") == "deepspeed_3d":
-                values[key]["name"] = name_of(values[key])
     try:
         return validated(RecordedSpec, values, "spec")
     except SpecError as error:
