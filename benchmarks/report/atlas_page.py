@@ -125,7 +125,8 @@ def write_page(
         f'<h1>{escape(title)}</h1><p id="answer"></p><p>{escape(text)}</p>{place}',
     )
     known = f"const CHOICES = {json.dumps(CHOICES)}, CASES = {json.dumps(answers(rows, measured))};"
-    page = page.replace("</body>", f"<script>{known}{_SCRIPT}</script></body>", 1)
+    drawn, end, rest = page.rpartition("</body>")  # Vega's own code has the word, too
+    page = f"{drawn}<script>{known}{_SCRIPT}</script>{end}{rest}"
     write_atomically(path, page)
     return ""
 

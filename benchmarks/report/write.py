@@ -71,7 +71,7 @@ def write_report(
         return ReportPaths([], skipped)
     tables = {name: make_table(name, rows, options) for name in TABLES}
     grids = {name: grids_of(table) for name, table in tables.items()}
-    print_table(headline_table(rows, options.over(rows)), console)
+    print_table(headline_table(rows, options), console)
     sentences = answers(rows)
     for line in [*sentences * (rows["contender"].nunique() > 1), *notes_of(rows)]:
         console.print(line, markup=False)
@@ -107,9 +107,7 @@ def write_one_table(
     table = make_table(name, rows, options)
     names = write_tables(table.name, [table], out)
     # The paper's table is wider than a terminal.
-    print_table(
-        headline_table(rows, options.over(rows)) if name == "paper" else table, console, TEN
-    )
+    print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
         console.print(note, markup=False)
     print_paths(names, out, console)
