@@ -353,16 +353,6 @@ def _scaling(name: str) -> str:
     return markdown(as_table(pd.read_csv(_REFERENCE / "scaling" / f"{name}.csv")).grid())
 
 
-def _steps(model: str) -> str:
-    """What every freedom of ZeroPP's search gains on a model, beside others, all in one case."""
-    frame = pd.read_csv(_REFERENCE / "atlas" / "steps.csv").query("model == @model")
-    lines = [
-        [contender_label(row["contender"]), row["layout"], f"{row['step_s']:,.1f}"]
-        for row in frame.to_dict("records")
-    ]
-    return markdown_table(["program", "its best plan", "step, s"], lines)
-
-
 def _opponents(program: str) -> str:
     """The settings of an opponent, or how far those that were searched move the verdict."""
     if program == "moved":
@@ -415,7 +405,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
     "atlas": _atlas,
     "scaling": _scaling,
-    "steps": _steps,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,
