@@ -180,8 +180,8 @@ def test_a_scaling_table_keeps_plans_that_are_priced_again(tmp_path: Path) -> No
     config["report_dir"] = str(tmp_path / "report")
     assert run_points([plan_point(spec, simulated=True)], [config]) == 0
     rows = latest_ok(load_frame([tmp_path / "runs"])[0])
-    numbers = scaling_table(rows).numbers.astype(str).to_dict("records")
-    (row,) = numbers
+    (line,) = scaling_table(rows).numbers.astype(str).to_dict("records")
+    row = {str(name): str(value) for name, value in line.items()}
     found = scaling("weak_scaling", row)
     assert found["fsdp_plan"] == row["fsdp_plan"]
     assert differences(row, {k: v for k, v in found.items() if k.startswith("fsdp")}) == {}

@@ -35,17 +35,16 @@ def lines(bests: Iterable[Best], what: Task = SMALL) -> list[str]:
 
 
 def test_the_fastest_of_both_sides_are_compared_and_may_exceed_one() -> None:
-    sides = {best.name: best.winner for best in found()}
-    assert all(sides.values())
+    sides = {best.name: best.winner for best in found() if best.winner is not None}
+    assert len(sides) == len(NAMES)
     having = sides["megatron_core_tp"]
-    lacking = min((sides[name] for name in NAMES[:2] if sides[name]), key=lambda of: of.step_s)
-    assert having is not None
+    lacking = min((sides[name] for name in NAMES[:2]), key=lambda of: of.step_s)
     assert (having.plan.layout.tp > 1, lacking.plan.layout.tp) == (True, 1)
     told = lines(found())
     ratio = having.step_s / lacking.step_s
     assert ratio > 1  # a model this small
     assert f"Speed without over with: {ratio:.2f} [" in told[2]
-    own = having.step_s / sides["megatron_core_tp1"].step_s  # type: ignore[union-attr]
+    own = having.step_s / sides["megatron_core_tp1"].step_s
     assert f"Megatron-Core {own:.2f} [" in told[3]
     assert told[-1].startswith("Do you need tensor parallelism here? ")
 
