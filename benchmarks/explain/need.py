@@ -17,11 +17,11 @@ _CASE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")
 _WITH = {False: "without tensor parallelism", True: "with it"}
 
 
-def need_lines(task: Task, bests: Sequence[Best]) -> Iterator[str]:
+def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -> Iterator[str]:
     """The lines: the fastest plan without tensor parallelism and the fastest with it, their ratio
     and that question's error, each program's own ratio, memory with its error, published runs of
     this very case, and the answer. ``bests`` are rows on one side each (``contenders.sides``), or
-    whole programs."""
+    whole programs; ``missing`` are the labels of those whose searches were stopped."""
     sides: dict[bool, list[Best]] = {False: [], True: []}
     for best in bests:
         if best.winner is not None:
@@ -40,7 +40,8 @@ def need_lines(task: Task, bests: Sequence[Best]) -> Iterator[str]:
         if told := ", ".join(_own_ratios(sides)):
             yield f"Of one program, without over with: {told}."
     yield from _published(task)
-    yield f"Do you need tensor parallelism here? {_answer(fastest, bests)}"
+    cut = [*missing, *(best.label for best in bests if not best.gap <= MOST_GAP)]
+    yield f"Do you need tensor parallelism here? {_answer(fastest, cut)}"
 
 
 def _step_s(best: Best) -> float:
@@ -96,13 +97,12 @@ def _published(task: Task) -> Iterator[str]:
     yield from (f"{plan}, {words}" for plan, (_, words) in found.items())
 
 
-def _answer(fastest: dict[bool, Best], bests: Sequence[Best]) -> str:
+def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
     """Yes, no, or that it cannot be told, and why."""
     steps = {tensor: _step_s(best) for tensor, best in fastest.items()}
     ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
     text = need_text(ratio, one_program=one)
-    cut = [best.label for best in bests if not best.gap <= MOST_GAP]
     if not cut:
         return text
     told = "" if text.startswith("Cannot") else "Cannot be told: "

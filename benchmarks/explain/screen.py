@@ -22,6 +22,7 @@ from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
 from benchmarks.report.display import program_label
 from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import ATLAS
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import Candidate, Task
@@ -216,7 +217,9 @@ def show_better(answer: Answer, better: Better, console: Console) -> None:
     console.print(table_of_plans("Best plans on the same GPUs", ("program", *heads), plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
-    for line in need_lines(answer.question.task, better.best):
+    found = {best.name for best in better.best}
+    missing = [row.label for row_name, row in ATLAS.items() if row_name not in found]
+    for line in need_lines(answer.question.task, better.best, missing):
         console.print(line)
     console.print(_WORDS, style="dim")
 

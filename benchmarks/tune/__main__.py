@@ -27,8 +27,8 @@ def main() -> int:
 
     specs = [best_plans.checked(config) for config in configs]
     for spec in specs:
-        outcomes = best_plans.searched(spec)
-        best_plans.show(spec.task, outcomes)
+        outcomes, missing = best_plans.searched(spec)
+        best_plans.show(spec.task, outcomes, missing)
         if all(outcome.winner is None for outcome in outcomes):
             raise SpecError("no plan of any contender fits (try more GPUs)")
         best_plans.print_commands(spec, outcomes)

@@ -59,8 +59,9 @@ def checked(values: dict[str, Any]) -> TuneSpec:
     return spec
 
 
-def searched(spec: TuneSpec) -> list[Best]:
-    """Search all rows, and print each one's best plan as it comes."""
+def searched(spec: TuneSpec) -> tuple[list[Best], list[str]]:
+    """Search all rows, and print each one's best plan as it comes; returns them, and the labels of
+    those whose searches were stopped."""
 
     def tell(best: Best) -> None:
         words = f"no plan fits with {best.room.words}"
@@ -80,12 +81,11 @@ def searched(spec: TuneSpec) -> list[Best]:
         memory_margin=spec.memory_margin,
         tolerance=spec.tolerance,
     )
-    if missing := [ROWS[name].label for name in rows if name not in {best.name for best in found}]:
-        print(f"Stopped before these searches had ended: {', '.join(missing)}.")
-    return found
+    names = {best.name for best in found}
+    return found, [ROWS[name].label for name in rows if name not in names]
 
 
-def show(task: Task, bests: list[Best]) -> None:
+def show(task: Task, bests: list[Best], missing: list[str]) -> None:
     """Print all best plans, what they lose, how the searches went, and the answer. A narrow
     terminal has the plans below the table."""
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -133,7 +133,7 @@ def show(task: Task, bests: list[Best]) -> None:
         if caveat:
             tell(caveat)
     tell("")
-    for line in need_lines(task, bests):
+    for line in need_lines(task, bests, missing):
         tell(line)
 
 

@@ -63,6 +63,8 @@ def test_a_search_that_was_cut_answers_nothing() -> None:
     (*_, last) = lines([cut, *found()[1:]])
     assert "Cannot be told: " in last
     assert last.endswith("Searches that were cut: FSDP2.")
+    (*_, last) = need_lines(SMALL, found(), ["ZeroPP"])
+    assert last.endswith("Searches that were cut: ZeroPP.")
 
 
 def test_published_runs_of_the_very_case_are_named() -> None:
