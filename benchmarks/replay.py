@@ -3,6 +3,7 @@ training script on a cluster, without a GPU."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,8 @@ _WORDS = {
 }
 
 
-@command
-def main() -> int:
-    """Command line; see ``--help``."""
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and the words for the script."""
     parser = CommandParser(
         prog="zeropp replay",
         usage="%(prog)s [options] script [-- the script's own arguments]",
@@ -37,7 +37,13 @@ def main() -> int:
     parser.add_argument("--cluster", default="h100", help="a file in conf/cluster")
     parser.add_argument("--timeline", type=Path, help="write (over) this file, for ui.perfetto.dev")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    return parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+
+
+@command
+def main() -> int:
+    """Command line; see ``--help``."""
+    options, arguments = _arguments()
     if options.ranks < 1:
         raise SpecError(f"--ranks={options.ranks}: must be at least 1")
     if not options.script.is_file():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from benchmarks.report.display import program_label
 from benchmarks.report.ratio_errors import need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
+from benchmarks.specification.contenders import program_label
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.contender import describe

@@ -20,9 +20,8 @@ from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, Better, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
-from benchmarks.report.display import program_label
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import ATLAS
+from benchmarks.specification.contenders import ATLAS, program_label
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task

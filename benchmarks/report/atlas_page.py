@@ -27,7 +27,7 @@ from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.searches import MOST_GAP
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
+from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in, program_label
 from zeropp.choose.contender import overrides
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
     rows = rows[rows["tokens_per_s_per_gpu"].notna()]
     has_tp = rows["plan"].str.contains(r"(?<!\S)tp=", na=False)
     is_whole = rows["contender"].isin(_WHOLE)
-    programs, speed = rows["contender"].map(display.program_label), rows["tokens_per_s_per_gpu"]
+    programs, speed = rows["contender"].map(program_label), rows["tokens_per_s_per_gpu"]
     gaps = rows["gap"].fillna(float("inf")) if "gap" in rows else 0.0 * speed
     out: dict[str, Any] = {"fastest": speed.max(), "bound": False, "cut": False}
     out["one_program"] = False
@@ -211,7 +211,7 @@ def _choices(row: dict[Any, Any]) -> list[str]:
 def _case(row: dict[Any, Any]) -> dict[str, Any]:
     line: dict[str, Any] = dict(zip(CHOICES, _choices(row), strict=True)) | {
         "contender": display.contender_label(row["contender"]),
-        "program": display.program_label(row["contender"]),
+        "program": program_label(row["contender"]),
         "colour": style.colour(ROWS[row["contender"]].contender.name),
     }
     line["key"] = "|".join(line[name] for name in (*CHOICES, "contender"))

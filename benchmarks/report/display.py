@@ -28,11 +28,6 @@ def contender_label(name: str) -> str:
     return ROWS[name].label if name in ROWS else name
 
 
-def program_label(name: str) -> str:
-    """The program of a contender or row, which several rows may have: ``DeepSpeed``."""
-    return re.split(r",| 3D$| ZeRO-3$", contender_label(name))[0]
-
-
 def model_label(name: str) -> str:
     """The label of a model in tables and figures: ``GPT 14.6B`` for ``gpt_14_6b``, and
     ``Llama 8B 32k`` for ``llama_8b_32k``."""

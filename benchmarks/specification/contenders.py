@@ -7,6 +7,7 @@ To add a contender, make its folder, add its entry here, and add a file with its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -167,3 +168,8 @@ def candidate_in(
             contender = other
     made = validated(contender.knobs, own | {"name": contender.name}, "setting.knobs")
     return compared, contender, Candidate(made, microbatch_size)
+
+
+def program_label(name: str) -> str:
+    """The program of a contender or row, which several rows may have: ``DeepSpeed``."""
+    return re.split(r",| 3D$| ZeRO-3$", ROWS[name].label if name in ROWS else name)[0]

@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -62,6 +61,8 @@ def _own_knobs(cell: Any) -> ZeroppKnobs:
     for name, value in stated:
         if name not in _OWN_KNOBS or not value:
             raise ValueError(f"{name!r} must be one of {', '.join(_OWN_KNOBS)}, with its value")
+    from omegaconf import OmegaConf  # slow to import, and few need it
+
     return validated(ZeroppKnobs, OmegaConf.to_container(OmegaConf.from_dotlist(cell.split())))
 
 

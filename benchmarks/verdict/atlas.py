@@ -16,12 +16,12 @@ from rich.console import Console
 
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.atlas_page import ratios_of, write_page
-from benchmarks.report.display import cluster_label, model_label, program_label
+from benchmarks.report.display import cluster_label, model_label
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
 from benchmarks.report.table import markdown_table
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import ATLAS
+from benchmarks.specification.contenders import ATLAS, program_label
 from benchmarks.verdict.cells import CELL, SETTINGS, as_users, study_spec
 from benchmarks.verdict.judge import TIE
 from benchmarks.verdict.measured_pairs import pairs_of_case

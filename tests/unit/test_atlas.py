@@ -16,13 +16,12 @@ from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.launch.sweep import spec_of
 from benchmarks.records.simulated import BASES, line_of, plan_record, shape_named
 from benchmarks.report.atlas_page import cases, ratios_of
-from benchmarks.report.display import program_label
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
 from benchmarks.report.tables import published
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
-from benchmarks.specification.contenders import ATLAS
+from benchmarks.specification.contenders import ATLAS, program_label
 from benchmarks.specification.reading import preset
 from benchmarks.verdict.atlas import atlas_tables
 from benchmarks.verdict.cells import Cell, CellPart, study_spec

@@ -27,11 +27,11 @@ def request(num_gpus: int, global_batch: int, **contender: Any) -> RunSpec:
 WAY_OUT = r"(use|try|change|it has|input should be)"
 OWNERS = {"use_multi_rank_bucket_allreduce": False}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "deepspeed_3d": [
+    "deepspeed": [
         ({"tp": 3, "replicate": 1, "pp": 1}, "contender.tp=3: must divide model.heads=4"),
         ({"chunks": 2}, "contender.chunks=2"),
         ({"shard": 2}, "contender.shard=2"),
-        ({"schedule": "zbv"}, "contender.schedule='zbv': deepspeed_3d has no such knob"),
+        ({"schedule": "zbv"}, "contender.schedule='zbv': deepspeed has no such knob"),
         ({"units": 4, "recomputes": 1}, "contender.units=4"),
         ({"recomputed": "full"}, "did you mean contender.recompute?"),
         ({"pp": 4, "replicate": 2}, "contender.replicate=2: the degrees"),

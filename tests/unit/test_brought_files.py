@@ -383,7 +383,7 @@ def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path
     said = memory_text(near.asked, near.question.task)
     assert said.startswith("It may fit")
     assert "num_alloc_retries" in said
-    assert said.endswith("Best plans below leave 19% of their price.")
+    assert said.endswith("Best plans below leave 16% of their price.")
 
 
 def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_the_answer_is_yes_no_or_cannot_be_told() -> None:
 
 
 def test_a_search_that_was_cut_answers_nothing() -> None:
-    cut = replace(found()[0], searched=(replace(found()[0].outcome, is_complete=False),))
+    cut = replace(found()[0], searched=(replace(found()[0].outcome, bound_s=0.0),))
     (*_, last) = lines([cut, *found()[1:]])
     assert "Cannot be told: " in last
     assert last.endswith("Searches that were cut: FSDP2.")

@@ -94,14 +94,17 @@ def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
 
 
 def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
-    """A family per seed, unless the one that was drawn is infeasible."""
+    """A family per seed, unless the one that was drawn is infeasible, or there is none."""
     for seed in SEEDS:
         draw = random.Random(f"{contender.name} {seed}")
         what = drawn_task(draw)
         known = [*points(what, contender.space, contender.knobs(), "auto", rejected=Counter())]
         point, size = draw.choice(known)
         point = narrowed(point, draw)
-        knobs = draw.choice([*contender.space.families(point)])
+        families = [*contender.space.families(point)]
+        if not families:
+            continue
+        knobs = draw.choice(families)
         with suppress(InfeasibleError):
             plan = contender.size(what, knobs, size)
             bound_s = least_step_s(plan, time_plan(plan, what.cluster))
