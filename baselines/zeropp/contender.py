@@ -12,7 +12,6 @@ from zeropp.choose.planner import (
     check_context,
     check_stages,
     default_chunks,
-    recomputed_of_ranks,
     resolve_degrees,
 )
 from zeropp.choose.space import (
@@ -95,7 +94,12 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         hides_collectives=task.cluster.device.hides_collectives,
     )
     plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
-    return replace(plan, recomputed=recomputed_of_ranks(knobs.recompute_blocks, plan))
+    again, sent = knobs.recompute_blocks, if_auto(knobs.offload_blocks, 0)
+    return replace(
+        plan,
+        recomputed=() if again == "auto" else plan.first_of_ranks(again),
+        offloaded=plan.first_of_ranks(sent) if sent else (),
+    )
 
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)

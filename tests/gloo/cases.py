@@ -90,6 +90,7 @@ class Case:
     cap: int | str = "auto"
     compile: bool = False
     split_backward: bool = True
+    offload: int = 0
 
     def __str__(self) -> str:
         """What sets it apart from the plainest one."""
@@ -141,6 +142,7 @@ def _plan(case: Case) -> Plan:
         activation_cap=case.cap,  # type: ignore[arg-type]
         compile=case.compile,
         split_backward=case.split_backward,
+        offload_blocks=case.offload,
     )
     task = Task(
         shape=case.shape,

@@ -109,9 +109,9 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     """The least bytes in the forward that fills a rank's memory, before its first backward."""
     ranks, stages = plan.schedule.stage_rank, plan.schedule.stages_of(rank)
     memory = [held.memory[s] for s in stages]
-    gathered = min(m.unsharded + m.forward - m.activations for m in memory)
+    gathered = min(m.unsharded + m.forward - m.activations + m.sent for m in memory)
     if not held.torch_runtime:
-        return _least_activations(plan, rank, [m.activations for m in memory]) + gathered
+        return _least_activations(plan, rank, [m.activations - m.sent for m in memory]) + gathered
     # Torch's pipelining has a permanent buffer for every message of a step, in which the inputs of
     # stages are kept, and keeps its 16-bit copies of all chunks if there is nothing to gather.
     neighbours = [other for s in stages for other in (s - 1, s + 1) if 0 <= other < len(ranks)]
@@ -178,6 +178,7 @@ def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: in
             gather=gathers(plan),
             prefetch=plan.prefetch,
             reduce_every=plan.reduce_every,
+            offloaded=plan.offloaded_stages,
         )
         programs: list[RankProgram] = [()] * compute.num_ranks
         programs[rank] = tuple(_with_receives(program, compute))

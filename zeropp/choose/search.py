@@ -365,7 +365,7 @@ class _Search(Generic[K]):
         """The simulated candidate; None if it is infeasible or does not fit the memory."""
         with suppress(InfeasibleError):
             result = self.contender.simulated(self.task, candidate)
-            if result.peak_bytes <= self._limit:
+            if result.fits(self._limit):
                 return Evaluated(candidate, result)
         return None
 

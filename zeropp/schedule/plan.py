@@ -31,10 +31,11 @@ class MemoryBytes:
     optimizer: int = 0
     activations: int = 0  # kept for backward, with stage inputs and outputs
     workspace: int = 0  # logits, temporaries, communication buffers
+    host: int = 0  # of the host: the most that activations take there, at whatever moment
 
     @property
     def total(self) -> int:
-        """Sum over kinds: the peak."""
+        """Sum over the device's kinds: the peak."""
         return (
             self.parameters
             + self.unsharded
@@ -66,6 +67,9 @@ class SizedPlan:
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
+    # How many blocks of each stage, its first ones, keep their tensors in the host's memory between
+    # forward and backward; empty: none.
+    offloaded: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
     sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
@@ -116,6 +120,33 @@ class SizedPlan:
         if self.recompute == "none":
             return (0,) * len(self.blocks)
         return tuple(map(min, self.blocks, self.recomputed)) if self.recomputed else self.blocks
+
+    @cached_property
+    def offloaded_per_stage(self) -> tuple[int, ...]:
+        """The number of blocks whose tensors wait in the host's memory, per stage."""
+        return tuple(map(min, self.blocks, self.offloaded)) or (0,) * len(self.blocks)
+
+    @property
+    def offload_blocks(self) -> int:
+        """The number of these blocks on the rank that has the most."""
+        ranks = range(self.schedule.num_ranks)
+        counts = self.offloaded_per_stage
+        return max(sum(counts[s] for s in self.schedule.stages_of(rank)) for rank in ranks)
+
+    def first_of_ranks(self, count: int) -> tuple[int, ...]:
+        """Per stage, those blocks that are among the first ``count`` of their rank: those of its
+        first chunks, whose activations are held the longest."""
+        left = [count] * self.schedule.num_ranks
+        firsts = []
+        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
+            firsts.append(min(left[rank], blocks))
+            left[rank] -= firsts[-1]
+        return tuple(firsts)
+
+    @property
+    def offloaded_stages(self) -> tuple[int, ...]:
+        """The stages that have such blocks."""
+        return tuple(s for s, count in enumerate(self.offloaded_per_stage) if count)
 
     def recomputes(self, stage: int, piece: int) -> bool:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
