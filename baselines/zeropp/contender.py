@@ -98,7 +98,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     return replace(
         plan,
         recomputed=() if again == "auto" else plan.first_of_ranks(again),
-        offloaded=plan.first_of_ranks(sent) if sent else (),
+        offloaded=plan.spread_over_ranks(sent) if sent else (),
     )
 
 

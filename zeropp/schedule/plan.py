@@ -67,7 +67,7 @@ class SizedPlan:
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
-    # How many blocks of each stage, its first ones, keep their tensors in the host's memory between
+    # How many blocks of each stage, which are its first ones, keep their tensors in the host's memory between
     # forward and backward; empty: none.
     offloaded: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
@@ -143,6 +143,19 @@ class SizedPlan:
             left[rank] -= firsts[-1]
         return tuple(firsts)
 
+    def spread_over_ranks(self, count: int) -> tuple[int, ...]:
+        """Per stage, those blocks that are among ``count`` of their rank, evenly spread, so that
+        what is done for them is, too."""
+        spread = []
+        for stage, rank in enumerate(self.schedule.stage_rank):
+            held = self.schedule.stages_of(rank)
+            before = sum(self.blocks[s] for s in held if s < stage)
+            whole = sum(self.blocks[s] for s in held)
+            share = min(1.0, count / whole) if whole else 0.0
+            ends = (int(share * n + _ROUNDING) for n in (before, before + self.blocks[stage]))
+            spread.append(-next(ends) + next(ends))
+        return tuple(spread)
+
     @property
     def offloaded_stages(self) -> tuple[int, ...]:
         """The stages that have such blocks."""
@@ -200,6 +213,7 @@ class Plan(SizedPlan):
         validate(self.schedule, activation_cap=self.activation_cap or None, end=self.step_end)
 
 
+_ROUNDING = 1e-9
 TooLarge = Callable[[Schedule], bool]
 
 

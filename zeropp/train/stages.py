@@ -208,7 +208,7 @@ def cut_plan(plan: SizedPlan, settings: Settings, weights: Sequence[float]) -> S
     weights = weights if settings.weights is None else settings.weights
     plan = replace(plan, cuts=cut_layers(weights, plan.schedule.stage_rank))
     sent = settings.offload_blocks
-    return replace(plan, offloaded=plan.first_of_ranks(sent)) if sent else plan
+    return replace(plan, offloaded=plan.spread_over_ranks(sent)) if sent else plan
 
 
 def shape_of(sizes: Sequence[LayerSizes]) -> ModelShape:
