@@ -249,6 +249,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         work, slowed = _work_s(plan, price, stages)
         copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * slowed
         start = max(latency.to[first], first_gather_s(plan, price, first))
+        # A microbatch is stored where a rank has three more chunks to go through before it turns.
+        stored = sum(price.stages[s].store for s in stages[:-3]) * plan.num_microbatches
+        worst = max(worst, stored)
         rank_s = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:

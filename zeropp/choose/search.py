@@ -315,7 +315,8 @@ class _Search(Generic[K]):
             else:
                 for child in entry.opened(self):
                     heapq.heappush(queue, child)
-        self._recompute_less()
+        self._use_less("recompute_blocks")
+        self._use_less("offload_blocks")
         return outcome
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
@@ -332,28 +333,23 @@ class _Search(Generic[K]):
         heapq.heapify(queue)
         return queue
 
-    def _recompute_less(self) -> None:
-        """Recompute as few blocks as fit in the winner.
+    def _use_less(self, name: str) -> None:
+        """Recompute, or offload, as few blocks as fit in the winner; ``name`` is the knob.
 
-        The search tries half of them, and all. More recomputed blocks need less
+        The search tries half of them, and all. More such blocks need less
         memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
         half are missed.
         """
         winner = self.outcome.winner
-        if winner is None or winner.plan.recompute == "none":
+        if winner is None:
             return
-        asked, found = (
-            getattr(knobs, "recompute_blocks", None)
-            for knobs in (self._asked, winner.candidate.knobs)
-        )
-        if asked != "auto" or not isinstance(
-            found, int
-        ):  # set by the user, or all that the contender can
+        asked, found = (getattr(k, name, None) for k in (self._asked, winner.candidate.knobs))
+        if asked != "auto" or not isinstance(found, int):  # by the user, or all that it can
             return
         fewest, most = 1, found
         while fewest < most:
             tried = (fewest + most) // 2
-            knobs = replace(winner.candidate.knobs, recompute_blocks=tried)  # type: ignore[type-var]
+            knobs = replace(winner.candidate.knobs, **{name: tried})  # type: ignore[type-var]
             evaluated = self._fitting(replace(winner.candidate, knobs=knobs))
             if evaluated:
                 most = tried

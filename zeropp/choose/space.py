@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from zeropp.choose.planner import asked_degrees, most_slices
 from zeropp.choose.task import K, Task
+from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
 from zeropp.types.literals import (
@@ -111,6 +112,13 @@ def recompute_choices(
             continue
         for count in choices(blocks, halves):
             yield kind, count
+
+
+def offload_choices(blocks: int | Auto, per_rank: int, cluster: Cluster) -> tuple[int, ...]:
+    """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
+    known, half and all of ``per_rank``. For its winner, the search then tries fewer."""
+    known = {0, -(-per_rank // 2), per_rank} if cluster.host and not cluster.device.is_cpu else {0}
+    return choices(blocks, sorted(known))
 
 
 def chunk_choices(

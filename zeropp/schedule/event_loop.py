@@ -7,11 +7,11 @@ once both ranks have come to them (``Schedule.pair_streams``); and one for copie
 memory and one for those back. A gather, reduction, transfer or copy starts once the compute actions
 before it in the program have ended, a reduction over the replicas once the stage's gradients are
 reduced over the shards, and a load once its store has ended. Compute waits for a store where the
-device's memory is freed, and for a load at the backward that uses it. Tied sums, updates and the gathers
-of what is updated whole stand in line with compute, and wait for all reductions of their own rank,
-and for no other rank. The copy that belongs to a gather is done before the first compute action
-that uses the parameters, while that waits for its input; the copy that belongs to a reduction is
-done before it starts. In programs without transfers (compute actions alone) a message takes
+device's memory is freed, and for a load at the backward that uses it. Tied sums, updates and the
+gathers of what is updated whole stand in line with compute, and wait for all reductions of their
+own rank, and for no other rank. The copy that belongs to a gather is done before the first compute
+action that uses the parameters, while that waits for its input; the copy that belongs to a
+reduction is done before it starts. In programs without transfers (compute actions alone) a message takes
 ``StageCost.transfer`` from the end of the action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the

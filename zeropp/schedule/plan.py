@@ -67,8 +67,8 @@ class SizedPlan:
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
-    # How many blocks of each stage, which are its first ones, keep their tensors in the host's memory between
-    # forward and backward; empty: none.
+    # How many blocks of each stage, which are its first ones, keep their tensors in the host's
+    # memory between forward and backward; empty: none.
     offloaded: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
