@@ -11,8 +11,8 @@ device's memory is freed, and for a load at the backward that uses it. Tied sums
 gathers of what is updated whole stand in line with compute, and wait for all reductions of their
 own rank, and for no other rank. The copy that belongs to a gather is done before the first compute
 action that uses the parameters, while that waits for its input; the copy that belongs to a
-reduction is done before it starts. In programs without transfers (compute actions alone) a message takes
-``StageCost.transfer`` from the end of the action that produces it.
+reduction is done before it starts. In programs without transfers (compute actions alone) a message
+takes ``StageCost.transfer`` from the end of the action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
