@@ -184,7 +184,7 @@ def add_offload(program: RankProgram, stages: Collection[int]) -> RankProgram:
             before_it = number
     before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     forwards = [n for n, a in enumerate(compute) if a.op is Op.FORWARD and a.stage in stages]
-    for number, following in zip(forwards, (*forwards[1:], len(compute)), strict=True):
+    for number, following in zip(forwards, (*forwards[1:], len(compute)), strict=False):
         stage, _, microbatch = compute[number]
         freed = min(following, number + _BESIDE, len(compute) - 1)
         loaded = backwards.get((stage, microbatch), len(compute))
