@@ -81,7 +81,7 @@ class Settings(StepKnobs):
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
     chunks: Annotated[int | Auto, AT_LEAST_1] = 1
     recompute: Recompute | Auto = "none"
-    offload_blocks: Annotated[int, AT_LEAST_0] = 0  # never "auto"
+    offload_blocks: Annotated[int, AT_LEAST_0] = 0  # of a rank: the host keeps what they save
     plan: Plan | None = None
     """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
     ``mesh``, ``precision``, ``weights`` and ``cluster``."""
