@@ -276,7 +276,8 @@ class _Loop:
             elif kind == _OTHER:
                 start, end = self._collective(stage, op, rank)
             elif kind == _HOST:
-                start, end = self._copied(stage, op, rank, self._back + stage * m + microbatch)
+                key = self._back + stage * m + (microbatch or 0)
+                start, end = self._copied(stage, op, rank, key)
             else:
                 start, end = self._end_of_step(stage, op, rank)
             add_start(start)
