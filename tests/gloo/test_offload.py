@@ -69,7 +69,7 @@ class Squares(nn.Module):
         self.linear, self.shared = nn.Linear(4, 4), shared
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Reads.apply(self.linear(x).tanh(), self.shared)
+        y: Tensor = Reads.apply(self.linear(x).tanh(), self.shared)  # type: ignore[no-untyped-call]
         return y
 
 

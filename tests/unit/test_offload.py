@@ -57,7 +57,7 @@ def test_compute_waits_for_a_store_where_it_frees_and_for_a_load_where_it_uses()
     assert result.step_s == ends["0B1"] == ends["0B0"] + 2.0
 
 
-def on(host: Host | None = HOST, **device: float) -> Cluster:
+def on(host: Host | None = HOST, **device: Any) -> Cluster:
     cluster = task().cluster
     return replace(cluster, host=host, device=replace(cluster.device, **device))
 

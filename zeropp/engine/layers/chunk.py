@@ -107,7 +107,7 @@ def _policy(
 
 
 def _selective(policy: Callable[..., CheckpointPolicy], kept: Callable[[Any], None] | None) -> Any:
-    contexts = create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     if kept is not None:
         kept(contexts[0])
     return contexts
@@ -327,8 +327,9 @@ class Chunk:
         self, module: nn.Module, microbatch: int, stays: Sequence[Tensor]
     ) -> AbstractContextManager[Callable[[Any], None] | None]:
         """Inside this context a module's forward may save tensors that are sent to the host."""
-        sends = self.offload is not None and torch.is_grad_enabled()
-        return self.offload.saving(module, microbatch, stays) if sends else nullcontext()
+        if self.offload is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.offload.saving(module, microbatch, stays)
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""

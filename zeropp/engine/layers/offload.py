@@ -70,7 +70,8 @@ class _Memory:
     def parts(self) -> Iterator[Tensor]:
         """The device's bytes, cut as the host's pieces are."""
         assert self.values is not None
-        return iter(self.values.view(torch.uint8).split([len(piece) for piece in self.pieces]))
+        sizes = [len(piece) for piece in self.pieces]
+        return iter(torch.split(self.values.view(torch.uint8), sizes))
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Offload:
         memory = live.memories.get(id(storage))
         if memory is None:
             live.memories[id(storage)] = memory = _Memory(tensor)
-        place = tensor.storage_offset()
+        place = int(tensor.storage_offset())
         return _Handle(memory, tensor.dtype, tuple(tensor.size()), tensor.stride(), place)
 
     def store(self, microbatch: int) -> None:
