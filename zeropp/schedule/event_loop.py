@@ -57,9 +57,9 @@ LANES: dict[Op, Lane] = {
     Op.SEND_B: "transfer",
     Op.RECV_F: "transfer",
     Op.RECV_B: "transfer",
-    Op.STORE: "host",
-    Op.FREE: "host",
-    Op.LOAD: "host",
+    Op.STORE: "offload",
+    Op.FREE: "offload",
+    Op.LOAD: "offload",
 }
 
 
