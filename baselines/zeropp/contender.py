@@ -114,10 +114,11 @@ _CAPS = (0.0, 1.0, 1.25, 1.5)
 def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
-    Delayed weight gradients keep more tensors than a block that is recomputed or offloaded, so that
-    both ways are tried where such blocks are. They are set to what takes the least time: the
-    largest unit, a cap that holds all activations of a step, and gradients that are reduced once
-    per step. So the lower bound on a family's step time holds for all that ``members`` yields.
+    Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
+    tried where all blocks are recomputed, and full backwards alone where blocks are offloaded. They
+    are set to what takes the least time: the largest unit, a cap that holds all activations of a
+    step, and gradients that are reduced once per step. So the lower bound on a family's step time
+    holds for all that ``members`` yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
@@ -131,13 +132,13 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
-            in_all = recompute in ("mlp", "full") and blocks == most
-            for sent, split in product(
-                offload_choices(asked.offload_blocks, most, point.task.cluster),
-                choices(asked.split_backward, (True, False) if degrees.pp > 1 else (True,)),
-            ):
-                if not (split or in_all or sent) and asked.split_backward == "auto":
-                    continue
+            in_all = degrees.pp > 1 and recompute in ("mlp", "full") and blocks == most
+            ways = (True, False) if in_all else (True,)
+            backwards = {
+                sent: choices(asked.split_backward, (False,) if sent else ways)
+                for sent in offload_choices(asked.offload_blocks, most, point.task.cluster)
+            }
+            for sent, split in ((n, way) for n, each in backwards.items() for way in each):
                 yield at_degrees(
                     asked,
                     degrees,

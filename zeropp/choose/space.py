@@ -116,8 +116,8 @@ def recompute_choices(
 
 def offload_choices(blocks: int | Auto, per_rank: int, cluster: Cluster) -> tuple[int, ...]:
     """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
-    known, half and all of ``per_rank``. For its winner, the search then tries fewer."""
-    known = {0, -(-per_rank // 2), per_rank} if cluster.host and not cluster.device.is_cpu else {0}
+    known, all ``per_rank``. For its winner, the search then tries fewer."""
+    known = {0, per_rank} if cluster.host and not cluster.device.is_cpu else {0}
     return choices(blocks, sorted(known))
 
 
