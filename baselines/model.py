@@ -56,10 +56,10 @@ class Attention(nn.Module):
         kv_width = shape.kv_heads * shape.head_dim
         self.head_dim = shape.head_dim
         self.rope = shape.family == "llama"
-        self.query = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+        self.query = nn.Linear(shape.hidden, shape.attended, bias=bias)
         self.key = nn.Linear(shape.hidden, kv_width, bias=bias)
         self.value = nn.Linear(shape.hidden, kv_width, bias=bias)
-        self.output = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+        self.output = nn.Linear(shape.attended, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""

@@ -294,13 +294,14 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]
     ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
+    schedules = [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules]
     for way, zero, sums, sequence, placement, schedule in product(
         ways if degrees.context > 1 else ways[:1],
         zero_choices(asked.replicate_zero, replace(degrees, context_copies=True)),
         wire_choices(asked.grad_accum_dtype, point.task.precision),
         sequence_choices(asked.sequence_parallel, degrees),
         placement_choices(asked.placement, point),
-        [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
+        ["1f1b"] if degrees.pp == 1 and asked.schedule == "auto" else schedules,
     ):
         tried = chunk_choices(point, offer.schedules[schedule], offer.recomputes)
         if not offer.selects_blocks:

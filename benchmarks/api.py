@@ -23,7 +23,7 @@ import pandas as pd
 
 from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
 from benchmarks.report.display import varied
-from benchmarks.report.frame import CELL, best_configuration, latest_ok, load_frame
+from benchmarks.report.frame import CELL, KEPT_APART, best_configuration, latest_ok, load_frame
 from benchmarks.report.table import latex, markdown
 from benchmarks.report.tables import paper_grids
 from benchmarks.report.write import make_table
@@ -102,7 +102,7 @@ def fastest(frame: pd.DataFrame) -> pd.DataFrame:
 def cell_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that tell the cells of these rows apart, ``model`` and ``num_gpus`` always: rows
     that agree in them differ in the contender only."""
-    named = [name for name in CELL if name not in ("setting", "machine")]
+    named = [name for name in CELL if name not in KEPT_APART]
     named = [name for name in (*named, *varied(frame)) if frame[name].nunique(dropna=False) > 1]
     return list(dict.fromkeys(["model", "num_gpus", *named]))
 

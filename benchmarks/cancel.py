@@ -33,7 +33,7 @@ def main() -> int:
     except SlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{len(jobs)} jobs cancelled")
+    print(f"{len(jobs)} job{'s' * (len(jobs) != 1)} cancelled")
     for point in points:
         if point.state in UNDER_WAY and not point.job:
             print(f"  left alone  {point.spec_id}: {point.detail or point.state} (no job of Slurm)")

@@ -55,10 +55,15 @@ def main() -> int:
 
     cluster = preset("cluster", options.cluster, Cluster)
     script, device = str(options.script), cluster.device.of_year(NEWEST)
+    traced = 0
+
+    def tell(done: int) -> None:
+        nonlocal traced
+        traced = done
+        say(f"traced {done} ranks")
+
     try:
-        traces = trace_script(
-            script, arguments, options.ranks, cluster, lambda done: say(f"traced {done} ranks")
-        )
+        traces = trace_script(script, arguments, options.ranks, cluster, tell)
         replayed = replay(
             {trace.rank: trace.log for trace in traces},
             cluster,
@@ -70,6 +75,10 @@ def main() -> int:
     except (ScriptError, StuckError) as error:
         raise SpecError(str(error)) from None
     peak = max(trace.memory.total for trace in traces) / 2**30
+    if traced < options.ranks:
+        print(f"{traced} of {options.ranks} ranks were traced; the others are taken to do the same")
+    if traces[0].by_backwards:
+        print("the script makes no optimizer: a step lies between the ends of two backwards")
     print(f"{replayed.step_s:.4g} s per step on {options.ranks} x {cluster.name} (replayed)")
     print(f"  compute of the busiest rank: {max(replayed.busy_s.values()):.4g} s")
     for cause, words in _WORDS.items():

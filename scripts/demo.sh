@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
-make_environment ".[suite,megatron]"
+make_environment ".[suite,megatron,huggingface]"
 status=0
 .venv/bin/python -m benchmarks.run experiment=demo "$@" || status=$?
 [ "$status" = 0 ] && cat <<END

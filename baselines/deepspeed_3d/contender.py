@@ -192,8 +192,10 @@ def _schedule(num_ranks: int, num_microbatches: int, tied: tuple[int, ...]) -> S
 
 
 def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
-    """Two if that divides the model's sizes and the ranks that the given degrees leave, else one.
-    The degrees that are given count as taken."""
+    """Two if that divides the model's sizes and the ranks that the given degrees leave, else one,
+    and one on CPUs, where it is slow. The degrees that are given count as taken."""
+    if task.cluster.device.is_cpu:
+        return 1
     shape = task.shape
     taken = prod(degree for degree in asked_degrees(knobs).values() if degree != "auto")
     sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)

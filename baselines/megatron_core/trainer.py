@@ -340,6 +340,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "ffn_hidden_size": shape.ffn,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
         "layernorm_epsilon": 1e-5,
         "normalization": "LayerNorm" if shape.family == "gpt" else "RMSNorm",
         "add_bias_linear": shape.family == "gpt",

@@ -29,7 +29,6 @@ from zeropp.choose.task import Task
 from zeropp.price import cut_by_cost
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
-from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import (
@@ -106,9 +105,16 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
-_UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
-# Multiples of U*V, raised to the smallest cap and lowered to the whole step.
-_CAPS = (0.0, 1.0, 1.25, 1.5)
+_UNITS = (
+    0.5,
+    1,
+    1.25,
+    1.5,
+    2,
+    3,
+    4,
+)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+_LARGEST_CAP = 1.5  # times the activations of a unit, or of a round of the pipeline
 
 
 def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
@@ -123,11 +129,12 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
     most = -(-layers // degrees.pp)
+    known = sorted({*_CHUNKS, max(1, pieces // degrees.pp)})
     for zero, wire, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
         wire_choices(asked.reduce_dtype, point.task.precision),
         placement_choices(asked.placement, point),
-        choices(asked.chunks, sorted({*_CHUNKS, max(1, pieces // degrees.pp)})),
+        choices(asked.chunks, [n for n in known if n == 1 or n * degrees.pp <= pieces]),
     ):
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
@@ -158,16 +165,16 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:
-    """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
-    those with the least memory first."""
+    """A family's knobs with every unit and choice of when gradients are reduced, those with the
+    least memory first; the activation cap is the largest that a search tries."""
     m, chunks = plan.num_microbatches, plan.layout.chunks
     units = {min(m, max(1, int(plan.layout.pp * factor))) for factor in _UNITS} | {m}
     for unit in choices(asked.unit, sorted(units)):
         unit = min(unit, m)
         reductions = choices(asked.reduce_every, _REDUCE if unit < m else ("step",))
-        wanted = (max(round(unit * chunks * f), smallest_cap(chunks, m, unit)) for f in _CAPS)
-        caps = choices(asked.activation_cap, sorted({min(cap, m * chunks) for cap in wanted}))
-        for cap, reduce_every in product(caps, reductions):
+        largest = min(m * chunks, round(_LARGEST_CAP * max(unit, plan.layout.pp) * chunks))
+        cap = if_auto(asked.activation_cap, largest)
+        for reduce_every in reductions:
             yield replace(family, unit=unit, activation_cap=cap, reduce_every=reduce_every)
 
 

@@ -115,9 +115,17 @@ def settled(
         return own.winner.candidate, own
     if size != "auto" and not set(opened) & set(_DEGREES):
         return Candidate(question.knobs, size), own  # by simple rules: the screen says what misses
+    task, gib = question.task, question.task.cluster.device.usable_bytes / 2**30
+    left = [name for name in _DEGREES if name in opened] + ["microbatch_size"] * (size == "auto")
+    more = ", contender.recompute=full" * (getattr(question.knobs, "recompute", "") == "none")
+    host = [f"; {line}" for line in question.reading.named if "the host's memory" in line]
+    found = "no plan with these settings fits"
+    if not own.is_complete:
+        found = f"in {search_s:.0f} s of CPU time no plan with these settings was found that fits"
     raise SpecError(
-        f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
-        "more GPUs, or set every degree to see what each rank would need)"
+        f"num_gpus={task.num_gpus}: {found} {gib:.1f} GiB with "
+        f"{task.memory_margin:.0%} of its price to spare (use more GPUs{more} or memory_margin=0, "
+        f"or set {', '.join(left)} to see what each rank would need)" + "".join(host)
     )
 
 

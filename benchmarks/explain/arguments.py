@@ -30,8 +30,14 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 }
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
+# Names of Megatron's programs that train no decoder-only model, or train nothing.
+_OTHER_PROGRAM = re.compile(r"bert|_t5|retro|_vlm|generat|infer|quantiz|convert|server|eval")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
+_COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"
+# A variable behind its dollar, also in arithmetic, and an argument of the script.
+_VARIABLE = r"(?:\(\([^)A-Za-z_]*)?\$?\{?([A-Za-z_]\w*|\d)"
+_COUNTED = {*_COUNTS.split(), "ntasks_per_node"}
 
 Arguments = dict[str, Any]  # a flag's value: True for a flag alone, a text, or several texts
 
@@ -106,10 +112,36 @@ def arguments_of_script(
     launch, arguments = (of_models or started)[-1]
     if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
+    program = Path(launch[max(_program(launch), 0)]).name
+    if _OTHER_PROGRAM.search(program):
+        raise SpecError(
+            f"{program}: no training of a decoder-only model (give one of pretrain_gpt)"
+        )
     before = commands[: commands.index(launch)]
     outer = [words for words in before if words[-1] == "-c"][-1:]  # srun ... sh -c "python ..."
     launchers = [" ".join(words) for words in (*outer, launch[: max(_program(launch), 0)])]
+    if num_gpus is None:
+        _check_counts(launchers, text)
     return arguments, _world(allocated | _sizes(launchers)), named
+
+
+def _check_counts(launchers: Iterable[str], text: str) -> None:
+    """Raise SpecError for a launcher's number of nodes or GPUs that has no value, by the name of
+    the variable that the script takes it from."""
+    for line in launchers:
+        for flag, value in arguments_of(line.split()).items():
+            has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
+            if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
+                continue
+            names, found = [""], re.search(rf"{flag}[ =]+[\"']?\${_VARIABLE}", text)
+            while found and found[1] not in names:
+                names.append(found[1])
+                found = re.search(rf"\b{found[1]}=[\"']?\${_VARIABLE}", text)
+            name = names[-1]
+            raise SpecError(
+                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N, "
+                f"or set it: {name or 'NAME'}=2 zeropp explain ..., and arguments behind --)"
+            )
 
 
 def _program(words: Sequence[str]) -> int:
@@ -150,7 +182,7 @@ def _expanded(
                     "the arguments after --"
                 ) from None
         lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
-        commands = told.read_bytes().decode("utf-8", "replace").split("\0\0")
+        commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
     complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
     return [command for command in words if command], complaint

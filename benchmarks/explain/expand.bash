@@ -1,6 +1,6 @@
 # Read by a restricted bash before a script that is to be expanded. No command outside of bash runs
 # and no file is written; the words of every command that would have run go to the standard output,
-# each ended by a NUL, and the command by an empty word.
+# each ended by a NUL, and the command by the word \1: an empty one is an argument.
 
 exec 9>&1 >/dev/null
 ulimit -t 5 -f 10240 -v 2000000
@@ -11,26 +11,26 @@ command_not_found_handle() {
     local words=("$@")
     while (($#)); do
         if [[ ${1##*/} == @(bash|sh) && ${2-} == -*c ]]; then
-            printf '%s\0' "${words[@]:0:${#words[@]}-$#}" -c '' >&9  # the launcher
+            printf '%s\0' "${words[@]:0:${#words[@]}-$#}" -c $'\1' >&9  # the launcher
             eval "$3"  # what its shell would run
             return
         fi
         shift
     done
-    printf '%s\0' "${words[@]}" '' >&9
+    printf '%s\0' "${words[@]}" $'\1' >&9
 }
 
 source() {
     if [[ -f ${1##*/} ]]; then
         builtin source "${@/#*\//}"
     else
-        printf '%s\0' source "$1" '' >&9
+        printf '%s\0' source "$1" $'\1' >&9
     fi
 }
 
 exit() {  # a check of another machine fails here, and what follows is still the configuration
     ((${1-0} == 0)) && builtin exit
-    printf '%s\0' exit "$1" '' >&9
+    printf '%s\0' exit "$1" $'\1' >&9
 }
 
 exec() { (($#)) && command_not_found_handle "$@"; }

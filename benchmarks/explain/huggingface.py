@@ -5,33 +5,84 @@ trained, and the files that stand beside it: DeepSpeed's JSON and Accelerate's Y
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
 
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-_UNPRICED = {"qwen2": "biases of its QKV products", "qwen3": "norms of queries and keys"}
+_QKV, _QK = "biases of its QKV products", "norms of queries and keys"
+
+
+class _Kind(NamedTuple):
+    """A ``model_type`` of transformers that is a Llama, or GPT-2, but for what is ``unpriced``:
+    the eager code to whose kernels its own are nearest, and whether its MLP has a gate and its
+    embeddings are tied where the file does not say it."""
+
+    unpriced: str = ""
+    code: str = "llama"
+    gated: bool = True
+    tied: bool = False
+
+
+KINDS = {
+    **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "glm"), _Kind()),
+    "granite": _Kind(),  # with scales of embeddings, residuals and logits
+    **dict.fromkeys(("gemma", "smollm3", "ernie4_5"), _Kind(tied=True)),
+    **dict.fromkeys(("qwen2", "seed_oss"), _Kind(_QKV, code="qwen2")),
+    **dict.fromkeys(("qwen3", "exaone4"), _Kind(_QK, code="qwen3")),
+    **dict.fromkeys(("olmo2", "olmo3"), _Kind(_QK, code="qwen3")),  # norms behind, not before
+    "gemma2": _Kind("norms behind attention and MLP", tied=True),
+    "gemma3_text": _Kind(f"{_QK} and those behind attention and MLP", code="qwen3", tied=True),
+    "glm4": _Kind("norms behind attention and MLP"),
+    "cohere2": _Kind("common norm of attention and MLP, and the order of both,", tied=True),
+    **dict.fromkeys(("nemotron", "arcee"), _Kind(gated=False)),
+    "starcoder2": _Kind("biases", gated=False, tied=True),
+    "gpt2": _Kind(code="gpt2", gated=False, tied=True),
+}
+# What transformers takes where the text of a model with vision leaves it out.
+_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+_WIDTHS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}  # of heads, where the file has none
+_WIDTHS |= dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128)
 # Layers, hidden size and heads, in Llama's spelling and in GPT-2's.
 _SIZES = (
     ("num_hidden_layers", "n_layer"),
     ("hidden_size", "n_embd"),
     ("num_attention_heads", "n_head"),
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Beginnings of keys that only layers without a price have.
+_REFUSED = {
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "mixtures of experts"),
+    **dict.fromkeys(("num_experts", "moe_"), "mixtures of experts"),
+    "kv_lora_rank": "latent attention",
+    **dict.fromkeys(
+        ("mamba_", "ssm_", "state_size", "linear_conv", "lru_width", "conv_L", "layers_block_type"),
+        "state-space and linear-attention layers",
+    ),
+}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "no price for quantized weights"),
     "attention_bias": (False, "biases are not priced"),
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
+    "attn_logit_softcapping": (None, "the cap of attention's logits is not priced"),
+    "final_logit_softcapping": (None, "the cap of the head's logits is not priced"),
 }
 _HARMLESS = (
     *("rope_", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "torch_dtype", "dtype"),
     *("use_cache", "bos_", "eos_", "pad_", "transformers_version", "architectures", "summary_"),
     *("pretraining_tp", "task_specific", "reorder_", "scale_attn", "n_ctx", "max_window_layers"),
     *("max_position_embeddings", "n_positions", "use_sliding_window", "layer_types", "gradient_"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "model_type", "head_dim"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "model_type", "no_rope"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logit"),
+    *("partial_rotary", "query_pre_attn", "original_max", "auto_map", "norm_eps", "layer_norm_eps"),
+    *(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "use_bidirectional",
+        "hidden_activation",
+        "tokenizer_class",
+    ),
     *("hidden_act", "activation_function", "_name_or_path", "vocab_padding", "output_past"),
 )
 
@@ -40,17 +91,26 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What a ``config.json`` says; raises SpecError, in one line, for a model without a price."""
     if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
         raise SpecError("DeepSpeed's file has no model: give its config.json, too")
-    kind = values.get("model_type", "")
-    if experts := next((key for key in _EXPERTS if values.get(key)), ""):
-        raise SpecError(f"{experts}={values[experts]}: no price for mixtures of experts")
-    if kind not in _KINDS:
-        raise SpecError(f"model_type={kind!r}: no price (there is one for {', '.join(_KINDS)})")
-    keys = Keys(values)
     reading = Reading(dialect="huggingface", contender="megatron_core")
+    if isinstance(text := values.get("text_config"), Mapping):
+        reading.named.append(f"model_type={values.get('model_type')}: its text alone is priced")
+        tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+        defaults = _GEMMA3 if text.get("model_type") == "gemma3_text" else {}
+        values = {**defaults, **tied, **text}
+    kind = values.get("model_type", "")
+    for start, what in _REFUSED.items():
+        if key := next((key for key in values if key.startswith(start) and values[key]), ""):
+            raise SpecError(f"{key}={values[key]}: no price for {what} (model_type={kind})")
+    if kind not in KINDS:
+        raise SpecError(
+            f"model_type={kind!r}: no price (there is one for {', '.join(sorted(KINDS))}; where "
+            "its layers are a Llama's, write one of these)"
+        )
+    keys = Keys(values)
     reading.model = _model(keys, kind)
-    if kind in _UNPRICED:
-        reading.named.append(f"model_type={kind}: the {_UNPRICED[kind]} are not priced")
-    reading.code = "llama" if kind == "mistral" else kind  # as these two are written alike
+    if unpriced := KINDS[kind].unpriced:
+        reading.named.append(f"model_type={kind}: the {unpriced} are not priced")
+    reading.code = KINDS[kind].code
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         keys.take("sliding_window")  # a window that is not used changes nothing
@@ -64,15 +124,10 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
 
 
 def _model(keys: Keys, kind: str) -> dict[str, Any]:
-    """The sizes of a model; raises SpecError where its heads have no price."""
+    """The sizes of a model."""
     is_gpt = kind == "gpt2"
     layers, hidden, heads = (keys.needed(names[is_gpt]) for names in _SIZES)
-    width = keys.number("head_dim") or hidden // heads
-    if width * heads != hidden:
-        raise SpecError(
-            f"head_dim={width}: this suite's heads are hidden / heads = {hidden // heads} wide, so "
-            "this model has no price"
-        )
+    width = keys.number("head_dim") or _WIDTHS.get(kind)
     return {
         "name": f"{kind}_{hidden}",
         "family": "gpt" if is_gpt else "llama",
@@ -82,7 +137,9 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
         "kv_heads": keys.number("num_key_value_heads") or heads,
         "ffn": keys.number("n_inner") or 4 * hidden if is_gpt else keys.needed("intermediate_size"),
         "vocab": keys.needed("vocab_size"),
-        "tied_embeddings": bool(keys.take("tie_word_embeddings", kind != "llama")),
+        "tied_embeddings": bool(keys.take("tie_word_embeddings", KINDS[kind].tied)),
+        "gated_mlp": KINDS[kind].gated,
+        "head_width": None if width is None or width * heads == hidden else width,
     }
 
 

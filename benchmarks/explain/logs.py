@@ -25,6 +25,20 @@ _BATCH = re.compile(
     rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
 )
 _GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
+# Peaks of a rank's memory in GiB: what the number is of, how a log has it, and its unit in bytes.
+_PEAKS = tuple(
+    (kind, re.compile(pattern), unit)
+    for kind, pattern, unit in (
+        ("reserved", rf"step:\s*\d+ .{{,300}}?\bmemory: *{_NUMBER}GiB", 2**30),  # torchtitan
+        ("reserved", rf"\bmax reserved: *{_NUMBER}", 2**20),  # Megatron-LM
+        ("reserved", rf"Peak reserved: {_NUMBER}MiB", 2**20),  # nanotron
+        ("reserved", rf"peak_memory_reserved:{_NUMBER}", 2**30),  # torchtune
+        ("reserved", rf"'memory\(GiB\)': {_NUMBER}", 2**30),  # swift
+        ("reserved", rf"reserved memory: {_NUMBER}", 1),  # fms-fsdp
+        ("reserved", rf"\bMax_CA {_NUMBER} GB", 2**30),  # DeepSpeed
+        ("allocated", rf"\bmem {_NUMBER} GiB", 2**30),  # NeMo AutoModel
+    )
+)
 GROWTH = 0.05  # of a step within a log, from which on it is a symptom of its own
 _SAME = 0.01  # two batches: nanotron rounds them to three digits
 
@@ -106,13 +120,15 @@ _FORMS = tuple(
 class Measurement:
     """The seconds of a measured step; of the ``lines`` of a log the median, and the share of it
     that lies between their quartiles. ``grown``: the medians of the second and of the last quarter
-    of all steps, where the last is longer by more than ``GROWTH``."""
+    of all steps, where the last is longer by more than ``GROWTH``. ``peak``: GiB at the most, and
+    whether torch's allocator had them reserved or allocated."""
 
     step_s: float
     source: str
     lines: int = 0
     spread: float = 0.0
     grown: tuple[float, float] | None = None
+    peak: tuple[float, str] | None = None
 
 
 def measurement(text: str, step: Step) -> Measurement:
@@ -160,12 +176,21 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
                     lines=len(seconds),
                     spread=(high - low) / middle,
                     grown=ends if ends[1] > (1 + GROWTH) * ends[0] else None,
+                    peak=_peak_of(plain),
                 )
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
         f"--measured {path}: no line says how long a step took (known: logs of {programs}; or give "
         "a number with its unit, such as 843ms)"
     )
+
+
+def _peak_of(text: str) -> tuple[float, str] | None:
+    """The largest peak that a log says, in GiB, and its kind."""
+    for kind, pattern, unit in _PEAKS:
+        if found := pattern.findall(text):
+            return max(map(_value, found)) * unit / 2**30, kind
+    return None
 
 
 def _of_batch(path: Path, form: _Form, text: str, step: Step) -> list[float]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
+from math import log, sqrt
+from typing import Any
 
 from rich.console import Console
 
@@ -19,24 +20,31 @@ from benchmarks.explain.screen import indented, lost, table_of
 from benchmarks.report.ratio_errors import priced_runs
 from benchmarks.specification import SpecError
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
-from benchmarks.validation.stated import cluster_of, measured_s
+from benchmarks.validation.stated import at_rate, cluster_of, measured_s
+from zeropp.choose.task import Candidate
 from zeropp.price import parameter_count
+from zeropp.price.cluster import Cluster, Link
+from zeropp.price.memory import reserved_bytes
+from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.types.layout import InfeasibleError
 
 _NEAREST = 3
 _UNLIKE = 20.0  # a ratio of measured and priced time that no machine of the kind explains
+_SLOWER = 1.15  # than its price, from which on a run is asked for what would explain it
+_LEAST_SHARE = 0.003  # of its rate, which a part of a machine may have
 _FAR = 3.0  # of ``_distance``: other models, or other numbers of GPUs by a factor of some four
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, the words in which it differs from the question, what was measured of it, and its
-    simulated step."""
+    """A run, the words in which it differs from the question, what was measured of it, its plan,
+    and its simulated step."""
 
     question: Question
     words: str
     measured: Measurement
+    candidate: Candidate[Any]
     priced: SimResult
 
     @property
@@ -44,6 +52,14 @@ class MeasuredRun:
         """Measured tokens per second and GPU."""
         task = self.question.task
         return task.global_batch * task.shape.seq / task.num_gpus / self.measured.step_s
+
+    @property
+    def priced_peak(self) -> float:
+        """The priced GiB of what the log's are of: reserved, or allocated."""
+        program, peak = program_named(self.priced.plan.program), float(self.priced.peak_bytes)
+        if self.measured.peak and self.measured.peak[1] == "reserved":
+            peak = reserved_bytes(self.priced.peak_bytes, program)
+        return peak / 2**30
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,9 @@ def measured_run(
     question = ask(files, [*given, *own], arguments)
     task, value = question.task, " ".join([first, *(word for word in others if "=" not in word)])
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
+    candidate, _ = settled(question)
     try:
-        priced = question.contender.simulated(task, settled(question)[0])
+        priced = question.contender.simulated(task, candidate)
     except InfeasibleError as error:
         raise SpecError(f"--measured {text}: {error}") from None
     ratio = measured.step_s / priced.step_s
@@ -82,7 +99,64 @@ def measured_run(
             "probably not of this run or in this unit (check the unit, or add the words in which "
             "that run differs)"
         )
-    return MeasuredRun(question, " ".join(own), measured, priced)
+    return MeasuredRun(question, " ".join(own), measured, candidate, priced)
+
+
+# Parts of the machine that may be slower than the preset's, those that most often are first.
+_PARTS = {
+    "inter": "the network between nodes, at {rate:.2g} of its {nominal:g} GB/s per card (TCP, NICs "
+    "without work, a shared switch): measure it first, with zeropp calibrate or nccl-tests",
+    "intra": "links inside nodes, at {rate:.2g} of their {nominal:g} GB/s per GPU",
+    "device": "every kernel, at {share:.2g} of its rate (a cap of the power, low clocks, another "
+    "board, or kernels that are not the program's)",
+}
+
+
+def explanations(run: MeasuredRun) -> list[str]:
+    """What would alone make the simulated step as long as the measured one, each with the rate at
+    which it would: no step time tells them apart. None where a run is hardly slower than its
+    price."""
+    cluster, waits_s = run.question.task.cluster, run.measured.step_s - run.priced.step_s
+    if run.measured.step_s < _SLOWER * run.priced.step_s:
+        return []
+    found = []
+    for part, words in _PARTS.items():
+        if share := _share(run, part):
+            nominal = 1.0 if part == "device" else getattr(cluster, part).bandwidth_gb_s
+            found.append(words.format(share=share, rate=share * nominal, nominal=nominal))
+    program = program_named(run.priced.plan.program)
+    if reserved_bytes(run.priced.peak_bytes, program) > cluster.device.usable_bytes:
+        found.append("retries of torch's allocator, which has little memory left")
+    return [*found, f"a wait of {waits_s:.3g} s in every step (data, logs, the host, slow ranks)"]
+
+
+def _share(run: MeasuredRun, part: str) -> float | None:
+    """The share of its rate, within 3 %, at which a part makes the step as long as it was measured;
+    None if none does."""
+    task = run.question.task
+
+    def is_too_slow(share: float) -> bool:
+        changed = replace(task, cluster=_slowed(task.cluster, part, share))
+        step_s = run.question.contender.simulated(changed, run.candidate).step_s
+        return step_s > run.measured.step_s
+
+    low, high = _LEAST_SHARE, 1.0
+    if not is_too_slow(low):
+        return None
+    for _ in range(8):
+        middle = sqrt(low * high)
+        low, high = (middle, high) if is_too_slow(middle) else (low, middle)
+    return sqrt(low * high)
+
+
+def _slowed(cluster: Cluster, part: str, share: float) -> Cluster:
+    if part == "device":
+        device = at_rate(cluster.device, share)
+        moved = share * device.memory_bandwidth_gb_s
+        return replace(cluster, device=replace(device, memory_bandwidth_gb_s=moved))
+    link: Link = getattr(cluster, part)
+    slow = replace(link, bandwidth_gb_s=share * link.bandwidth_gb_s)
+    return replace(cluster, **{part: slow})  # type: ignore[arg-type]
 
 
 def nearest(question: Question) -> list[PublishedNear]:
@@ -127,7 +201,9 @@ def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
     the published runs that are nearest to the first."""
     table = table_of("Measured beside the price")
     table.add_column("measured", overflow="fold")
-    for heading in ("step s", "tokens/s/GPU", "priced s", "times priced"):
+    has_peaks = any(run.measured.peak for run in runs)
+    headings = ["step s", "tokens/s/GPU", "priced s", "times priced"]
+    for heading in headings + ["GiB", "priced GiB"] * has_peaks:
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         of, priced_s = run.measured, run.priced.step_s
@@ -139,14 +215,24 @@ def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
                 style="yellow",
             )
         lines = f" ({of.lines} lines, spread {100 * of.spread:.1f} %)" if of.lines else ""
+        peaks = [f"{of.peak[0]:.1f} {of.peak[1]}", f"{run.priced_peak:.1f}"] if of.peak else []
         table.add_row(
             f"{of.source}{lines} {run.words}".rstrip(),
             f"{of.step_s:.3f}",
             f"{run.tokens_per_s_per_gpu:,.0f}",
             f"{priced_s:.3f}",
             f"{of.step_s / priced_s:.2f}",
+            *peaks,
         )
     console.print(table)
+    for run in runs:
+        if alone := explanations(run):
+            ratio = run.measured.step_s / run.priced.step_s
+            console.print(
+                f"{run.measured.source}: {ratio:.2f} times its price, as by one of these:"
+            )
+        for line in alone:
+            indented(line, console)
     cluster = runs[0].question.task.cluster
     device = cluster.device
     power = "" if device.power_w is None else f" of {device.power_w:g} W"

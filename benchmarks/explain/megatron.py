@@ -31,7 +31,6 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
-    "--kv-channels": (None, "heads are priced as hidden / heads wide"),
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--rampup-batch-size": (None, "priced with the last batch"),
     "--step-batch-size-schedule": (None, "priced with the last batch"),
@@ -44,6 +43,9 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),
     "--no-bias-swiglu-fusion": (None, "SwiGLU is priced as one kernel"),
     "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
+    "--no-bias-gelu-fusion": (None, "GELU is priced as one kernel"),
+    "--optimizer": ("adam", "priced with Adam's states"),
+    "--main-grads-dtype": ("fp32", "other bytes per parameter"),
     "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
     "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
     "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
@@ -57,13 +59,18 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--cuda-graph-impl": ("none", "launches are priced without CUDA graphs"),
     "--enable-cuda-graph": (None, "launches are priced without CUDA graphs"),
 }
+_HYBRID = (
+    *("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-override-pattern"),
+    "--hybrid-layer-pattern",
+)
 _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
+    "--img-h": "no price for models with vision",
     "--multi-latent-attention": "no price for latent attention",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
-    "--is-hybrid-model": "no price for state-space layers",
+    **dict.fromkeys(_HYBRID, "no price for state-space layers"),
 }
 _HARMLESS = (
     *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),
@@ -79,7 +86,7 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--fp8-recipe"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
-    *("--eod-mask", "--num-experts"),
+    *("--eod-mask", "--num-experts", "--use-rope", "--rope-", "--no-log", "--use-pytorch-profiler"),
 )
 
 
@@ -205,12 +212,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
     ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
-    channels = keys.number("--kv-channels", hidden // heads)
-    if channels != hidden // heads:
-        raise SpecError(
-            f"--kv-channels={channels}: this suite's heads are hidden / heads = {hidden // heads} "
-            "wide, so this model has no price"
-        )
+    channels = keys.number("--kv-channels")
     family = "llama" if rope else "gpt"
     return reading.model | {
         "name": f"{family}_{reading.model['layers']}x{hidden}",
@@ -224,6 +226,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
         "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
+        "head_width": None if channels is None or channels * heads == hidden else channels,
     }
 
 
@@ -344,6 +347,7 @@ def written(plan: SizedPlan) -> str:
         "--hidden-size": shape.hidden,
         "--ffn-hidden-size": shape.ffn,
         "--num-attention-heads": shape.heads,
+        "--kv-channels": shape.head_width or False,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads != shape.heads and shape.kv_heads,
         "--vocab-size": shape.vocab - 1,  # to which this tokenizer adds one

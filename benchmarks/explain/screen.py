@@ -22,7 +22,9 @@ from benchmarks.report import ratio_errors
 from benchmarks.specification import SpecError
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
-from zeropp.choose.task import Candidate, Task
+from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
+from zeropp.price.memory import reserved_bytes
+from zeropp.price.programs import program_named
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import SizedPlan
 
@@ -35,7 +37,6 @@ _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest 
 
 _LEAST_HOST = 0.02  # of a step, from which on the host's share is said
 
-_LOST_TO = {"tensor": "tensor parallelism"}
 _WORDS = (
     "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
     "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
@@ -77,10 +78,11 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     console.print(_speed(answer))
     errors = ratio_errors.error_text(contender.name, contender.label)
     indented(f"simulated; {errors}", console)
+    console.print(memory_text(answer.asked, task))
     console.print(_memory(answer))
+    alone = seconds_by_kind(result)["limit"] / result.step_s
     console.print(
-        f"Time: the model's kernels alone {100 * result.limit_share:.1f} %; "
-        f"lost to {lost(result, 0.005)}."
+        f"Time: the model's kernels alone {100 * alone:.1f} %; lost to {lost(result, 0.005)}."
     )
     if answer.host_s >= _LEAST_HOST * result.step_s:
         console.print(
@@ -100,23 +102,40 @@ def _speed(answer: Answer) -> str:
     share = mfu(result, answer.question)
     words = f"Step {result.step_s:.3f} s, {result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
     words += "" if share is None else f", MFU {100 * share:.1f} %"
-    if answer.fits:
-        task = answer.question.task
-        left = f"It fits with {spare(answer.asked, task)} to spare"
-        if answer.asked.peak_bytes > task.limit_bytes:
-            left += f", less than the {task.memory_margin:.0%} that best plans leave"
-        return f"{left}. {words}."
-    rank, memory = max(enumerate(result.memory), key=lambda rank: rank[1].total)
-    device = answer.question.task.cluster.device
-    return (
-        f"It does not fit: pipeline rank {rank} needs {memory.total / 2**30:.1f} GiB, the device "
-        f"has {device.usable_bytes / 2**30:.1f} for tensors. If it did: {words}."
+    return f"{words}." if answer.fits else f"It does not fit. If it did: {words}."
+
+
+def memory_text(plan: Evaluated[Any], task: Task) -> str:
+    """Whether a plan fits: the GiB of its fullest pipeline rank, of those that the device has for
+    tensors, what most of them are, their error, and what torch's allocator reserves."""
+    has, program = task.cluster.device.usable_bytes, program_named(plan.plan.program)
+    rank, memory = max(enumerate(plan.result.memory), key=lambda rank: rank[1].total)
+    kind, most = max(asdict(memory).items(), key=itemgetter(1))
+    likely = (1 + MEMORY_MARGIN) * plan.peak_bytes
+    reserved = reserved_bytes(plan.peak_bytes, program)
+    verdict = "It fits" if likely <= has else "It may fit" if plan.peak_bytes <= has else "Too much"
+    text = (
+        f"{verdict}: pipeline rank {rank} allocates {_gib(memory.total)} of {_gib(has)} GiB, "
+        f"{_gib(most)} of them {kind}. Nine in ten published runs took at most "
+        f"{1 + MEMORY_MARGIN:.2f} times their price, here {_gib(likely)}; torch reserves about "
+        f"{_gib(reserved)}"
     )
+    if plan.peak_bytes <= has < max(likely, reserved):
+        text += ": near the limit its allocator frees and retries, which takes time (see "
+        text += 'torch.cuda.memory_stats()["num_alloc_retries"])'
+    if task.limit_bytes < plan.peak_bytes <= has:
+        text += f". Best plans below leave {task.memory_margin:.0%} of their price"
+    return f"{text}."
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"
 
 
 def spare(plan: Evaluated[Any], task: Task) -> str:
-    """By which share a plan's memory may be more than priced, as ``9 %``."""
-    return f"{100 * (task.cluster.device.usable_bytes / plan.peak_bytes - 1):.0f} %"
+    """What a plan's peak leaves of the device's memory for tensors, as ``9.5 of 76.0 GiB``."""
+    has = task.cluster.device.usable_bytes
+    return f"{_gib(has - plan.peak_bytes)} of {_gib(has)} GiB"
 
 
 def _memory(answer: Answer) -> Table:
@@ -143,13 +162,27 @@ def _memory(answer: Answer) -> Table:
 def lost(result: SimResult, least: float) -> str:
     """The shares of a step that are lost against the compute limit, by cause and the largest first;
     those below ``least`` of the step are left out."""
-    kinds = result.breakdown.by_kind()
+    kinds, layout = seconds_by_kind(result), result.plan.layout
+    degrees = {"tensor": layout.tp, "context": layout.context}
+    divided = " and ".join(name for name, degree in degrees.items() if degree > 1)
+    kinds |= {f"{divided} parallelism": kinds.pop("tensor")}
     del kinds["limit"]
     return ", ".join(
-        f"{_LOST_TO.get(kind, kind.replace('_', ' '))} {100 * seconds / result.step_s:.1f} %"
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
         for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
-        if abs(seconds) >= least * result.step_s
+        if seconds >= least * result.step_s
     )
+
+
+def seconds_by_kind(result: SimResult) -> dict[str, float]:
+    """The seconds of a step by kind, none below 0: where a plan's own kernels are faster than those
+    of the limit, they are the limit."""
+    kinds = result.breakdown.by_kind()
+    faster = min(0.0, kinds["small_kernels"])
+    return kinds | {
+        "limit": kinds["limit"] + faster,
+        "small_kernels": kinds["small_kernels"] - faster,
+    }
 
 
 def table_of(title: str) -> Table:
@@ -198,7 +231,7 @@ def table_of_plans(title: str, heads: Sequence[str], lines: Iterable[PlanLine]) 
         table.add_column(head, justify="left" if head in (heads[0], "plan") else "right")
     for name, plan, gain, style in lines:
         if plan is None:
-            cells = ["no plan fits" if head == "plan" else "-" for head in heads[1:]]
+            cells = ["none found" if head == "plan" else "-" for head in heads[1:]]
         else:
             cells = [_QUANTITIES[head](plan) if head in _QUANTITIES else gain for head in heads[1:]]
         table.add_row(name, *cells, style=style)

@@ -14,15 +14,16 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.price.programs import Scaling, program_named
 from zeropp.schedule.plan import SizedPlan
 
-# name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
-_LLAMA3 = {
+# name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings, and the width of
+# heads where it is not hidden / heads
+_LLAMA3: dict[str, tuple[Any, ...]] = {
     "debugmodel": (256, 6, 16, 16, 768, 2048, False),
     "1B": (2048, 16, 32, 8, 8192, 128256, True),
     "3B": (3072, 28, 24, 8, 8192, 128256, True),
@@ -30,12 +31,15 @@ _LLAMA3 = {
     "70B": (8192, 80, 64, 8, 28672, 128256, False),
     "405B": (16384, 126, 128, 8, 53248, 128256, False),
 }
-_QWEN3 = {  # those whose heads are hidden / heads wide
+_QWEN3: dict[str, tuple[Any, ...]] = {
+    "0.6B": (1024, 28, 16, 8, 3072, 151936, True, 128),
     "1.7B": (2048, 28, 16, 8, 6144, 151936, True),
+    "4B": (2560, 36, 32, 8, 9728, 151936, True, 128),
     "8B": (4096, 36, 32, 8, 12288, 151936, False),
     "14B": (5120, 40, 40, 8, 17408, 151936, False),
+    "32B": (5120, 64, 64, 8, 25600, 151936, False, 128),
 }
-_HEADS_OF_128 = {"0.6B": 64, "4B": 80, "32B": 80}  # hidden / heads of the other Qwen3 models
+_EXPERTS = ("deepseek_v3", "llama4", "gpt_oss")
 _SCHEDULES = {
     "1F1B": "1f1b",
     "Interleaved1F1B": "interleaved_1f1b",
@@ -73,7 +77,7 @@ _HARMLESS = (
     *("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "optimizer."),
     *("validation.", "debug.", "memory_estimation.", "experimental.", "training.max_norm"),
     *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
-    *("float8.", "compile.backend", "compile.components", "model.hf_assets_path", "training.warm"),
+    *("float8.", "compile.backend", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),
     *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
@@ -89,9 +93,11 @@ def read(text: str, num_gpus: int | None) -> Reading:
         values = flat(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not a TOML file: {error}") from None
-    if not values:
-        raise SpecError("a TOML without keys (give torchtitan's, such as model.flavor)")
-    return _read({_OLD.sub("parallelism.", key): v for key, v in values.items()}, text, num_gpus)
+    if not any(key.startswith(("model.", "training.")) for key in values):
+        raise SpecError("a TOML without [model] and [training], so it is not torchtitan's")
+    moved = {_OLD.sub("parallelism.", key): v for key, v in values.items()}
+    # The loss of slices is 0.3's; before February 2025 torch's own was not compiled.
+    return _read(moved, text, num_gpus, loss="torch" if moved.keys() == values.keys() else "eager")
 
 
 def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -> Reading:
@@ -118,10 +124,16 @@ def read_registered(name: str, arguments: Sequence[str], num_gpus: int | None) -
     shown = repr(spec.model)
     if eight := next((word for word in ("Float8", "MXFP8", "NVFP4") if word in shown), ""):
         values["model.converters"] = [eight]
-    return _read(values, "", num_gpus)
+    return _read(values, "", num_gpus, loss="sliced")
 
 
-def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
+def _read(
+    values: dict[str, Any],
+    text: str,
+    num_gpus: int | None,
+    *,
+    loss: Literal["eager", "torch", "sliced"],
+) -> Reading:
     keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
     reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys, reading)}
@@ -139,8 +151,11 @@ def _read(values: dict[str, Any], text: str, num_gpus: int | None) -> Reading:
     )
     if not compiled:
         reading.eager = True
-        reading.traits |= {"traffic_factor": 2.11, "fused_loss": False}
+        reading.traits["traffic_factor"] = 2.11
         reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
+    parts = keys.take("compile.components", ["model", "loss"])
+    reading.traits["fused_loss"] = bool(compiled) and loss != "eager" and "loss" in parts
+    reading.traits["loss_gradient"] = "sliced" if loss == "sliced" else "torch"
     _eight_bits(keys, reading)
     reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
     wanted = keys.take("training.mixed_precision_param", "bfloat16")
@@ -168,10 +183,9 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
-    if name == "qwen3" and plain in _HEADS_OF_128:
+    if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
-            f"model.flavor={flavor!r}: its heads are 128 wide, and this suite's are hidden / heads "
-            f"= {_HEADS_OF_128[plain]} (no price; the flavors {', '.join(_QWEN3)} have one)"
+            f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"
         )
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
@@ -183,8 +197,10 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         if not known:
             raise SpecError(reading.unknown)
         return named  # a company's own
+    if name == "qwen3":
+        reading.named.append("model.name=qwen3: the norms of queries and keys are not priced")
     sizes = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")
-    return named | dict(zip(sizes, known[plain], strict=True))
+    return named | dict(zip((*sizes, "head_width"), known[plain], strict=False))
 
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
@@ -193,7 +209,8 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     pp = keys.number("parallelism.pipeline_parallel_degree", 1) or 1
     cp = keys.number("parallelism.context_parallel_degree", 1) or 1
     replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
-    shard = keys.number("parallelism.data_parallel_shard_degree", -1) or -1
+    of_2024 = keys.number("parallelism.data_parallel_degree", -1)
+    shard = keys.number("parallelism.data_parallel_shard_degree", of_2024) or -1
     reading.slice_sequences("context_parallel_degree", cp)
     left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
     shard = left if shard == -1 else shard

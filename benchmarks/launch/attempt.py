@@ -315,7 +315,8 @@ def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that may be a cause; empty if there is none."""
+    """The last line of a log that may be a cause, with all that srun said; empty if there is
+    none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
@@ -323,6 +324,8 @@ def last_words(log: Path) -> str:
     except OSError:
         return ""
     causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip())]
+    if causes and causes[-1].startswith("srun: "):  # its last line is the consequence
+        causes = ["; ".join(dict.fromkeys(x for x in causes if x.startswith("srun: ")))]
     return causes[-1][:300] if causes else ""
 
 

@@ -242,7 +242,7 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
     first = rank_file(directory, min(processes))
     failed_first: list[int] = []  # none if all ended at once
     while any(process.exitcode is None for process in processes.values()):
-        failed_first = [rank for rank, process in processes.items() if process.exitcode]
+        failed_first = [r for r, process in processes.items() if _left(process, directory, r)]
         if failed_first:
             _wait_all(processes, _GRACE_S)
             break
@@ -258,13 +258,20 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
     return _ending_by_codes(codes, failed_first, read_ranks(directory))
 
 
+def _left(process: BaseProcess, directory: Path, rank: int) -> bool:
+    """Whether a rank has ended, but not at the end of its work; it may leave with 0."""
+    if process.exitcode == 0:
+        return not of_kind(read_events(rank_file(directory, rank)), "done")
+    return process.exitcode is not None
+
+
 def _ending_by_codes(
     codes: Mapping[int, int], failed_first: Sequence[int], ranks: Mapping[int, Events]
 ) -> Ending | None:
     """How ranks ended that did not say it themselves, by their exit codes; None if all did. Errors
     of the others are consequences of what befell ``failed_first``."""
     for rank in failed_first:
-        if codes[rank] > 0 and (ending := exited(rank, codes[rank], ranks.get(rank))):
+        if codes[rank] >= 0 and (ending := exited(rank, codes[rank], ranks.get(rank))):
             return ending
     for rank, code in codes.items():
         # How a process ended does not matter once its rank has measured everything.

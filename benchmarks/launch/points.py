@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +31,8 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
+from benchmarks.records.recorded_spec import read_spec
+from benchmarks.records.same_run import same_run
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, is_priced, knobs_from
@@ -89,8 +92,8 @@ def still_to_run(
     by an attempt that was interrupted from outside, unless three in a row were killed alike.
     ``rerun=failed`` also returns points without a success, ``rerun=all`` returns every point. A
     point that is to have several successes is returned once for each that is missing, unless it has
-    no plan; as in tables, those with the files of the latest one count
-    (``benchmarks.report.frame``). All of these are shuffled, so that a drift of the machine meets
+    no plan: until a row of a table (``benchmarks.records.same_run``) has them all, which is that of
+    the newest run of today's files. All of these are shuffled, so that a drift of the machine meets
     every point alike.
     """
     missing: list[Point] = []
@@ -102,8 +105,11 @@ def still_to_run(
             if rerun != "all" and (record.provenance, record.variant) == (provenance, variant)
         ]
         fine = [record for record in alike if record.status == "ok"]
-        latest = max(fine, key=attrgetter("started_at"), default=None)
-        successes = sum(record.code_digest == latest.code_digest for record in fine if latest)
+        runs = Counter(map(same_run, fine))
+        todays = [record for record in fine if record.code_digest == _code().digest]
+        newest = max(todays, key=attrgetter("started_at"), default=None)
+        successes = runs[same_run(newest)] if newest else 0
+        successes = max([n for n in runs.values() if n >= repeats], default=successes)
         failures = [r for r in alike if r.status != "ok" and not r.interrupted]
         # Three attempts that were killed or ended silently in the same way are no accident.
         last = alike[-3:]
@@ -129,9 +135,11 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
     """The readable records of a spec, oldest first; ``benchmarks.status`` lists unreadable ones."""
     for path in find_records([runs_dir / spec.spec_id]):
         try:
-            yield read_record(path)
+            record = read_record(path)
+            read_spec(record.spec)
         except RecordError:
             continue
+        yield record
 
 
 def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str]:
@@ -183,13 +191,15 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
     )
     if outcome.winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
-        gib = spec.cluster.device.usable_bytes / 2**30
+        gib, margin = spec.cluster.device.usable_bytes / 2**30, spec.task.memory_margin
+        opened = [name for name, value in vars(spec.contender).items() if value == "auto"]
         none = "no choice for what is auto fits"
         if not outcome.is_complete:
             none = "the search has ended, and has found nothing that fits"
         raise InfeasibleError(
-            f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.0f} GiB (use more "
-            "GPUs, or set the degrees to run it all the same)"
+            f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.1f} GiB with "
+            f"{margin:.0%} of its price to spare (use more GPUs, or set "
+            f"{', '.join(opened) or 'microbatch_size'} to run it all the same)"
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu

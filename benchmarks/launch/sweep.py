@@ -6,7 +6,7 @@ lock, so that two sweeps at once run each point once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -48,6 +48,7 @@ _SPEC_KEYS = {field.name for field in fields(RunSpec)}
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
 # the first of its points, would measure points twice.
 _LOCKED = ("local", "trace", "replay", "slurm")
+_MOST_RUNS = 1000  # of one point
 _MOST_LEFT = 10  # lines on points that are under way
 
 
@@ -189,8 +190,10 @@ def read_sweep(config: Mapping[str, Any]) -> Sweep:
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     numbers = {"repeats": config["repeats"], "retries": config.get("retries", 0)}
     for key, least in (("repeats", 1), ("retries", 0)):
-        if type(numbers[key]) is not int or numbers[key] < least:
-            raise SpecError(f"{key}={numbers[key]!r}: must be a whole number, at least {least}")
+        if type(numbers[key]) is not int or not least <= numbers[key] <= _MOST_RUNS:
+            raise SpecError(
+                f"{key}={numbers[key]!r}: must be a whole number from {least} to {_MOST_RUNS}"
+            )
     return Sweep(Path(config["runs_dir"]), Path(config["report_dir"]), rerun, **numbers)
 
 
@@ -200,6 +203,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     writes nothing. Raises SpecError, before anything is written, if a launcher refuses a point or
     an option, and LaunchError if it does not know what is under way."""
     sweep, groups = read_sweep(configs[0]), _by_launcher(points, configs)
+    _refuse_what_makes_no_point(points, configs)
     if repeated := len(points) - sum(len(group) for _, group in groups):
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
@@ -214,6 +218,27 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     return [record for options, group in groups for record in _tried(group, options, sweep)]
 
 
+def _refuse_what_makes_no_point(points: list[Point], configs: list[dict[str, Any]]) -> None:
+    """Raise SpecError for a key that is swept, but would be read once: one of the whole sweep, or
+    an option of a launcher of which records of one specification say nothing."""
+    of_sweep = _RUN_KEYS - {"launcher", "sequences_per_gpu"}
+    alike = defaultdict[tuple[str, ...], list[dict[str, str]]](list)
+    for point, config in zip(points, configs, strict=True):
+        options = read_launcher_options(config["launcher"])
+        group = (point.spec.spec_id, PROVENANCE[options.kind], options.variant)
+        alike[group].append(
+            {f"launcher.{k}": v for k, v in flat_spec(config["launcher"], "").items()}
+        )
+        alike[()].append(flat_spec({key: config[key] for key in of_sweep & config.keys()}))
+    for differing in map(differences, alike.values()):
+        for key in (key for words in differing for key in words):
+            values = ",".join(dict.fromkeys(words.get(key, "none") for words in differing))
+            raise SpecError(
+                f"{key}={values}: is no part of a point, so one of them would run (give one value "
+                "per command, with rerun=all for another run of the same points)"
+            )
+
+
 def _tried(group: list[Point], options: LauncherOptions, sweep: Sweep) -> list[RunRecord]:
     """The records of points that share a launcher's options. What ended from outside is tried
     again, as often as the sweep says."""
@@ -224,7 +249,7 @@ def _tried(group: list[Point], options: LauncherOptions, sweep: Sweep) -> list[R
         try:
             with lock if options.kind in _LOCKED else nullcontext():
                 ended = _launch_missing(group, options, sweep)
-        except OSError as error:  # full or read-only: every point counts as missing
+        except OSError as error:  # nothing is known: every point counts as missing
             with SweepProgress(len(group)) as progress:
                 ended = one_by_one(group, options.kind, progress, partial(_fail, error))
         if isinstance(options, SlurmOptions) and options.wait:
@@ -270,7 +295,10 @@ def _launch_missing(group: list[Point], options: LauncherOptions, sweep: Sweep) 
     if options.dry_run and not isinstance(options, SlurmOptions):
         return failed
     with SweepProgress(len(feasible)) as progress:
-        return [*failed, *launcher.launch(feasible, options, sweep.runs_dir, progress)]
+        try:
+            return [*failed, *launcher.launch(feasible, options, sweep.runs_dir, progress)]
+        except OSError as error:  # full, or of another user: these count as missing
+            return [*failed, *one_by_one(feasible, options.kind, progress, partial(_fail, error))]
 
 
 def _expected(point: Point) -> str:

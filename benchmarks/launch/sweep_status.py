@@ -242,7 +242,8 @@ def print_points(points: list[PointStatus]) -> None:
     states = max(len(point.state) for point in points)
     for point in points:
         has_ended = point.state not in _NOT_ENDED
-        facts = [" ".join(f"{key}={value}" for key, value in point.differs.items())]
+        # What was left to a tuner says nothing of a point.
+        facts = [" ".join(f"{k}={v}" for k, v in point.differs.items() if v != "auto")]
         facts += [point.evidence, point.ended, "" if has_ended else point.detail]
         facts += [f"job {point.job}"] * bool(point.job) + [f"on {point.nodes}"] * bool(point.nodes)
         row = f"{point.spec_id:<{names}}  {point.state:<{states}}  {', '.join(filter(None, facts))}"

@@ -18,9 +18,15 @@ _PACKAGES = (
     *("torch", "deepspeed", "megatron-core", "transformer-engine", "numpy", "triton"),
     *("transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
-_CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
+_CODE = (  # what takes part in a run: a spec has its own copy of what else is in conf
+    *((f"benchmarks/{room}", "*.py") for room in ("launch", "records", "specification", "worker")),
+    *(("baselines", "*.py"), ("zeropp", "*.py"), ("conf/program", "*.yaml"), ("conf", "*.csv")),
+)
 _OF_GIT_ITSELF = ("GIT_CONFIG_", "GIT_EXEC_PATH", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
-_VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
+_VARIABLES = (
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE", "TORCH_NCCL_", "PYTORCH_"),
+    *("OMP_", "MKL_", "KMP_AFFINITY", "LD_PRELOAD", "MALLOC_", "GLOO_SOCKET_IFNAME", "UCX_", "FI_"),
+)
 
 
 def capture_environment() -> dict[str, Any]:
@@ -51,8 +57,8 @@ def capture_environment() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Code:
-    """The checkout at one moment. ``digest`` is a hash of all Python files of the suite and of
-    ``conf``, whether git knows them or not: checkouts with equal digests run the same code. ``sha``
+    """The checkout at one moment. ``digest`` is a hash of the files that take part in a run,
+    whether git knows them or not: checkouts with equal digests run the same code. ``sha``
     is empty if git was not asked."""
 
     sha: str

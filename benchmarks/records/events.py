@@ -57,7 +57,10 @@ class EventWriter:
         line = json.dumps(event).encode() + b"\n"
         whole = b"\n" + line if self._torn else line  # after an incomplete line, start a new one
         self._torn = True
-        written = self._file.write(whole)
+        try:
+            written = self._file.write(whole)
+        except OSError as error:  # of a full disk or a quota, which names no file
+            raise OSError(error.errno, error.strerror, self._file.name) from None
         if written != len(whole):
             raise OSError(f"{self._file.name}: only {written} of {len(whole)} bytes were written")
         self._torn = False

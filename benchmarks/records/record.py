@@ -187,6 +187,9 @@ def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
     try:
         temporary.write_text(text, encoding="utf-8")
         yield temporary
+    except OSError as error:  # of a full disk, which names no file
+        error.filename = error.filename or os.fspath(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
-import numpy as np
 from scipy.special import stdtrit
 
 _CONFIDENCE = 0.95
@@ -74,12 +73,17 @@ def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -
     return _summary(median(numerator) / median(denominator), numerator, denominator)
 
 
+def _interquartile_range(of: Sequence[float]) -> float:
+    first, _, third = quantiles(of, n=4, method="inclusive") if len(of) > 1 else [0.0] * 3
+    return third - first
+
+
 def _summary(middle: float, *samples: Sequence[float]) -> Summary:
     factor = math.exp(half_width([len(of) for of in samples], *pooled_spread(samples)))
     return Summary(
         median=middle,
         low=middle / factor,
         high=middle * factor,
-        spread=max(float(np.ptp(np.percentile(of, [25, 75]))) / median(of) for of in samples),
+        spread=max(_interquartile_range(of) / median(of) for of in samples),
         count=min(map(len, samples)),
     )

@@ -28,7 +28,7 @@ from benchmarks.report.frame import CELL, best_configuration, best_or_failed, ra
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
-PANEL += ["setting", "machine"]
+PANEL += ["setting", "machine", "environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
                 + f": medians; {ranges(group)}" * evidence.startswith("measured")
                 + f".{_left_out(group)}",
                 figure=_panels(group, _THROUGHPUT, f"tokens/s/{worker}"),
-                shown=style.shown(pd.concat(_drawn(group))),
+                shown=style.shown(pd.concat(_drawn(group))) + _left_out(group),
             )
 
 
@@ -144,7 +144,7 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
                 caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}."
                 + _left_out(known),
                 figure=_panels(peaks, draw, label),
-                shown=style.shown(pd.concat(_drawn(known))),
+                shown=style.shown(pd.concat(_drawn(known))) + _left_out(known),
             )
 
 
@@ -232,7 +232,7 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
     return distances
 
 
-_SERIES = ["parameters", "model", "seq", "precision", "setting", "kind"]
+_SERIES = ["parameters", "model", "seq", "precision", "setting", "environment", "kind"]
 _KINDS = {  # the column that stays the same, and its words
     "strong": ("global_batch", "batch"),
     "weak": ("batch_per_gpu", "sequences per {worker}:"),
@@ -256,29 +256,30 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             keys = [*_SERIES, key]
             counts = group.groupby(keys, dropna=False)["num_gpus"].transform("nunique")
             series = group[counts > 1].groupby(keys, sort=True, dropna=False)
-            kept = [panel for _, panel in islice(series, style.COLUMNS)]
-            if not kept:
-                continue
-            titles = [
+            kept = {
                 f"{display.model_label(panel['model'].iloc[0])}, {word.format(worker=worker)} "
                 f"{panel[key].iloc[0]:g}"
-                + display.setting_words(panel.iloc[0], display.varied(panel))
-                for panel in kept
-            ]
-            drawn = pd.concat(kept)
+                + display.setting_words(panel.iloc[0], display.varied(panel)): panel
+                for _, panel in islice(series, MAX_PANELS)
+            }
+            if not kept:
+                continue
+            drawn = pd.concat(kept.values())
             # One quantity below the other: PFLOP/s if known, and not on CPUs.
             has_flops = drawn["model_tflops_per_gpu"].notna().any() and not drawn["on_cpu"].all()
             lines = ["tokens/s", *["model PFLOP/s"] * bool(has_flops), "efficiency [%]"]
             flops = " and model PFLOP/s" * bool(has_flops)
             more = f" {series.ngroups - len(kept)} more series are left out."
-            yield Picture(
-                name=f"scaling_{kind}_{suffix}",
-                caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
-                f"of the whole job, and throughput per {worker} over that at the contender's "
-                f"smallest {worker} count." + more * (series.ngroups > len(kept)),
-                figure=_curves(dict(zip(titles, kept, strict=True)), lines),
-                shown=style.shown(drawn),
-            )
+            more *= series.ngroups > len(kept)
+            for first in range(0, len(kept), style.COLUMNS):
+                yield Picture(
+                    name=f"scaling_{kind}_{suffix}",
+                    caption=f"{kind.capitalize()} scaling, {evidence}: tokens per second{flops} "
+                    f"of the whole job, and throughput per {worker} over that at the contender's "
+                    f"smallest {worker} count.{more}",
+                    figure=_curves(dict([*kept.items()][first : first + style.COLUMNS]), lines),
+                    shown=style.shown(drawn) + more,
+                )
 
 
 def _curves(groups: Mapping[str, pd.DataFrame], lines: Sequence[str]) -> Figure:
@@ -498,7 +499,7 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
             figure=_panels(
                 group, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
             ),
-            shown=style.shown(pd.concat(_drawn(group))),
+            shown=style.shown(pd.concat(_drawn(group))) + _left_out(group),
         )
 
 

@@ -20,13 +20,14 @@ from rich.console import Console
 from benchmarks.records.samples import ratio_of_medians
 from benchmarks.report import display
 from benchmarks.report.display import varied
-from benchmarks.report.frame import CELL, latest_ok, load_frame
+from benchmarks.report.frame import CELL, KEPT_APART, latest_ok, load_frame
 from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
 from benchmarks.report.write import report_folder
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 _MOST_KEYS = 3  # that are named where nothing can be compared
-_PLACE = ("cluster", "machine.", "measure.", "seed")  # how settings of place and method begin
+# How settings of place and method begin.
+_PLACE = ("cluster", "machine.", "environment.", "measure.", "seed")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     old, new = (
         {_key(row, left_out): row for row in frame.to_dict("records")} for frame in (before, after)
     )
-    shown = ["contender", "layout", *(key for key in CELL if key not in ("setting", "machine"))]
+    shown = ["contender", "layout", *(key for key in CELL if key not in KEPT_APART)]
     shown = [key for key in shown if key not in different]
     told = [*dict.fromkeys([*varied(before), *varied(after)])]
     if not old.keys() & new.keys():
@@ -128,7 +129,7 @@ def _between(before: pd.DataFrame, after: pd.DataFrame) -> tuple[set[str], set[s
     """(the settings that say where or how something was measured and have one value within either
     set, those of them whose values differ): configurations need not agree in them."""
     sets = [list(frame["settings"]) for frame in (before, after)]
-    left_out, different = {"machine"}, set[str]()
+    left_out, different = {"machine", "environment"}, set[str]()
     for key in {key for settings in sets for words in settings for key in words}:
         first, last = ({words[key] for words in of if key in words} for of in sets)
         if key.startswith(_PLACE) and max(len(first), len(last)) == 1:
@@ -145,7 +146,7 @@ def _what_differs(before: pd.DataFrame, after: pd.DataFrame) -> str:
     apart = ""
     for key in dict.fromkeys(key for of in sets for words in of for key in words):
         first, last = ({words.get(key, "none") for words in of} for of in sets)
-        is_place = key.startswith(("machine", *_PLACE))
+        is_place = key.startswith(("machine", "environment", *_PLACE))
         if not (first & last or is_place or apart.count(";") == _MOST_KEYS):
             apart += f"; {key} is {' or '.join(sorted(first))}, and {' or '.join(sorted(last))}"
     return apart

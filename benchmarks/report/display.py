@@ -61,13 +61,14 @@ def status_label(status: str) -> str:
 
 def varied(rows: pd.DataFrame) -> list[str]:
     """The columns of settings that differ between rows, as ``frame.latest_ok`` adds them; their
-    names are those of a command line, or begin with ``machine.``."""
+    names are those of a command line, or begin with
+    ``machine.`` or ``environment.``."""
     return [str(name) for name in rows.columns if "." in str(name) or name == "seed"]
 
 
 def setting_label(name: str) -> str:
     """The head of such a column: ``layers`` for ``model.layers``."""
-    return re.sub(r"^(model|cluster|machine)\.", "", name)
+    return re.sub(r"^(model|cluster|machine|environment)\.", "", name)
 
 
 def setting_words(row: Mapping[Any, Any] | pd.Series, names: Iterable[str]) -> str:
@@ -146,8 +147,8 @@ def _rounded(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * value:.1f} %"
+    """A share as a percentage with one decimal, or with two digits where that would be none."""
+    return f"{100 * value:.1f} %" if value >= 0.0005 else f"{100 * value:.2g} %"
 
 
 def _gib(value: float) -> str:

@@ -29,7 +29,7 @@ _TRUST = [  # from the most trusted kind; the first that a configuration has is 
     "simulated",
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
-_SAME = [key for key in CELL if key not in ("evidence", "machine")]
+_SAME = [key for key in CELL if key not in ("evidence", "machine", "environment")]
 _OF_STEPS = ("model", "cluster", "optimizer")  # settings that a simulated step depends on
 MAX_LINES = 40
 VALIDATION = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,16 +34,14 @@ from benchmarks.records.recorded_spec import (
     read_spec,
     unchecked,
 )
+from benchmarks.records.same_run import evidence_of, settings_of
 from benchmarks.records.samples import LEAST_SAMPLES, Summary, half_width, pooled_spread, summarise
 from benchmarks.records.simulated import TABLE, read_table
+from benchmarks.report import display
 from benchmarks.report.display import varied
 from benchmarks.specification.contenders import PRICED
-from benchmarks.specification.run_spec import DataSpec, MeasureSpec, RunSpec
 from zeropp.price import parameter_count
-from zeropp.price.cluster import Cluster, Device
-from zeropp.types.shape import ModelShape
 from zeropp.types.timeline import timeline_from_rows
-from zeropp.types.training import OptimizerConfig
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
@@ -108,39 +106,9 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     return knobs | {"microbatch_size": spec.microbatch_size}
 
 
-# What a record lacks that is older than a field had this value.
-_DEFAULTS = flat_spec(
-    {
-        above + field.name: field.default
-        for above, kind in (
-            *(("", RunSpec), ("model.", ModelShape), ("cluster.", Cluster)),
-            *(("cluster.device.", Device), ("optimizer.", OptimizerConfig)),
-            *(("data.", DataSpec), ("measure.", MeasureSpec)),
-        )
-        for field in fields(kind)
-        if field.default is not MISSING
-    }
-)
-_OF_MACHINES = ("OMP_", "MKL_", "NCCL_")  # variables that no contender sets
 # Keys with columns of their own, and in the last line those of a configuration.
 _OWN = ["model", "cluster", "num_gpus", "global_batch", "model.seq", "precision"]
 _OWN += ["contender", "microbatch_size"]
-
-
-def settings_of(record: RunRecord) -> dict[str, str]:
-    """The whole specification except the contender's, and the kind of machine, as words by key:
-    ``model.layers``, ``machine.processor``. ``machine`` names what a machine may follow from."""
-    words = _DEFAULTS | flat_spec(record.spec)
-    words = {k: v for k, v in words.items() if not k.startswith("contender.")}
-    ranks = [rank.environment for rank in record.ranks]
-    machine = {"machine": f"{evidence_of(record)} {record.spec['cluster']['name']} {len(ranks)}"}
-    for name, key in (("device", "device"), ("processor", "cpu"), ("cores", "cpu_count")):
-        values = sorted({str(rank[key]) for rank in ranks if key in rank})
-        machine |= {f"machine.{name}": ", ".join(values)} if values else {}
-    variables = [set(rank.get("variables", {}).items()) for rank in ranks]
-    for name, value in sorted(set.intersection(*variables)) if variables else ():
-        machine |= {f"machine.{name}": str(value)} if name.startswith(_OF_MACHINES) else {}
-    return words | machine
 
 
 def has_default_degrees(spec: RecordedSpec) -> bool:
@@ -148,11 +116,6 @@ def has_default_degrees(spec: RecordedSpec) -> bool:
     default, knobs = default_knobs(spec.contender.name), spec.contender.knobs
     named = [name for name in _DEGREES if name in default and name in knobs]
     return bool(default) and all(knobs[name] in ("auto", default[name]) for name in named)
-
-
-def evidence_of(record: RunRecord) -> str:
-    """A record's kind of evidence in words, such as ``measured with shared GPU``."""
-    return " with ".join(filter(None, (record.provenance, record.variant)))
 
 
 def source_of(record: RunRecord) -> dict[str, Any]:
@@ -188,7 +151,7 @@ _SPEEDS = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 _DERIVED = (
     *("model", "parameters", "cluster", "on_cpu", "num_gpus", "global_batch", "seq", "precision"),
     *("memory_limit_gib", "evidence", "contender", "layout", "default_degrees", "knobs"),
-    *("settings", "setting", "machine", "configuration", "software", "path", "samples_step_s"),
+    *("settings", "setting", "machine", "environment", "configuration", "path", "samples_step_s"),
     *("trained", "unchecked", "has_spans", "memory_by_kind", "predicted_gib"),
     *("peak_gib", "memory_kind", "source", "runs", "run_spread", "run_freedom", "spread"),
     *("steps_unsettled", *(f"{name}{end}" for name in _SPEEDS for end in ("", "_low", "_high"))),
@@ -202,10 +165,13 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
     spec = read_spec(record.spec)
     settings, knobs = settings_of(record), asked_knobs(record, spec)
-    machine = {k: v for k, v in settings.items() if k.startswith("machine.")}
-    setting = {k: v for k, v in settings.items() if k not in ("machine", *machine, *_OWN)}
-    source = source_of(record)
-    versions = json.dumps([source["python"], source["versions"]], sort_keys=True)
+    groups: dict[str, dict[str, str]] = {"machine": {}, "environment": {}, "setting": {}}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        if group in ("machine", "environment"):
+            groups[group] |= {name: value} if name else {}
+        elif key not in _OWN:
+            groups["setting"][key] = value
     shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     planned = record.plan.get("predicted_memory", [])
@@ -226,10 +192,8 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         "default_degrees": not record.basis and has_default_degrees(spec),
         "knobs": knobs,
         "settings": settings,
-        "setting": json.dumps(setting, sort_keys=True),
-        "machine": json.dumps(machine, sort_keys=True) if machine else "",
+        **{name: json.dumps(of, sort_keys=True) if of else "" for name, of in groups.items()},
         "configuration": json.dumps(default_knobs(spec.contender.name) | knobs, sort_keys=True),
-        "software": f"{record.code_digest} {versions}" if record.code_digest else "",
         "path": path,
         "samples_step_s": record.step_s if record.status == "ok" else [],
         "trained": _trained(spec),
@@ -239,7 +203,7 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         "predicted_gib": sum(_fullest(planned).values()) / 2**30 or math.nan,
         "peak_gib": peak,
         "memory_kind": kind,
-        "source": source,
+        "source": source_of(record),
         "runs": 1,
         "run_spread": math.nan,
         "run_freedom": 0,
@@ -300,9 +264,10 @@ def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
 CELL = [
-    *("model", "cluster", "num_gpus", "global_batch", "seq", "precision", "setting", "machine"),
-    *("evidence", "basis"),
+    *("model", "cluster", "num_gpus", "global_batch", "seq", "precision"),
+    *("setting", "machine", "environment", "evidence", "basis"),
 ]
+KEPT_APART = ("setting", "machine", "environment")  # whose differences are columns (``varied``)
 CONFIGURATION = [*CELL, "contender", "layout", "configuration"]
 
 
@@ -345,23 +310,19 @@ _ATTEMPT = ["record_id", "status", "reason", "ended_at", "source"]
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows sorted by model size, then by the other columns of a cell, then by contender."""
-    keys = ["evidence", "basis", "parameters", *CELL[:6], *varied(rows), *CELL[6:8], "contender"]
+    keys = ["evidence", "basis", "parameters", *CELL[:6], *varied(rows), *KEPT_APART, "contender"]
     return rows.sort_values(keys, kind="stable", ignore_index=True)
 
 
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows for tables: per cell, contender and configuration the latest success, or the latest
-    attempt if none succeeded. Runs of a configuration with the same files are one row, with their
-    median. The column ``unsuccessful`` has the other attempts that did not succeed, each as a
+    attempt if none succeeded. Runs of one thing (``benchmarks.records.same_run``) are one row, with
+    their median. The column ``unsuccessful`` has the other attempts that did not succeed, each as a
     mapping of its ``_ATTEMPT`` columns. A setting that differs between rows is a column of its own
     (``varied``)."""
     keys = CONFIGURATION
-    elsewhere = frame["machine"].replace("", None)  # what never started: where the others ran
-    elsewhere = elsewhere.groupby([frame[k] for k in keys if k != "machine"]).transform("last")
-    frame = frame.assign(machine=frame["machine"].where(frame["machine"] != "", elsewhere))
-    frame = frame.assign(machine=frame["machine"].fillna(""))
-    ranked = frame.assign(_ok=frame["status"] == "ok")
-    ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
+    frame = frame.assign(_ok=frame["status"] == "ok")
+    ranked = frame = _where_failures_stand(frame.sort_values(["_ok", "started_at"], kind="stable"))
     kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
     others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
     others = others[~others["_ok"]].set_index(keys)
@@ -370,10 +331,25 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
         unsuccessful.setdefault(key, []).append(attempt)
     named = [*kept[keys].itertuples(index=False, name=None)]
     lists: list[Any] = [unsuccessful.get(key, []) for key in named]
-    measured = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
-    software = measured.groupby(keys)["software"].nunique()
-    kept = kept.assign(unsuccessful=lists, software_count=[software.get(key, 0) for key in named])
+    kept = kept.assign(unsuccessful=lists)
     return in_order(_told_apart(with_repeats(kept, frame, keys).reset_index(drop=True)))
+
+
+def _where_failures_stand(ranked: pd.DataFrame) -> pd.DataFrame:
+    """The rows, successes last, with failures beside what they are compared with: what never
+    started is on the machine of others in its cell, and what failed in the environment of its
+    newest success, or of its newest attempt."""
+    place = ["machine", "environment"]
+
+    def last(of: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+        return of.groupby([ranked[key] for key in keys]).transform("last")
+
+    has_started = ranked["machine"] != ""
+    in_cell = last(ranked[place].where(has_started), [key for key in CELL if key not in place])
+    never = ~has_started & ~ranked["_ok"] & in_cell["machine"].notna()
+    ranked = ranked.assign(**{name: ranked[name].mask(never, in_cell[name]) for name in place})
+    newest = last(ranked, [key for key in CONFIGURATION if key != "environment"])["environment"]
+    return ranked.assign(environment=ranked["environment"].where(ranked["_ok"], newest))
 
 
 def _told_apart(rows: pd.DataFrame) -> pd.DataFrame:
@@ -388,7 +364,7 @@ def _told_apart(rows: pd.DataFrame) -> pd.DataFrame:
     names = zip(rows["model"], rows["cluster"], rows["settings"], strict=True)
     flat = [settings | {"model": model, "cluster": cluster} for model, cluster, settings in names]
     told = pd.DataFrame(differences(flat), index=rows.index)
-    for name in (name for name in told if name not in (*_OWN, "machine")):
+    for name in (name for name in told if name not in (*_OWN, *KEPT_APART)):
         numbers = pd.to_numeric(told[name], errors="coerce")
         whole = numbers.notna().sum() == told[name].notna().sum()
         rows[name] = numbers if whole else told[name]
@@ -424,14 +400,15 @@ def notes_of(rows: pd.DataFrame) -> list[str]:
         f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
         "(slurm.neighbours in their records)"
     )
-    older = (
-        f"{(rows['software_count'] > 1).sum()} of {len(rows)} rows also ran with other versions or "
-        "files of the suite: the newest are shown (zeropp report --compare takes a folder of each)"
+    apart = [display.setting_label(n) for n in varied(rows) if n.startswith("environment.")]
+    several = (
+        f"rows differ in {', '.join(apart)}: only those that agree in it are compared "
+        "(rerun=all measures again; zeropp report --compare takes a folder of each)"
     )
     attempts = [attempt["status"] for others in rows["unsuccessful"] for attempt in others]
     counts = ", ".join(f"{number} {status}" for status, number in Counter(attempts).items())
     hidden = f"{counts}: other attempts at configurations shown here (table: attempts)"
-    notes = {beside: shared.any(), older: (rows["software_count"] > 1).any(), hidden: attempts}
+    notes = {beside: shared.any(), several: apart, hidden: attempts}
     return [*filter(None, caveats), *(note for note, holds in notes.items() if bool(holds))]
 
 
@@ -447,13 +424,13 @@ def ranges(rows: pd.DataFrame) -> str:
 
 
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """The rows of ``latest_ok``, those of configurations that ran more than once with the same
-    files and packages as medians over these runs. ``keys`` name a configuration in ``rows`` and
-    ``frame``, and its cluster and machine are among them."""
+    """The rows of ``latest_ok``, those of configurations that ran more than once as medians over
+    these runs; records that do not say which files ran are no repeats. ``keys`` name a
+    configuration in ``rows`` and ``frame``, and its cluster and machine are among them."""
     fine = frame[(frame["status"] == "ok") & (frame["evidence"] == "measured")]
     times = {
         key: list(group["step_s"])
-        for key, group in fine[fine["software"] != ""].groupby([*keys, "software"])
+        for key, group in fine[fine["code_digest"] != ""].groupby([*keys])
         if len(group) > 1
     }
     if not times:
@@ -464,8 +441,8 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
     spreads = {place: pooled_spread(groups) for place, groups in of_place.items()}
     lines = []
     for row in rows.to_dict("records"):
-        runs = times.get(tuple(row[key] for key in [*keys, "software"]))
-        if row["status"] == "ok" and runs:
+        runs = times.get(tuple(row[key] for key in keys))
+        if row["status"] == "ok" and row["code_digest"] and runs:
             spread, freedom = spreads[*(row[name] for name in _PLACE)]
             factor = math.exp(half_width([len(runs)], spread, freedom, next_runs=1))
             faster = row["step_s"] / median(runs)

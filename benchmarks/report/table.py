@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,13 +120,20 @@ class Table:
         names = dict.fromkeys(name for column in self.columns for name in column.stored)
         return self.data.reindex(columns=list(names)).reset_index(drop=True)
 
+    def _never_varies(self, name: str) -> bool:
+        """Whether a column has one value in all of several rows; one without records, such as a
+        median, need not have it."""
+        values = self.data[name].map(str)
+        if "records" in self.data:
+            values = values[self.data["records"].ne("") | self.data[name].notna()]
+        return len(self.data) > 1 and values.nunique() == 1
+
     def grid(self) -> Grid:
         """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
         empty = {n for n, of in self.data.items() if of.isna().all() or (of == "").all()}
         visible = [c for c in self.columns if not c.hidden and (c.instead or c.name not in empty)]
-        several = len(self.data) > 1
-        constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
+        constant = [c for c in visible if c.is_key and self._never_varies(c.name)]
         shown = [c for c in visible if c not in constant]
         keys = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
         marked = [c.name for c in shown if c.unsettled]
@@ -248,31 +255,34 @@ def _floats(grid: Grid) -> Iterator[str]:
     if not grid.rows:
         yield f"% {grid.title}: no rows\n"
         return
-    heads = [[*map(_escaped, names)] for names in (_group_names(grid), grid.heads)]
+    groups, heads = ([*map(_escaped, names)] for names in (_group_names(grid), grid.heads))
     texts = [
         [rf"\textbf{{{_escaped(c.text)}}}" if c.bold else _escaped(c.text) for c in row]
         for row in grid.rows
     ]
-    columns = pd.MultiIndex.from_arrays(heads) if grid.groups else heads[1]
-    frame = pd.DataFrame(texts, columns=columns)
     caption = _escaped(" ".join((f"{grid.title}.", grid.caption, *grid.notes)).strip())
-    columns_in = max(1, _PAGE_COLUMNS - grid.keys) if grid.groups else len(grid.heads)
-    others = range(grid.keys, len(grid.heads))
-    for first, left in product(range(0, len(frame), _PAGE_ROWS), others[::columns_in] or [0]):
+    columns_in = max(1, _PAGE_COLUMNS - grid.keys) if grid.groups else len(heads)
+    others = range(grid.keys, len(heads))
+    for first, left in product(range(0, len(texts), _PAGE_ROWS), others[::columns_in] or [0]):
         kept = [*range(grid.keys), *others[left - grid.keys :][:columns_in]]
-        tabular = frame.iloc[first : first + _PAGE_ROWS, kept].to_latex(
-            index=False,
-            escape=False,
-            column_format="".join("r" if grid.numeric[i] else "l" for i in kept),
-            multicolumn_format="c",
+        above = [(name, len([*of])) for name, of in groupby(groups[i] for i in kept)]
+        spans = (f"\\multicolumn{{{span}}}{{c}}{{{name}}}" for name, span in above)
+        lines = [" & ".join(row[i] for i in kept) for row in texts[first : first + _PAGE_ROWS]]
+        yield "\n".join(
+            [
+                f"\\begin{{table*}}[tbp]\n\\caption{{{caption}}}",
+                "\\centering\\footnotesize\\setlength{\\tabcolsep}{3pt}",
+                "\\resizebox{\\ifdim\\width>\\textwidth\\textwidth\\else\\width\\fi}{!}{%",
+                f"\\begin{{tabular}}{{{''.join('lr'[grid.numeric[i]] for i in kept)}}}",
+                "\\toprule",
+                *[" & ".join(spans) + " \\\\"] * bool(grid.groups),
+                " & ".join(heads[i] for i in kept) + " \\\\",
+                "\\midrule",
+                *(f"{line} \\\\" for line in lines),
+                "\\bottomrule\n\\end{tabular}\n}\n\\end{table*}\n",
+            ]
         )
-        yield (
-            f"\\begin{{table*}}[tbp]\n\\caption{{{caption}}}\n"
-            "\\centering\\footnotesize\\setlength{\\tabcolsep}{3pt}\n"
-            "\\resizebox{\\ifdim\\width>\\textwidth\\textwidth\\else\\width\\fi}{!}{%\n"
-            f"{tabular}}}\n\\end{{table*}}\n"
-        )
-    if len(frame) > _PAGE_ROWS or len(others) > columns_in:
+    if len(texts) > _PAGE_ROWS or len(others) > columns_in:
         yield "\\clearpage\n"  # LaTeX keeps 52 floats at most
 
 

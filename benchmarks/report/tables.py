@@ -37,10 +37,8 @@ def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("mfu", "MFU", form=display.share),
         Column("note", "note"),
     )
-    known = rows.loc[rows["code_digest"] != "", "code_digest"]
-    usual = "" if known.empty else str(known.mode().iloc[0])  # the files that most rows ran with
-    data = rows.assign(note=[_note(row, usual) for row in rows.to_dict("records")])
-    return table("throughput", "Throughput", columns, data)
+    notes = [_note(row) for row in rows.to_dict("records")]
+    return table("throughput", "Throughput", columns, rows.assign(note=notes))
 
 
 def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -63,7 +61,7 @@ def memory_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("memory", "Memory", columns, rows.assign(note=notes))
 
 
-def _note(row: Mapping[Any, Any], usual_code: str) -> str:
+def _note(row: Mapping[Any, Any]) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
@@ -71,8 +69,6 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
         notes.append(f"unsettled: {row['steps_unsettled']}")
     if others := len(row["unsuccessful"]):
         notes.append(f"{others} other attempt{'s' * (others > 1)} did not succeed")
-    if row["code_digest"] not in ("", usual_code):
-        notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)
 
 
@@ -347,6 +343,7 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         first, fastest = cell.iloc[0], cell.iloc[cell["model_tflops_per_gpu"].fillna(0.0).argmax()]
         sizes = first["source"]["spec"]["model"]
         line = {name: first[name] for name in ("evidence", "model", "cluster", *_SAME[2:])}
+        line["on_cpu"] = first["on_cpu"]
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
         line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
@@ -380,17 +377,22 @@ def as_table(data: pd.DataFrame) -> Table:
     """The numbers of ``scaling_table``, or of its CSV file, as a table."""
     names = [name for name in data if name in ROWS]
     columns = [Column("evidence", "evidence", is_key=True), Column("model", "model", is_key=True)]
-    columns += _MADE_OF
+    worker = display.worker_word(data) if "on_cpu" in data else "GPU"
+    columns += [replace(c, head=c.head.replace("GPU", worker)) for c in _MADE_OF]
     columns += [Column(n, display.setting_label(n), is_key=True) for n in display.varied(data)]
     flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
     form = display.count if flops.name == "TFLOP/s" else flops.form
     columns += [Column(name, display.contender_label(name), form=form) for name in names]
     columns.append(Column("mfu", "share of peak", form=display.share))
-    columns.append(Column("pflops", "PFLOP/s", form=_tenths))
+    all_flops = display.flops_unit(1e3 * data["pflops"]) if data["pflops"].max() < 0.1 else None
+    total = all_flops.name if all_flops else "PFLOP/s"
+    form = (lambda value: all_flops.form(1e3 * value)) if all_flops else _tenths
+    columns.append(Column("pflops", total, form=form))
     columns += [
         Column(name, head, form=display.count) for name, head in _PAPERS.items() if name in data
     ]
     caption = (
-        f"Model {flops.name} per GPU; share of peak and PFLOP/s of all GPUs are the fastest one's."
+        f"Model {flops.name} per {worker}; share of peak and {total} of all {worker}s are the "
+        "fastest one's."
     )
     return table("scaling", "Scaling", tuple(columns), data, caption=caption)

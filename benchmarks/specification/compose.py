@@ -52,16 +52,17 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
         overrides.append(f"hydra.searchpath=['file://{asked.config_dir.resolve()}']")
     parsed = [_parsed(word) for word in overrides]
     for override in parsed:
-        _refuse_what_runs_less(override)
+        _refuse_what_is_ignored(override)
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             if asked.help:
                 print(_help(config_name, overrides))
                 return []
-            if asked.cfg:
-                print(OmegaConf.to_yaml(hydra.compose(config_name, overrides)), end="")
-                return []
             points = _points(config_name, parsed, asked.multirun)
+            if asked.cfg:
+                texts = [OmegaConf.to_yaml(hydra.compose(config_name, list(p))) for p in points]
+                print("---\n".join(texts), end="")
+                return []
             from benchmarks.specification.progress import track  # what follows --help only
 
             with closing(track(points, len(points), "configurations read")) as each:
@@ -100,12 +101,21 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _refuse_what_runs_less(override: Override) -> None:
-    """Refuse a list of a group's options (Hydra takes the last one) and a sweep over
-    nothing."""
-    word, value = override.input_line or "", override.value()
+def _refuse_what_is_ignored(override: Override) -> None:
+    """Refuse what Hydra would do in a run of its own, a group without an option, a list of its
+    options (Hydra takes the last one) and a sweep over nothing."""
+    word, value, key = override.input_line or "", override.value(), override.key_or_group
+    if re.match(r"hydra\b", key) and key != "hydra.searchpath":
+        raise SpecError(
+            f"{word.lstrip('+')}: would do nothing, as Hydra only composes here (-m sweeps, "
+            "runs_dir and report_dir are the folders)"
+        )
+    if key == "experiment" and override.is_sweep_override():
+        raise SpecError(f"{word}: give one (an experiment may be a sweep by itself)")
+    if value is None and (CONF / key).is_dir() and not override.is_delete():
+        raise SpecError(f"{word}: names no {key} (try {', '.join(options_of(key))})")
     options = value.list if isinstance(value, ChoiceSweep) else [value]
-    if (CONF / override.key_or_group).is_dir() and any(isinstance(o, list) for o in options):
+    if (CONF / key).is_dir() and any(isinstance(o, list) for o in options):
         raise SpecError(f"{word}: is a list, and one would run (give one, or a,b with -m)")
     is_empty = isinstance(value, RangeSweep) and not list(value.range())
     if is_empty or isinstance(value, IntervalSweep):
@@ -266,21 +276,26 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
     word = next((w for w in words if w.partition("=")[0].rpartition(".")[2] == last), "")
     if not missing or not word:
         return "; ".join(lines[:2])
-    near = difflib.get_close_matches(last, known_keys(), n=1, cutoff=0.6)
-    return f"{word}: there is no such key ({f'did you mean {near[0]}?' if near else 'see --help'})"
+    above = word.lstrip("+~").partition("=")[0].rpartition(".")[0]
+    known = {key for place, key in _known_keys() if place == above} - {last}
+    near = difflib.get_close_matches(last, known, n=1, cutoff=0.7)
+    near = near or sorted(key for key in known if f"_{last}" in f"_{key}")[:1]
+    path = ".".join(filter(None, (above, *near)))
+    return f"{word}: there is no such key ({f'did you mean {path}?' if near else 'see --help'})"
 
 
 @lru_cache
-def known_keys() -> tuple[str, ...]:
-    """Every key of every file in ``conf``, without the keys above it."""
-    files = sorted(CONF.rglob("*.yaml"))
-    keys = [key for path in files for key in _keys(OmegaConf.to_container(OmegaConf.load(path)))]
-    keys += sorted(path.name for path in CONF.iterdir() if path.is_dir())
-    return tuple(dict.fromkeys(keys))
+def _known_keys() -> frozenset[tuple[str, str]]:
+    """(the keys above it, key) of every key that a command line may set."""
+    known = {("", path.name) for path in CONF.iterdir() if path.is_dir()}
+    for path in CONF.rglob("*.yaml"):
+        above = "" if path.parent == CONF else path.parent.name
+        known |= {*_keys(OmegaConf.to_container(OmegaConf.load(path)), above)}
+    return frozenset(known)
 
 
-def _keys(values: Any) -> Iterator[str]:
+def _keys(values: Any, above: str) -> Iterator[tuple[str, str]]:
     if isinstance(values, dict):
         for key, value in values.items():
-            yield str(key)
-            yield from _keys(value)
+            yield above, str(key)
+            yield from _keys(value, f"{above}.{key}".lstrip("."))

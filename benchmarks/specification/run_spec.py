@@ -132,7 +132,10 @@ class RunSpec(TaskSpec):
 
     def to_dict(self) -> dict[str, Any]:
         """The spec as nested dictionaries and lists, equal to what JSON reads back."""
-        return cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
+        tree = cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
+        if self.model.head_width is None:  # which older specs, and their ids, do not have
+            del tree["model"]["head_width"]
+        return tree
 
     def to_json(self) -> str:
         """The spec as canonical JSON: sorted keys, no spaces."""
@@ -203,7 +206,7 @@ def check_heads(shape: ModelShape) -> None:
     heads, and documents are no longer than a sequence."""
     if shape.document > shape.seq:
         raise SpecError(f"model.document={shape.document}: must be at most model.seq={shape.seq}")
-    if shape.hidden % shape.heads:
+    if shape.head_width is None and shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:
         raise SpecError(f"model.kv_heads={shape.kv_heads}: must divide model.heads={shape.heads}")

@@ -10,12 +10,9 @@ from benchmarks.validation.cases import Case, case_of, plan_of
 from benchmarks.validation.rows import Line, PublishedRow, UnpredictableError
 from benchmarks.validation.stated import speed
 from zeropp.price import price_plan
+from zeropp.price.memory import reserved_bytes
 from zeropp.price.simulator import SimResult, simulate
 
-# The share of the memory reserved by torch's allocator that is lost to fragmentation: 15 % on
-# average over eight language models on A100 (GMLake, arXiv 2401.08156). With expandable segments 6
-# and 8 % of FSDP2's ranks on an H100 (results/reference/one_gpu, lone_a_fsdp and lone_l_fsdp).
-_FRAGMENTS, _EXPANDABLE_FRAGMENTS = 0.15, 0.07
 # A number that is further from its price than this factor, or of a run that would need this many
 # times the device's memory, is of something else than its row says.
 _SET_APART = 3.0
@@ -137,8 +134,7 @@ def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
     if row.metric == "state_memory":
         return float(first.parameters + first.gradients + first.optimizer)
     if row.metric == "peak_memory_reserved":
-        grows = case.program.expandable_segments
-        return result.peak_bytes / (1 - (_EXPANDABLE_FRAGMENTS if grows else _FRAGMENTS))
+        return reserved_bytes(result.peak_bytes, case.program)
     return float(result.peak_bytes)
 
 

@@ -94,7 +94,7 @@ def preset_of(name: str) -> Cluster:
 def flops_per_token(row: PublishedRow) -> float:
     """FLOPs per token of one step, with those of recomputation if the row's metric has them."""
     shape = row.shape
-    attention = 4 * shape.seq * shape.hidden  # of one block's forward
+    attention = 4 * shape.seq * shape.attended  # of one block's forward
     left_out = attention / 2 if row.attention_flops == "causal" else 0.0
     again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
     again["mlp"] = 2 * shape.gates * shape.hidden * shape.ffn

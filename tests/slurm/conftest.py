@@ -129,7 +129,8 @@ class Suite:
     def _stepping(self, steps: int) -> dict[int, Path]:
         """Attempts whose ranks have all measured so many steps, by the seeds of their points."""
         found = {}
-        for attempt in self.runs.glob("*/slurm-*"):
+        for header in self.runs.glob("*/slurm-*/attempt.json"):  # written after the spec
+            attempt = header.parent
             ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
             spec = json.loads((attempt / "spec.json").read_text())
             if len(ranks) == spec["num_gpus"] and min(ranks) >= steps:

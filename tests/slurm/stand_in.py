@@ -63,7 +63,9 @@ def main() -> None:
         places = ["OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
         places += ["SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"]
         seen = {name: os.environ.get(name, "") for name in places}
-        write("environment", clock=time.time(), **seen)
+        # Under "code", since all else of an environment tells runs apart.
+        code = {"clock": time.time(), **seen}
+        write("environment", host=seen["SLURMD_NODENAME"], code=code)
         for index in range(_ENDLESS if behaviour == GOES_ON else _STEPS):
             time.sleep(0.1)
             write("step", index=index, seconds=0.1, loss=5.0 - index / _ENDLESS)

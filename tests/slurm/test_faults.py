@@ -163,7 +163,7 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
     assert "environment SBATCH_EXPORT=NONE applies" in suite.stand_in("seed=0,3")
     suite.wait_for_states(["ok", "running"])
     assert "left alone" in suite.stand_in("seed=3")
-    assert suite.only_record().ranks[0].environment["OMP_NUM_THREADS"] == "1"
+    assert suite.only_record().ranks[0].environment["code"]["OMP_NUM_THREADS"] == "1"
     suite.cluster.run("scancel", *suite.queue())
 
 
@@ -298,7 +298,7 @@ def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
     assert len(record.step_s) > 3
     assert suite.states() == ["timeout"]
     assert record.record_id.endswith(attempt.name)
-    late_s = record.ranks[0].environment["clock"] - attempt.stat().st_mtime
+    late_s = record.ranks[0].environment["code"]["clock"] - attempt.stat().st_mtime
     assert late_s < -200  # the clock was wrong indeed
 
 

@@ -156,7 +156,7 @@ def test_every_rank_sees_the_gpus_of_its_node(suite: Suite) -> None:
     suite.stand_in(*gpus, "launcher.gpu_flag=gpus-per-task", "seed=0", "global_batch=8")
     (record,) = suite.wait_for_records(1)
     assert record.status == "ok"
-    seen = [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in record.ranks]
+    seen = [rank.environment["code"]["CUDA_VISIBLE_DEVICES"] for rank in record.ranks]
     assert seen == ["0,1,2,3"] * 4, record.slurm
 
 

@@ -50,7 +50,10 @@ CASES = [
     ("contender=zeropp,fsdp", "contender=zeropp,fsdp: is a list of values; add -m"),
     ("num_gpu=4", "num_gpu=4: there is no such key (did you mean num_gpus?)"),
     ("contender.unti=8", "zeropp has no such knob (did you mean contender.unit?"),
-    ("measure.step=3", "measure.step=3: there is no such key (did you mean steps?)"),
+    ("measure.step=3", "measure.step=3: there is no such key (did you mean measure.steps?)"),
+    ("launcher.nope=1", "launcher.nope=1: there is no such key (see --help)"),
+    ("study=x", "study=x: there is no such key (see --help)"),
+    ("batch=128", "batch=128: there is no such key (did you mean global_batch?)"),
     ("sequences_per_gpu=0", "sequences_per_gpu=0: must be a whole number, at least 1"),
     ("sequences_per_gpu=two", "sequences_per_gpu='two': must be a whole number"),
     ("sequences_per_gpu=2 num_gpus=lots", "num_gpus='lots'"),
@@ -74,7 +77,7 @@ CASES = [
     ("measure.steps=true", "measure.steps=True: must be a number"),
     ("contender.pp=true", "contender.pp=True: must be a number"),
     ("repeats=true", "repeats=True: must be a whole number"),
-    ("retries=-1", "retries=-1: must be a whole number, at least 0"),
+    ("retries=-1", "retries=-1: must be a whole number from 0 to 1000"),
     ("experiment=demo contender=no_such", "contender=no_such: no point of this experiment"),
     ("experiment=demo contender=zeropp,fsdp", "contender=fsdp: no point of this experiment"),
     ("experiment=claim_33_quick model=gpt_tiny", "model=gpt_tiny: experiment=claim_33_quick cho"),
@@ -86,7 +89,7 @@ CASES = [
     ("+study=verdict", "study=verdict: needs the key verdict"),
     ("+verdict=1", "study=verdict: needs the key verdict"),
     ("+foo=1", "foo=1: unknown key"),
-    ("model.hidden=0", "model.hidden=0: must be at least 1"),
+    ("model.hidden=0", "model.hidden=0: must be from 1 to 2^31 - 1"),
     ("measure.timeout_s=-1", "measure.timeout_s=-1: must be at least 1"),
     ("num_gpus=lots", "num_gpus='lots'"),
     ("precision=fp8", "precision='fp8'"),
@@ -104,7 +107,28 @@ CASES = [
     ("launcher.kind=pigeon", "launcher.kind='pigeon': must be one of local, slurm"),
     ("num_gpus=4,3 -m launcher=slurm launcher.grace_s=long", "launcher.grace_s='long'"),
     ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
-    ("model=null", "must be a string"),
+    *((f"{group}=null", f"{group}=null: names no {group} (try ") for group in ("model", "data")),
+    ("seed=100000000000000000000000", "seed=100000000000000000000000: must be less than 2^63"),
+    ("model.seq=1000000000000", "model.seq=1000000000000: must be from 1 to 2^31 - 1"),
+    ("model.layers=1000000000", "model.layers=1000000000: must be from 1 to 100,000"),
+    ("repeats=1000000000000", "repeats=1000000000000: must be a whole number from 1 to 1000"),
+    *(
+        (f"-m {word}", f"{word}: would do nothing, as Hydra only composes here")
+        for word in (
+            *("hydra.sweeper.params.seed=0,1", "hydra.sweep.dir=x", "hydra.run.dir=x"),
+            *("hydra.verbose=true", "hydra.job.chdir=true", "hydra/launcher=basic"),
+        )
+    ),
+    ("-m experiment=peers,demo", "experiment=peers,demo: give one"),
+    *(
+        (f"-m seed=0,1 {words}", f"{words.split()[-1].lstrip('+')}: is no part of a point")
+        for words in (
+            *("launcher.steps=true,false", "launcher.dry_run=true,false", "rerun=missing,all"),
+            *("repeats=1,2", "launcher=slurm +launcher.environment.NCCL_ALGO=Ring,Tree"),
+            *("launcher=slurm launcher.sbatch.mem=1G,2G", "launcher=slurm launcher.name=a,b"),
+        )
+    ),
+    ("-m launcher=local,slurm", "launcher.kind=local,slurm: is no part of a point"),
     ("report_dir=null", "report_dir=None: must be the path of a folder"),
     ("~report_dir", "report_dir: missing"),
     ("~launcher", "launcher: missing"),

@@ -225,6 +225,7 @@ def test_filter_hides_rows(page: Page) -> None:
 
 def test_source_is_one_click_away(page: Page) -> None:
     page.locator("#table-throughput tbody tr", has_text="FSDP2").locator("button.source").click()
+    page.locator("#provenance").wait_for()  # until the sources are unpacked
     text = page.locator("#provenance").inner_text()
     for fact in ("0123456789abcdef", "node0", "2.13.0", "global_batch", "oom <b>"):
         assert fact in text
@@ -237,6 +238,7 @@ def test_both_sides_of_a_comparison_have_a_source(page: Page, table: str) -> Non
     ids = []
     for word in ("source", "against"):
         page.locator(f"#table-{table} tbody tr").first.get_by_text(word, exact=True).click()
+        page.locator("#provenance").wait_for()
         ids.append(page.locator("#provenance-title").inner_text())
         assert "0123456789abcdef" in page.locator("#provenance").inner_text()
         page.locator("#provenance button").click()

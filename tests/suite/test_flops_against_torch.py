@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from baselines.model import build_model, build_piece
+from benchmarks.explain import huggingface
 from tests.unit.shapes import gpt
 from zeropp.price import model_flops_per_token, parameter_count
 from zeropp.price.flops import piece_forward_flops, piece_parameters
@@ -24,6 +25,8 @@ SHAPES = [
     GROUPED,
     replace(GROUPED, name="llama-gelu", gated_mlp=False),
     replace(GPT, name="gpt-gated", layers=2, ffn=112, gated_mlp=True),
+    replace(GROUPED, name="llama-wide", head_width=24),
+    replace(GPT, name="gpt-wide", head_width=24),
 ]
 
 
@@ -51,3 +54,21 @@ def test_flops(shape: ModelShape) -> None:
     pieces = (piece_forward_flops(shape, index) for index in range(shape.num_pieces))
     assert counted == tokens.numel() * sum(pieces)
     assert forward.get_total_flops() == tokens.numel() * model_flops_per_token(shape)
+
+
+@pytest.mark.parametrize("kind", sorted({*huggingface.KINDS} - {"gpt2"}))
+def test_models_of_transformers_have_the_sizes_that_their_file_says(kind: str) -> None:
+    """All but norms and biases, of which one in a hundred parameters is one at most; also where the
+    file leaves the width of heads and the tying to transformers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "intermediate_size": 640, "vocab_size": 4096, "pad_token_id": 0,
+    }  # fmt: skip
+    for more in ({}, {"head_dim": 48}, {"tie_word_embeddings": True}):
+        config = transformers.CONFIG_MAPPING[kind](**sizes, **more)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        read = huggingface.read({"model_type": kind, **sizes, **more}, 8).model
+        whole = parameter_count(ModelShape(**read, seq=64))
+        assert whole == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01), more

@@ -267,3 +267,39 @@ def test_data_ranks_that_go_different_ways_hang_at_a_line_of_the_script(tmp_path
     line = r"for ever on GPUs: collective \d+ of .*rank 0 has c10d::_allgather.*/script.py:14\)"
     with pytest.raises(ScriptError, match=line):
         trace(BRANCH, 4, tmp_path)
+
+
+UPDATED_BY_HAND = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl")
+if dist.get_rank() == BROKEN:
+    raise ValueError("this rank is broken")
+layer = nn.Linear(64, 64).cuda()
+fully_shard(layer)
+while True:
+    layer(torch.randn(2, 64, device="cuda")).sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+"""
+
+
+def test_without_an_optimizer_a_step_ends_with_a_backward(tmp_path: Path) -> None:
+    (one,) = trace(UPDATED_BY_HAND.replace("BROKEN", "-1"), 2, tmp_path)
+    assert one.by_backwards
+    issued = [part.content for step in step_of(one) for part in step.parts]
+    assert [text.split()[0] for text in issued] == [
+        "c10d::_allgather_base_", "c10d::_reduce_scatter_base_",
+    ]  # fmt: skip
+    optimized = BRANCH.replace("if dist.get_rank() % 2 == 0:", "if True:")
+    assert not trace(optimized, 2, tmp_path)[0].by_backwards
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    """Also one that is neither of the first pipeline nor an end of a group."""
+    with pytest.raises(ScriptError, match=r"ValueError: this rank is broken.* \(on rank 2\)"):
+        trace(UPDATED_BY_HAND.replace("BROKEN", "2"), 5, tmp_path)

@@ -16,7 +16,15 @@ from rich.console import Console
 
 from benchmarks.explain.answer import Answer, answer, better
 from benchmarks.explain.question import Question, ask
-from benchmarks.explain.screen import PlanLine, show, told_apart, written_as
+from benchmarks.explain.screen import (
+    PlanLine,
+    lost,
+    memory_text,
+    seconds_by_kind,
+    show,
+    told_apart,
+    written_as,
+)
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
@@ -114,6 +122,33 @@ def test_a_flag_without_its_value_is_refused(tmp_path: Path, old: str, new: str,
     assert old in SLURM
     with pytest.raises(SpecError, match=said):
         asked(tmp_path, {"job.sh": SLURM.replace(old, new)})
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "said"),
+    [
+        ("", "--nnodes $NODES", r"--nnodes: \$NODES is not set .*NODES=2 zeropp"),
+        ("N=${WORLD_SIZE}", '--nnodes="$N"', r"--nnodes: \$WORLD_SIZE is not set"),
+        ("", '--nnodes "$NODES" --node-rank 0', r"--nnodes: \$NODES is not set"),
+        ("N=$(cat hosts | wc -l)", "--nnodes $N", r"--nnodes: \$N is not set .give num_gpus=N"),
+        ("", "--num_processes $((8 * NODES))", r"--num_processes: \$NODES is not set"),
+        ("A='--nproc-per-node $GPUS'", "$A --nnodes 2", r"--nproc-per-node: \$GPUS is not set"),
+        ("N=${NODES:-2}", "--nnodes $N", None),
+        ("", "--nnodes 1:2", None),
+    ],
+)
+def test_a_launcher_s_variable_that_nobody_sets_is_refused(
+    tmp_path: Path, before: str, words: str, said: str | None
+) -> None:
+    """``--nnodes $NODES`` was read as one node. Who gives the GPUs needs no variable."""
+    per_node = "" if "per" in before + words else "--nproc-per-node 8"
+    text = f"{before}\ntorchrun {per_node} {words} pretrain_gpt.py {FLAGS}\n"
+    if said is None:
+        assert asked(tmp_path, {"run.sh": text}).task.num_gpus == 16
+        return
+    with pytest.raises(SpecError, match=said):
+        asked(tmp_path, {"run.sh": text})
+    assert asked(tmp_path, {"run.sh": text}, "num_gpus=32").task.num_gpus == 32
 
 
 FORMS = f"""#!/bin/bash
@@ -294,6 +329,64 @@ def test_a_change_is_named_by_the_knob_that_changes(tmp_path: Path) -> None:
     for knob, changed in better(found, 0.2).changes.items():
         old, new = found.asked.candidate, changed.candidate
         assert knob == "microbatch_size" or getattr(old.knobs, knob) != getattr(new.knobs, knob)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("tp=2", "tensor parallelism"),
+        ("context=2", "context parallelism"),
+        ("tp=2 contender.context=2", "tensor and context parallelism"),
+        ("tp=1", None),
+    ],
+)
+def test_losses_are_named_after_degrees_above_1(
+    tmp_path: Path, words: str, named: str | None
+) -> None:
+    files = {"config.json": json.dumps(LLAMA_13B)}
+    given = ["num_gpus=16", "global_batch=32", "model.seq=4096", "contender=megatron_core"]
+    given += ["microbatch_size=1", "contender.recompute=none", f"contender.{words.split()[0]}"]
+    said = lost(answer(asked(tmp_path, files, *given, *words.split()[1:])).asked.result, 0.0005)
+    parallel = [part for part in said.split(", ") if "parallelism" in part]
+    assert [part.rpartition(" ")[0].rpartition(" ")[0] for part in parallel] == [named] * bool(
+        named
+    )
+
+
+def test_what_is_lost_adds_up_and_8_bits_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    """With the limit of 16 bits the kernels alone took 117 % of a step."""
+    results = {}
+    for name, converters in (("eight", ["float8"]), ("half", [])):
+        text = f"{TITAN}[compile]\nenable = true\n"
+        text = text.replace('flavor = "13B_company"', f'flavor = "70B"\nconverters = {converters}')
+        question = asked(tmp_path, {f"{name}.toml": text}, "num_gpus=64", "model.seq=8192")
+        results[name] = answer(question).asked.result
+        seconds = seconds_by_kind(results[name])
+        assert sum(seconds.values()) == pytest.approx(results[name].step_s)
+        assert min(seconds.values()) > -1e-9 * results[name].step_s
+    assert results["eight"].price.limit_s < 0.8 * results["half"].price.limit_s
+    assert results["eight"].limit_share < 1
+
+
+def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path: Path) -> None:
+    files = {"config.json": json.dumps(LLAMA_13B)}
+    words = ["model.seq=4096", "num_gpus=8", "global_batch=64", "contender=fsdp"]
+    words += ["contender.shard=8", "contender.replicate=1", "contender.context=1"]
+    words += ["contender.recompute=none"]
+    for size, verdict, kind in ((1, "It fits", "activations"), (4, "Too much", "activations")):
+        found = answer(asked(tmp_path, files, *words, f"microbatch_size={size}"))
+        said, peak = memory_text(found.asked, found.question.task), found.asked.peak_bytes / 2**30
+        assert said.startswith(f"{verdict}: pipeline rank 0 allocates {peak:.1f} of 76.0 GiB, ")
+        most = max(vars(found.asked.result.memory[0]).values()) / 2**30
+        assert f" GiB, {most:.1f} of them {kind}." in said
+        assert f"here {1.19 * peak:.1f}; torch reserves about {peak / 0.85:.1f}" in said
+        assert "num_alloc_retries" not in said
+    gib = f"cluster.device.memory_gib={4 + 1.1 * peak:.0f}"  # of 4 the context has
+    near = answer(asked(tmp_path, files, *words, "microbatch_size=4", gib))
+    said = memory_text(near.asked, near.question.task)
+    assert said.startswith("It may fit")
+    assert "num_alloc_retries" in said
+    assert said.endswith("Best plans below leave 19% of their price.")
 
 
 def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ SLOW = "pandas", "matplotlib", "torch", "scipy", "deepspeed"  # seconds of impor
 UNUSED = "hydra", "omegaconf", "numpy"  # by what only prices: half a second
 LLAMA = CHECKOUT / "docs/examples/llama3_8b.toml"
 ANSWERS = [  # a command line, and words of what it prints
-    (f"explain {LLAMA} num_gpus=16 cluster=h100", ["It fits with ", " % to spare", "Best plans"]),
+    (f"explain {LLAMA} num_gpus=16 cluster=h100", ["It fits: pipeline rank", " GiB", "Best plans"]),
     ("explain --help", ["usage: ", "--as", "num_gpus"]),
     ("run --help", ["zeropp", "gpt_tiny", "num_gpus: 4", "--help all", "zeropp tune"]),
     ("run --help all", ["zeropp", "gpt_tiny", "num_gpus: 4", "gate_tolerance: "]),
     ("run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
+    ("run -m --cfg job seed=7,8 contender=zeropp", ["seed: 7", "---", "seed: 8"]),
     ("tune --help", ["num_gpus: 64", "cluster=a800"]),
     ("show --help", ["name=zeropp", "reduce_grad", "backward_weight"]),
     ("status --help", ["usage: ", "--json"]),

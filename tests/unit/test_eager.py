@@ -9,10 +9,18 @@ import pytest
 
 from tests.unit.shapes import gpt
 from tests.unit.simulated_task import cluster
-from zeropp.price.activations import block_saved
+from zeropp.price.activations import block_deferred, block_kept, block_saved
 from zeropp.price.eager import TABLE, eager_pass
-from zeropp.price.pieces import Work, block_traffic, block_traffic_backward, piece_times
+from zeropp.price.flops import linear_weights
+from zeropp.price.pieces import (
+    Work,
+    block_traffic,
+    block_traffic_backward,
+    linears,
+    piece_times,
+)
 from zeropp.price.programs import program_as_run
+from zeropp.types.literals import Recompute
 from zeropp.types.shape import ModelShape
 
 H100 = cluster("h100").device
@@ -54,6 +62,32 @@ def test_models_of_transformers_move_what_their_operators_do() -> None:
 def test_what_is_compiled_runs_no_operator_alone() -> None:
     assert program_as_run("huggingface_fsdp", compiled=False).eager == "huggingface"
     assert program_as_run("huggingface_fsdp", compiled=True).eager == ""
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
+@pytest.mark.parametrize(("shape", "code"), [(GPT, ""), (LLAMA, ""), (LLAMA, "huggingface")])
+def test_heads_of_another_width_cost_their_products_attention_and_tensors(
+    shape: ModelShape, code: str, recompute: Recompute
+) -> None:
+    """The width that heads have anyway changes nothing, to the last digit. With twice the width,
+    attention and the products around it are those of twice as many heads as wide as before."""
+    said, wide = (replace(shape, head_width=n * shape.head_dim) for n in (1, 2))
+    plain, as_said, wider = (
+        replace(work(one, eager=code, separate_projections=bool(code)), recompute=recompute)
+        for one in (shape, said, wide)
+    )
+    for price in (block_kept, block_saved, block_deferred, block_traffic, block_traffic_backward):
+        assert price(plain) == price(as_said)
+        is_input = price is block_kept and recompute == "full"  # of the block, and no more
+        assert (price(plain) == price(wider)) is is_input
+    assert piece_times(plain, 0.0, 0.0, 0.0) == piece_times(as_said, 0.0, 0.0, 0.0)
+    added = sum(k * n for k, n in linears(wider)) - sum(k * n for k, n in linears(plain))
+    assert added == 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    assert added == linear_weights(wide) - linear_weights(shape)
+    if not code:  # bytes of queries, keys, values and attention's output, and of what is rotated
+        kept = 4 * (shape.heads + shape.kv_heads) * shape.head_dim
+        kept += (2 * shape.hidden + 8 * shape.head_dim) * (shape.family == "llama")
+        assert block_saved(wider) - block_saved(plain) == shape.seq * kept
 
 
 def test_every_code_has_all_passes() -> None:

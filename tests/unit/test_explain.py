@@ -212,13 +212,18 @@ def test_huggingface() -> None:
     assert "give model.seq" in reading.derived[0]
     for change, said in (
         ({"num_local_experts": 8}, "mixtures of experts"),
-        ({"head_dim": 256}, "head_dim=256"),
         ({"model_type": "falcon"}, "model_type='falcon'"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"linear_conv_kernel_dim": 4}, "state-space and linear-attention"),
     ):
         with pytest.raises(SpecError, match=said):
             huggingface.read(LLAMA | change, 8)
     window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
+    seen = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
+    text = huggingface.read(seen, 8)
+    assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
+    assert "model_type=gemma3: its text alone is priced" in text.named
 
 
 def as_toml(words: str) -> str:
@@ -475,7 +480,9 @@ def test_what_accelerate_leaves_open_is_refused(
         ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "- 1", "must hold keys with values"),
-        ("a.toml", "# nothing\n", "a TOML without keys"),
+        ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
+        ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
+        ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def git(folder: Path, *words: str) -> str:
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that the suite takes for its checkout; git has not seen it."""
     folder = tmp_path / "outer" / "checkout"
-    write(folder, "zeropp/a.py", "conf/b.yaml", "results/c.json")
+    write(folder, "zeropp/a.py", "conf/program/b.yaml", "results/c.json")
     return at(folder, monkeypatch)
 
 
@@ -429,11 +429,12 @@ def committed(folder: Path) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def test_the_digest_follows_contents_of_python_files_and_of_conf(checkout: Path) -> None:
+def test_the_digest_follows_what_takes_part_in_a_run(checkout: Path) -> None:
     before = read_code(ask_git=False).digest
+    write(checkout, "conf/launcher/mine.yaml", "benchmarks/report/new.py", "conf/model/mine.yaml")
     (checkout / "results/c.json").write_text("2")
     assert read_code(ask_git=False).digest == before
-    (checkout / "conf/b.yaml").write_text("2")
+    (checkout / "conf/program/b.yaml").write_text("2")
     assert read_code(ask_git=False).digest != before
 
 
@@ -448,7 +449,7 @@ def test_a_commit_is_named_and_what_differs_from_it_is_told(checkout: Path) -> N
 
 
 @NEEDS_GIT
-@pytest.mark.parametrize("name", ["zeropp/engine/new.py", "conf/model/mine.yaml"])
+@pytest.mark.parametrize("name", ["zeropp/engine/new.py", "conf/program/mine.yaml"])
 def test_a_file_of_the_suite_that_git_does_not_have_makes_it_dirty(
     name: str, checkout: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.explain.answer import answer
 from benchmarks.explain.logs import Step, measurement
-from benchmarks.explain.measured import measured_run, nearest, show_measured
+from benchmarks.explain.measured import explanations, measured_run, nearest, show_measured
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import show_training
 from benchmarks.specification import SpecError
@@ -202,6 +204,50 @@ def test_the_screen_says_what_was_measured() -> None:
     parts += ["the machine is the preset's, 8 boards h100 of 700 W", "is lost to:\n  tensor par"]
     places = [said.index(part) for part in [*parts, "Published runs that are nearest"]]
     assert places == sorted(places)
+
+
+def test_a_slow_network_is_named_before_another_device() -> None:
+    """With the rate at which it would do; where nodes send little or nothing, others are first."""
+    slow = measured_run("9s", [], ["cluster=h100", "num_gpus=64"], arguments_of(8, 64, 24))
+    network, links, kernels, wait = explanations(slow)
+    found = re.fullmatch(r"the network between nodes, at (\S+) of its 50 GB/s per card.*", network)
+    assert found is not None
+    assert float(found[1]) < 1
+    cluster = slow.question.task.cluster
+    link = replace(cluster.inter, bandwidth_gb_s=float(found[1]))
+    task = replace(slow.question.task, cluster=replace(cluster, inter=link))
+    again = slow.question.contender.simulated(task, slow.candidate)
+    assert again.step_s == pytest.approx(9.0, rel=0.05)
+    assert (links[:5], kernels[:5], wait[:10]) == ("links", "every", "a wait of ")
+    on_one = measured_run("8s", [], ["cluster=h100", "num_gpus=8"], arguments_of(8, 8, 24))
+    assert [line[:5] for line in explanations(on_one)] == ["links", "every", "a wai"]
+    as_priced = f"{1.1 * slow.priced.step_s}s"
+    words = ["cluster=h100", "num_gpus=64"]
+    assert explanations(measured_run(as_priced, [], words, arguments_of(8, 64, 24))) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "peak"),
+    [
+        (TITAN.replace("1.4", "41.4").format(2, "8,000"), (41.4, "reserved")),
+        (f"{MEGATRON.format(1, 9)}\nmemory (MB) | max reserved: 20480.0", (20.0, "reserved")),
+        (f"{NANOTRON.format(1, 9)}\nPeak reserved: 4096.00MiB.", (4.0, "reserved")),
+        (AUTOMODEL.format(2, 8000), (24.9, "allocated")),
+        (BRIDGE.format(9), None),
+    ],
+)
+def test_peaks_of_memory_in_logs(log: Path, line: str, peak: tuple[float, str] | None) -> None:
+    log.write_text(f"{line.replace('20480', '10240')}\n{line}\n{line.replace('41.4', '40.2')}\n")
+    assert measurement(str(log), STEP).peak == peak
+
+
+def test_a_log_s_gib_stand_beside_their_price(log: Path) -> None:
+    line = f"{MEGATRON.format(1, 900)}\nmemory (MB) | max allocated: 1.0 | max reserved: 20480.0"
+    log.write_text(line)
+    said = shown(str(log))
+    allocated = measured_run("1s", [], ["cluster=h100", "num_gpus=8"], arguments_of(8, 8, 24))
+    assert f"20.0 reserved   {allocated.priced.peak_bytes / 2**30 / 0.85:>10.1f}" in said
+    assert "GiB" not in shown("1s")
 
 
 def test_what_is_not_of_the_run_is_refused_in_a_line() -> None:

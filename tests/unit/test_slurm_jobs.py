@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.launch import local
-from benchmarks.launch.attempt import ALIVE, Ending, finish_attempt, keep_alive
+from benchmarks.launch.attempt import ALIVE, Ending, finish_attempt, keep_alive, last_words
 from benchmarks.launch.slurm import client, submissions, submit
 from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import EndedJob, NoAnswerError, QueuedJob, SlurmError
@@ -317,6 +317,34 @@ def test_slurm_without_a_configuration_is_as_good_as_none(
     assert words in client.absence()
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "sbatch: error: You must give an account: -A\n"
+            "sbatch: error: Batch job submission failed: Unspecified error",
+            "sbatch: You must give an account: -A; Batch job submission failed: Unspecified error",
+        ),
+        (
+            "sbatch: unrecognized option '--foo-bar=1'\nTry \"sbatch --help\" for more information",
+            "sbatch: unrecognized option '--foo-bar=1'",
+        ),
+        ("sbatch: error: a\n\nsbatch: error: a\nsbatch: error: b", "sbatch: a; b"),
+        ("", "sbatch: exit 3"),
+    ],
+)
+def test_a_refusal_says_what_the_site_said(
+    said: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/said >&2\nexit 3\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmError) as refused:
+        client.call("sbatch")
+    assert str(refused.value) == told
+
+
 def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SlurmError, match="squeue: not found; is this a login node"):
@@ -577,6 +605,15 @@ def test_a_failure_before_the_ranks_start_says_its_line(
     record = close(unstarted, end)
     assert (record.status, record.reason) == ("failed", reason + line)
     assert record.interrupted == interrupted
+
+
+def test_all_that_srun_says_is_the_reason(tmp_path: Path) -> None:
+    log = tmp_path / "srun.log"
+    first, last = "srun: error: spank: no quota left", "srun: error: Plug-in initialization failed"
+    log.write_text(f"loading modules\n{first}\n{last}\n")
+    assert last_words(log) == f"{first}; {last}"
+    log.write_text(f"{first}\nTraceback\nValueError: x\n")
+    assert last_words(log) == "ValueError: x"
 
 
 @pytest.mark.parametrize(

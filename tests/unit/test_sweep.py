@@ -13,8 +13,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from rich.console import Console
@@ -121,6 +123,7 @@ def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
         ({0: 1, 1: 0}, [0], None),  # its event says it
         ({0: 0, 1: 1}, [1], Ending("failed", "rank 1: exit code 1")),
         ({0: 0, 2: 1}, [2], Ending("failed", "rank 2: exit code 1", interrupted=True)),
+        ({0: 1, 2: 0}, [2], Ending("failed", "rank 2: exit code 0", interrupted=True)),
     ],
 )
 def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
@@ -131,6 +134,14 @@ def test_ranks_that_end_without_a_word_are_told_by_their_exit_codes(
     if codes[0]:
         said[0] |= {"type": "RuntimeError", "message": "connection closed by peer"}
     assert local._ending_by_codes(codes, failed_first, {0: said, 2: []}) == ending
+
+
+def test_a_rank_that_leaves_with_0_before_its_end_has_failed_first(tmp_path: Path) -> None:
+    """The other, whose connection it closed, was blamed."""
+    events, process = EventWriter(tmp_path, 1), create_autospec(BaseProcess, exitcode=0)
+    assert local._left(process, tmp_path, 1)
+    events.write("done")
+    assert not local._left(process, tmp_path, 1)
 
 
 def test_a_sweep_that_has_failed_fails_again_when_it_is_typed_again(
@@ -539,3 +550,11 @@ def test_a_watched_sweep_is_listed_again_when_it_changes_until_it_has_ended(
         monkeypatch.setattr("time.sleep", nap)
         rows = printed(tmp_path, monkeypatch, capsys, "--watch", "--check")
     assert ([row for row in rows if row.startswith("1 ")], len(naps)) == (["1 running", "1 ok"], 2)
+
+
+def test_a_head_width_is_part_of_a_spec_s_id_only_where_it_is_set() -> None:
+    """Specs of before have none, and their records are found by their ids."""
+    wide = replace(TOY, model=replace(TOY.model, head_width=32))
+    assert "head_width" not in TOY.to_dict()["model"]
+    assert spec_from_mapping(wide.to_dict()) == wide
+    assert wide.spec_id != TOY.spec_id

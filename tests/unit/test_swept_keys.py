@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 from benchmarks import CHECKOUT
 from benchmarks.launch.attempt import plan_summary
 from benchmarks.launch.points import plan_point
+from benchmarks.records.environment import _VARIABLES, capture_environment
 from benchmarks.records.events import measured
 from benchmarks.records.losses import Losses, apart_from_others, beyond
-from benchmarks.records.recorded_spec import unchecked
+from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import flat_spec, unchecked
+from benchmarks.records.same_run import CANNOT_MATTER, same_run
 from benchmarks.report import TABLES, Options
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
@@ -75,6 +79,13 @@ SWEPT: dict[str, Change] = {
     "machine.processor": _ranks(cpu="another"),
     "machine.cores": _ranks(cpu_count=96),
     "machine.device": _ranks(device="NVIDIA H100"),
+    "machine.hosts": lambda record: record["ranks"][0]["environment"].update(host="node9"),
+    "environment.torch": _ranks(versions={"torch": "2.11.0"}),
+    "environment.NCCL_ALGO": _ranks(variables={"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Tree"}),
+    "environment.LD_PRELOAD": _ranks(
+        variables={"OMP_NUM_THREADS": "1", "LD_PRELOAD": "/opt/libjemalloc.so"}
+    ),
+    "environment.code": lambda record: record.update(code_digest="others"),
 }
 
 
@@ -125,11 +136,109 @@ def test_equal_specifications_on_one_kind_of_machine_are_repeats(tmp_path: Path,
     assert (list(rows["runs"]), list(rows["step_s"]), varied(rows)) == ([2], [1.5], [])
 
 
-def test_other_packages_make_no_repeat(tmp_path: Path) -> None:
-    rows = latest_ok(load_frame([two(tmp_path, _ranks(versions={"torch": "2.11.0"}))])[0])
-    assert (list(rows["runs"]), list(rows["step_s"])) == ([1], [2.0])
-    (note,) = notes_of(rows)
-    assert note.startswith("1 of 1 rows also ran with other versions")
+def test_every_field_counts_or_is_said_not_to() -> None:
+    """Where a field of a record, or of what a rank records, has another value, the records are no
+    runs of one thing, unless the list says why it cannot matter."""
+    record = make_record(spans=False, fields={"code_digest": "files"})
+    environment = capture_environment() | {"code": {"digest": "x"}, "cuda": "12.8", "nccl": "2.29"}
+    environment |= {"device_memory_gib": 79.1, "variables": {"NCCL_ALGO": "Ring"}}
+    ranks = [replace(rank, environment=environment) for rank in record.ranks]
+    record = replace(record, ranks=ranks)
+    of_rows = {"provenance", "variant", "basis"}  # which tables keep apart by themselves
+    counted = {
+        field.name
+        for field in fields(record)
+        if same_run(_changed(record, field.name)) != same_run(record)
+    }
+    assert counted - of_rows == {"spec", "ranks", "code_digest"}
+    assert counted | of_rows == {field.name for field in fields(record)} - {*CANNOT_MATTER}
+    flat = flat_spec(environment)
+    for path in flat:
+        changed = _with_environment(record, path)
+        assert (same_run(changed) == same_run(record)) == _cannot_matter(path), path
+    assert {*filter(_cannot_matter, flat)} == {"host", "memory_gib", "code.digest"}
+    variables = {*CANNOT_MATTER} - {f.name for f in fields(record)} - {*environment}
+    assert all(name.startswith(_VARIABLES) for name in variables)
+
+
+def _cannot_matter(path: str) -> bool:
+    return any(part in CANNOT_MATTER for part in path.split("."))
+
+
+def _changed(record: RunRecord, name: str) -> RunRecord:
+    """The record with another value of a field; of its specification, another seed."""
+    value = getattr(record, name)
+    other: Any = {"other": 1} if isinstance(value, dict) else "other"
+    if name == "spec":
+        other = value | {"seed": 8}
+    elif name == "ranks":
+        other = [replace(rank, environment=rank.environment | {"cpu": "x"}) for rank in value]
+    return replace(record, **{name: other})
+
+
+def _with_environment(record: RunRecord, path: str) -> RunRecord:
+    group, _, name = path.rpartition(".")
+    ranks = []
+    for rank in record.ranks:
+        inner = rank.environment[group] | {name: "other"} if group else "other"
+        ranks.append(replace(rank, environment=rank.environment | {group or name: inner}))
+    return replace(record, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_same"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", True),  # the contender's own
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", False),
+        ("CUDA_VISIBLE_DEVICES", "1", False),
+        ("NCCL_TOPO_FILE", "/elsewhere/topology.xml", True),
+        ("NCCL_TOPO_FILE", "/site/other.xml", False),
+    ],
+)
+def test_of_variables_a_contenders_own_and_places_do_not_count(
+    name: str, value: str, is_same: bool
+) -> None:
+    plain = {"NCCL_TOPO_FILE": "/site/topology.xml"}
+    record = make_record(spans=False)
+    before, after = (
+        replace(record, ranks=[replace(record.ranks[0], environment={"variables": variables})])
+        for variables in (plain, plain | {name: value})
+    )
+    assert (same_run(before) == same_run(after)) == is_same
+    given = replace(after, slurm={"job": "1"})
+    assert (same_run(given) == same_run(before)) == (is_same or name == "CUDA_VISIBLE_DEVICES")
+
+
+def test_other_software_is_a_cell_of_its_own_in_every_table(tmp_path: Path) -> None:
+    """Contenders of two torch versions shared a cell, with a speed-up, without a word."""
+    old = [replace(rank, environment={"versions": {"torch": "2.4.0"}}) for rank in _one().ranks]
+    records = [_one(fields={"ranks": old}), _one("deepspeed_3d"), _one("fsdp")]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    assert [*paired_speedups(rows, "deepspeed_3d")["contender"]] == ["fsdp"]
+    assert any("torch" in note for note in notes_of(rows))
+    for name in ("throughput", "memory", "paper", "headline"):
+        made = headline_table(rows) if name == "headline" else make_table(name, rows)
+        text = "\n".join(markdown(grid) for grid in grids_of(made))
+        assert "2.4.0" in text, name
+        assert "2.13.0" in text, name
+        assert made.numbers["environment.torch"].nunique() == 2, name
+    shown = [picture.shown for picture in throughput_bars(rows)]
+    assert all("torch 2.13.0, 2.4.0" in line or "2.4.0, 2.13.0" in line for line in shown)
+
+
+def _one(contender: str = "zeropp", **more: Any) -> RunRecord:
+    return make_record(contender, spans=False, **more)
+
+
+def test_a_failure_of_other_files_stands_beside_the_success_that_came_of_them(
+    tmp_path: Path,
+) -> None:
+    def change(record: dict[str, Any]) -> None:
+        record |= {"code_digest": "before", "step_s": []}
+
+    (row,) = latest_ok(load_frame([two(tmp_path, change, status="failed")])[0]).to_dict("records")
+    assert (row["status"], row["step_s"]) == ("ok", 1.0)
+    assert [attempt["status"] for attempt in row["unsuccessful"]] == ["failed"]
 
 
 def test_an_attempt_that_never_started_belongs_to_those_that_did(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ chosen yet, and its price.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
-from zeropp.price.peak_memory import always_held, fits
+from zeropp.price.peak_memory import always_held, rank_peak
+from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
 from zeropp.schedule.event_loop import run_within
@@ -39,6 +41,12 @@ class Latency:
     turn: float  # from the step's start to the end of its last forward
     backward: list[float]
     weight: list[float]  # weight gradients that wait
+
+    def held_s(self, stage: int) -> float:
+        """The seconds for which a stage holds the activations of one microbatch at least: from its
+        forward there to the end of its weight gradient."""
+        forwards, backwards = self.turn - self.to[stage], self.back[-1] - self.back[stage]
+        return forwards + self.backward[-1] + backwards + self.weight[stage]
 
     @classmethod
     def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
@@ -111,7 +119,9 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     memory = [held.memory[s] for s in stages]
     gathered = min(m.unsharded + m.forward - m.activations + m.sent for m in memory)
     if not held.torch_runtime:
-        return _least_activations(plan, rank, [m.activations - m.sent for m in memory]) + gathered
+        sizes = [m.activations - m.sent for m in memory]
+        filled = _least_activations(plan, rank, sizes) + gathered
+        return max(filled, _turning_bytes(plan, memory) if plan.schedule.name == "zeropp" else 0)
     # Torch's pipelining has a permanent buffer for every message of a step, in which the inputs of
     # stages are kept, and keeps its 16-bit copies of all chunks if there is nothing to gather.
     neighbours = [other for s in stages for other in (s - 1, s + 1) if 0 <= other < len(ranks)]
@@ -126,6 +136,24 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     return kept + copies + min(m.forward - m.activations for m in memory)
 
 
+def _turning_bytes(plan: SizedPlan, memory: list[StageMemory]) -> int:
+    """The least bytes at the first backward of a rank's last two chunks: all of a unit is held in
+    the chunks before, and the last one's gradients may be on their way."""
+    split, most = splits(plan), 0
+    sums = [m.early_gradients if split else m.unsharded_gradients for m in memory]
+    before, copied = 0, 0
+    for chunk in range(len(memory) - 1, max(-1, len(memory) - 3), -1):
+        m = memory[chunk]
+        others = sum(other.activations - other.sent for other in memory[:chunk])
+        before = plan.schedule.unit * others
+        own = max(m.backward_input, m.activations) if split else m.full_backward
+        if chunk < len(memory) - 1:  # all microbatches of the unit are still held here
+            before += (plan.schedule.unit - 1) * (m.activations - m.sent)
+        most = max(most, before + own + m.unsharded + sums[chunk] + copied)
+        copied = min(sums[chunk], m.reduction_copy)
+    return most
+
+
 def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
     chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
@@ -135,6 +163,43 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     if plan.reduce_every == "step" and plan.num_units > 1:
         return sum(sizes)
     return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
+
+
+def largest_cap(plan: SizedPlan, held: StepBytes, limit_bytes: int) -> int:
+    """The largest activation cap, at most the plan's, up to which the first rank of a ZeroPP plan
+    can fill its memory; 0 if there is none. A rank whose order reaches no cap has the order of a
+    smaller one."""
+    memory = [held.memory[s] for s in plan.schedule.stages_of(0)]
+    gathered = min(m.unsharded + m.forward - m.activations for m in memory)
+    room = limit_bytes - always_held(plan, held, 0).total - gathered
+    split = splits(plan)
+    sizes = [
+        min(m.activations - m.sent, m.deferred) if split else m.activations - m.sent for m in memory
+    ]
+    caps = range(plan.activation_cap + 1)
+    return bisect_right(caps, room, lo=1, key=lambda cap: _least_live(plan, sizes, cap)) - 1
+
+
+def _least_live(plan: SizedPlan, sizes: list[int], cap: int) -> int:
+    """The least bytes of ``cap`` live chunk-activations of a rank: those of its first forwards
+    without those of its first weight gradients. In units, forwards go through the chunks in turn,
+    and weight gradients back."""
+    unit, chunks = min(plan.schedule.unit, plan.num_microbatches), len(sizes)
+    round_ = unit * chunks
+    forwards = [0, *accumulate(size * unit for size in sizes)]
+    weights = [0, *accumulate(size * unit for size in reversed(sizes))]
+
+    def first(sums: list[int], count: int) -> int:
+        rounds, rest = divmod(count, round_)
+        chunk, more = divmod(rest, unit)
+        part = (sums[chunk + 1] - sums[chunk]) * more // unit if more else 0
+        return rounds * sums[-1] + sums[chunk] + part
+
+    most = max(0, plan.num_microbatches * chunks - cap)
+    # The least is where a chunk ends, of the forwards or of the weight gradients.
+    ends = {min(most, n * unit) for n in range(chunks)}
+    ends |= {min(most, (n * unit - cap) % round_) for n in range(chunks)}
+    return min(first(forwards, done + cap) - first(weights, done) for done in ends)
 
 
 def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
@@ -167,11 +232,14 @@ def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
     return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)
 
 
-def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
-    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes`` at a
-    time if they have their compute actions in the order of ``compute``, which has no other actions
-    and may be the beginning of a step. Messages arrive as late as possible."""
-    for rank in {0, compute.num_ranks - 1}:
+def order_peak(
+    compute: Schedule, plan: SizedPlan, held: StepBytes, ranks: Iterable[int]
+) -> tuple[int, int]:
+    """The peak in bytes of the fullest of these ranks, and that rank, if they have their compute
+    actions in the order of ``compute``, which has no other actions and may be the beginning of a
+    step. Messages arrive as late as possible."""
+    peaks = []
+    for rank in ranks:
         program = with_collectives(
             compute,
             rank,
@@ -182,11 +250,14 @@ def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: in
         )
         programs: list[RankProgram] = [()] * compute.num_ranks
         programs[rank] = tuple(_with_receives(program, compute))
-        if not fits(
-            plan.with_programs(replace(compute, programs=tuple(programs))), held, rank, limit_bytes
-        ):
-            return True
-    return False
+        ordered = plan.with_programs(replace(compute, programs=tuple(programs)))
+        peaks.append((rank_peak(ordered, held, rank).total, rank))
+    return max(peaks)
+
+
+def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
+    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes``."""
+    return order_peak(compute, plan, held, {0, compute.num_ranks - 1})[0] > limit_bytes
 
 
 def _with_receives(program: RankProgram, schedule: Schedule) -> Iterator[Action]:
@@ -259,9 +330,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
             at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
             worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
-            worst = max(
-                worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
-            )
+            busy = _held_s(plan, latency, stages)
+            capped = _capped_s(plan, price, latency, rank, slowed=slowed)
+            worst = max(worst, max(busy, capped) + last.updated_s)
     return worst
 
 
@@ -329,6 +400,18 @@ def _capped_s(
     exposed = m * sum(price.extras[s].exposed for s in stages)
     between = max(0.0, work * slowed - exposed * (slowed - 1.0))
     return first_backward + between + after_forward + latency.weight[0]
+
+
+def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
+    """Seconds of a rank's step by Little's law: activations are held for so long, and no more at a
+    time than the cap. While a unit is in the last chunk, all of it is held in the others; with a
+    cap of less than two units there, no two units are in the last chunk."""
+    m, cap, unit = plan.num_microbatches, plan.activation_cap, plan.schedule.unit
+    busy_s = m * sum(map(latency.held_s, stages)) / cap
+    others = (len(stages) - 1) * unit
+    if others < cap < 2 * others:
+        busy_s = max(busy_s, m // unit * unit * latency.held_s(stages[-1]) / (cap - others))
+    return busy_s
 
 
 def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:

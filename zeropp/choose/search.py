@@ -6,20 +6,22 @@ Families wait in a queue, sorted by a lower bound of their step time. Families t
 how data-parallel ranks are used have the same compute, so that one of them is sized for all. The
 one with the most shards is in the queue; the others follow when it wins, or when all else is
 settled. The search takes the first entry again and again: a family is first priced, if any member
-may fit into memory, then replaced by all members that may, and a member is simulated. It ends when
-no bound in the queue is below the best step by more than the ``tolerance``. So no configuration of
-the space that was not simulated is faster than the winner by more, as far as the bounds hold, with
-these limits: of recomputed blocks, half and all are tried, and all numbers for the winner alone;
-the rules below drop some configurations; and a budget of time may end the search early. The
-runner-up is the best of those that were simulated with other degrees.
+may fit into memory, then replaced by all members that may. A member gets the largest activation cap
+with which it fits; of a long step, its bound becomes the time that shorter steps tell; then it is
+simulated. The search ends when no bound in the queue is below the best step by more than the
+``tolerance``, or with its budget of time: then the lowest bound that is left gives its *gap*. Last,
+it climbs: it tries what is beside its winner, as long as that is faster. So no configuration of the
+space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
+these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
+activation caps, the largest that fits, and others beside the winner. The runner-up is the best of
+those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
-bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
-activation cap; otherwise it is dropped if no order fits all ranks. A whole family is dropped if no
-member can fit, and with it, if the activations alone do not fit, all families that differ only in
-how data-parallel ranks are used. As far as the bounds hold, this drops nothing that fits. Where a
-planner makes drafts of its orders, one whose compute actions alone take too long is not completed,
-and one whose beginning is too large is not planned to its end.
+bytes is too large. A whole family is dropped if no member can fit, and with it, if the activations
+alone do not fit, all families that differ only in how data-parallel ranks are used. As far as the
+bounds hold, this drops nothing that fits. Where a planner makes drafts of its orders, one whose
+compute actions alone take too long is not completed, and one whose beginning is too large is not
+planned to its end.
 """
 
 from __future__ import annotations
@@ -27,28 +29,25 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain, count
+from math import inf
 from time import process_time
 from typing import Generic
 
 from zeropp.choose.bounds import (
-    exceeds,
     least_bytes,
     least_compute_s,
     least_of_alike,
     least_of_family,
-    least_of_order_s,
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import compute_knobs, points
+from zeropp.choose.space import compute_knobs, neighbours, points, resized
+from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
-from zeropp.price.peak_memory import fits
-from zeropp.price.simulator import SimResult, simulate_within
+from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.layout import InfeasibleError
@@ -67,14 +66,24 @@ class Family(Generic[K]):
 
     bound_s: float
     number: int  # unique
+    asked: K  # knobs; those that are ``auto`` are searched
     candidate: Candidate[K]
     alike: object  # the same for families that differ only in how data-parallel ranks are used
     plan: SizedPlan | None  # None: not sized yet
+    forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
 
     def __lt__(self, other: Family[K]) -> bool:
-        """Whether this entry comes first: by its turn, by its bound, or as the older one."""
-        return (self.turn, self.bound_s, self.number) < (other.turn, other.bound_s, other.number)
+        """Whether this entry comes first: by its turn, by its bound, or as the older one. One that
+        takes long to simulate comes a little later."""
+        return (self.turn, self._rank_s, self.number) < (other.turn, other._rank_s, other.number)
+
+    @property
+    def _rank_s(self) -> float:
+        order = self.plan and self.plan.schedule
+        return self.bound_s * (
+            1 + _DEFERRED * order.num_microbatches * order.num_stages if order else 1
+        )
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with its durations, if any member may
@@ -87,6 +96,7 @@ class Family(Generic[K]):
             yield Priced(
                 bound_s=least_step_s(plan, times),
                 number=next(search.numbers),
+                asked=self.asked,
                 candidate=self.candidate,
                 alike=self.alike,
                 plan=plan,
@@ -113,15 +123,18 @@ class Priced(Family[K]):
             if later not in durations:
                 durations[later] = prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
-            yield Member(
+            member = Member(
                 bound_s=self.bound_s if plan is self.plan else least_step_s(plan, price),
                 number=next(search.numbers),
+                asked=self.asked,
                 candidate=candidate,
                 alike=self.alike,
                 plan=plan,
+                forwards=plan.num_microbatches * plan.schedule.num_stages,
                 turn=self.turn,
                 price=price,
             )
+            yield from search.with_cap(member, search.steps.capped(plan, price))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -130,14 +143,26 @@ class Member(Family[K]):
 
     plan: SizedPlan
     price: PlanPrice
+    is_begun: bool = False  # the beginning of its step fits
+    is_told: bool = False  # of a long step, the bound is the time that shorter ones tell
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """Simulate it; if it wins, the families follow that are alike."""
+        """The member with the largest cap that may fit, then with the time of a long step that
+        shorter ones tell. Then it is simulated, and if it wins, the families follow that are
+        alike."""
+        if not self.is_begun:
+            return search.begun(self)
+        if not self.is_told:
+            return search.told(self)
         before = search.outcome.winner
         search.evaluate(self)
         return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
 
 
+_DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
+_SETTLED = 3  # told steps that are simulated after a search was cut
+_CLIMB = 0.75  # share of the budget after which a search only improves its winner
+_CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
 _PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -186,9 +211,15 @@ class Outcome(Generic[K]):
     rejected: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    # Plans without their activation caps, and the smallest cap with which they were out of memory;
-    # with larger caps they are, too.
-    too_large: dict[SizedPlan, int] = field(default_factory=dict)
+    bound_s: float = float("inf")  # the least that a plan takes which the budget left untried
+
+    @property
+    def gap(self) -> float:
+        """The share by which a plan may be faster than the winner: 0 of a complete search, 1 where
+        one that was cut has found nothing."""
+        if self.winner is None:
+            return float(not self.is_complete)
+        return max(0.0, 1.0 - self.bound_s / self.winner.step_s)
 
     def offer(self, new: Evaluated[K]) -> None:
         """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
@@ -233,14 +264,12 @@ def search(
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner; where half of it has found nothing new that fits, what
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:
-    candidates that are simulated first, such as the winners of an earlier search, so that fewer
-    others have a bound below the best.
+    candidates that are tried first, such as published plans, or the winners of other tasks (with
+    as many data-parallel ranks as this one has), so that fewer others have a bound below the best.
     """
     budget = _Budget(budget_s)
     tuning = _Search(task, contender, asked or contender.knobs(), runner_up)
-    for candidate in known:
-        tuning.offer(candidate)
-    return tuning.run(microbatch_size, tolerance, budget)
+    return tuning.run(microbatch_size, tolerance, budget, known)
 
 
 class _Budget:
@@ -249,11 +278,13 @@ class _Budget:
     def __init__(self, seconds: float) -> None:
         now = process_time()
         self._ends, self._gives_up = now + seconds, now + _PATIENCE * seconds
-        self._hurry_at = now + seconds / 2
+        self._hurry_at, self._climbs_at = now + seconds / 2, now + seconds * _CLIMB
 
-    def is_over(self, *, found: bool) -> bool:
-        """Whether the search ends, where it has ``found`` something that fits or has not."""
-        return process_time() > (self._ends if found else self._gives_up)
+    def is_over(self, *, found: bool, climbs: bool = True) -> bool:
+        """Whether the search ends, where it has ``found`` something that fits or has not, or
+        whether it only ``climbs`` from then on."""
+        ends = self._ends if climbs else self._climbs_at
+        return process_time() > (ends if found else self._gives_up)
 
     def hurries(self) -> bool:
         """Whether half of the time is over, for the first time."""
@@ -274,22 +305,67 @@ class _Search(Generic[K]):
     def __init__(self, task: Task, contender: Contender[K], asked: K, runner_up: bool) -> None:
         self.task, self.contender, self._asked = task, contender, asked
         self._wants_runner_up, self._limit = runner_up, task.limit_bytes
+        asks_cap = getattr(asked, "activation_cap", None) == "auto"
+        self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
         self.others: dict[object, list[Family[K]]] = {}  # alike, of which one is in the queue
         # Of families alike, those with too many activations.
         self._too_many_activations: set[object] = set()
 
-    def offer(self, candidate: Candidate[K]) -> None:
-        """Simulate a candidate, and keep it if it fits and is the best so far."""
-        if evaluated := self._fitting(candidate):
-            self.outcome.offer(evaluated)
+    def run(
+        self,
+        microbatch_size: int | Auto,
+        tolerance: float,
+        budget: _Budget,
+        known: Iterable[Candidate[K]],
+    ) -> Outcome[K]:
+        """Begin with what is ``known``, take the first entry of the queue until no bound is below
+        the winner, then improve it."""
+        begin = (new for old in known for new in resized(old, self.task.num_gpus))
+        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), budget)
+        rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
+        if rest:
+            self.outcome.is_complete = False
+            self.outcome.bound_s = min(entry.bound_s for entry in rest)
+            told = (e for e in rest if isinstance(e, Member) and e.is_told)
+            for entry in heapq.nsmallest(_SETTLED, told):
+                if entry.bound_s < self.outcome.to_beat(runner_up=False):
+                    self.evaluate(entry)
+        self._climb(microbatch_size, budget)
+        return self.outcome
 
-    def run(self, microbatch_size: int | Auto, tolerance: float, budget: _Budget) -> Outcome[K]:
-        """Take the first entry of the queue, until no bound is below the winner."""
+    def _climb(self, microbatch_size: int | Auto, budget: _Budget) -> None:
+        """Try what is beside the winner until nothing there is faster, or the time is over."""
+        tried, improved = set[object](), self.outcome.winner
+        while improved and not budget.is_over(found=True):
+            best = improved
+            beside = [
+                (knobs, size)
+                for knobs, size in neighbours(self._asked, best.candidate)
+                if microbatch_size in ("auto", size) and (knobs, size) not in tried
+            ]
+            tried.update(beside)
+            self._drain_beside(beside, budget)
+            improved = self.outcome.winner if self.outcome.winner is not best else None
+
+    def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: _Budget) -> None:
+        """Try all knobs and microbatch sizes that are faster than the winner."""
+        families = (self._families(knobs, size) for knobs, size in asked)
+        self._drain(chain.from_iterable(families), _CLIMBS, budget, climbs=True)
+
+    def _drain(
+        self,
+        families: Iterable[Family[K]],
+        tolerance: float,
+        budget: _Budget,
+        *,
+        climbs: bool = False,
+    ) -> list[Family[K]]:
+        """Open the first entry again and again; returns what is left when the time is over."""
         outcome, others = self.outcome, self.others
         known = outcome.winner
-        for family in self._families(microbatch_size):
+        for family in families:
             others.setdefault(family.alike, []).append(family)
         # One of those that are alike, that with the most shards, which holds least.
         queue: list[Family[K]] = []
@@ -303,21 +379,25 @@ class _Search(Generic[K]):
                 heapq.heapify(queue)
                 others.clear()
             entry = heapq.heappop(queue)
-            if entry.bound_s >= outcome.to_beat(self._wants_runner_up) * (1.0 - tolerance):
+            wants = self._wants_runner_up and not climbs
+            if entry.bound_s >= outcome.to_beat(wants) * (1.0 - tolerance):
                 outcome.rejected[SLOWER] += 1
-            elif budget.is_over(found=outcome.winner is not None):
-                outcome.is_complete = False
-                break
-            elif outcome.winner is known and budget.hurries():
+            elif budget.is_over(found=outcome.winner is not None, climbs=climbs):
+                rest = [entry, *queue, *chain.from_iterable(others.values())]
+                others.clear()
+                return rest
+            elif outcome.winner is known and not climbs and budget.hurries():
                 queue = self._recomputed_first([entry, *queue])
             elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
                 outcome.rejected[OOM] += 1
             else:
-                for child in entry.opened(self):
-                    heapq.heappush(queue, child)
-        self._use_less("recompute_blocks")
-        self._use_less("offload_blocks")
-        return outcome
+                try:
+                    for child in entry.opened(self):
+                        heapq.heappush(queue, child)
+                except InfeasibleError as error:
+                    outcome.rejected[error.kind] += 1
+        others.clear()
+        return []
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
@@ -333,46 +413,12 @@ class _Search(Generic[K]):
         heapq.heapify(queue)
         return queue
 
-    def _use_less(self, name: str) -> None:
-        """Recompute, or offload, as few blocks as fit in the winner; ``name`` is the knob.
-
-        The search tries half of them, and all. More such blocks need less
-        memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
-        half are missed.
-        """
-        winner = self.outcome.winner
-        if winner is None:
-            return
-        asked, found = (getattr(k, name, None) for k in (self._asked, winner.candidate.knobs))
-        if asked != "auto" or not isinstance(found, int):  # by the user, or all that it can
-            return
-        fewest, most = 1, found
-        while fewest < most:
-            tried = (fewest + most) // 2
-            knobs = replace(winner.candidate.knobs, **{name: tried})  # type: ignore[type-var]
-            evaluated = self._fitting(replace(winner.candidate, knobs=knobs))
-            if evaluated:
-                most = tried
-                self.outcome.offer(evaluated)
-            else:
-                fewest = tried + 1
-
-    def _fitting(self, candidate: Candidate[K]) -> Evaluated[K] | None:
-        """The simulated candidate; None if it is infeasible or does not fit the memory."""
-        with suppress(InfeasibleError):
-            result = self.contender.simulated(self.task, candidate)
-            if result.fits(self._limit):
-                return Evaluated(candidate, result)
-        return None
-
-    def _families(self, microbatch_size: int | Auto) -> Iterator[Family[K]]:
-        """Every family for which the planner has a plan, with the cheapest bound."""
+    def _families(self, asked: K, microbatch_size: int | Auto) -> Iterator[Family[K]]:
+        """Every family within ``asked`` for which the planner has a plan, with its first bound."""
         space, prices, rejected = self.contender.space, self.contender.prices, self.outcome.rejected
         of_compute = compute_knobs(self.contender.knobs)
         bounds: dict[object, float] = {}
-        for point, size in points(
-            self.task, space, self._asked, microbatch_size, rejected=rejected
-        ):
+        for point, size in points(self.task, space, asked, microbatch_size, rejected=rejected):
             for knobs in space.families(point):
                 candidate, plan = Candidate(knobs, size), None
                 alike = (size, point.num_microbatches, of_compute(knobs))
@@ -384,6 +430,7 @@ class _Search(Generic[K]):
                 yield Family(
                     bound_s=bounds[alike],
                     number=next(self.numbers),
+                    asked=asked,
                     candidate=candidate,
                     alike=alike,
                     plan=plan,
@@ -406,7 +453,7 @@ class _Search(Generic[K]):
         if these alone are too many, no family fits that is alike."""
         of_sums: dict[bool, StepBytes] = {}
         own = entry.candidate.knobs
-        for knobs in self.contender.space.members(self._asked, own, family):
+        for knobs in self.contender.space.members(entry.asked, own, family):
             is_family = knobs is own
             candidate = entry.candidate if is_family else replace(entry.candidate, knobs=knobs)
             plan = family if is_family else self.sized(candidate)
@@ -416,7 +463,7 @@ class _Search(Generic[K]):
             if later not in of_sums:
                 of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
             held = of_sums[later]
-            if least_bytes(plan, held) <= self._limit:
+            if least_bytes(self.steps.with_least_cap(plan), held) <= self._limit:
                 yield candidate, plan, held
                 continue
             self.outcome.rejected[OOM] += 1
@@ -425,49 +472,39 @@ class _Search(Generic[K]):
                     self._too_many_activations.add(entry.alike)
                 return
 
+    def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
+        """The entry with the largest activation cap with which the beginning of a step fits."""
+        plan = self.steps.begun(entry.plan, entry.price)
+        yield from self.with_cap(replace(entry, is_begun=True), plan)
+
+    def told(self, entry: Member[K]) -> Iterable[Member[K]]:
+        """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
+        plan, told_s = self.steps.told(entry.plan, entry.price) or (None, 0.0)
+        bound_s = max(entry.bound_s, told_s)
+        yield from self.with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
+
+    def with_cap(self, entry: Member[K], plan: SizedPlan | None) -> Iterator[Member[K]]:
+        """The entry with the cap of its ``plan``; none without a plan."""
+        if plan is None:
+            self.outcome.rejected[OOM] += 1
+        elif plan.activation_cap == entry.plan.activation_cap:
+            yield entry
+        else:
+            knobs = replace(entry.candidate.knobs, activation_cap=plan.activation_cap)  # type: ignore[type-var]
+            candidate = replace(entry.candidate, knobs=knobs)
+            bound_s = max(entry.bound_s, least_step_s(plan, entry.price))
+            yield replace(entry, candidate=candidate, plan=plan, bound_s=bound_s)
+
     def evaluate(self, entry: Member[K]) -> None:
-        """Simulate a member in all orders that may be fast enough and whose first and last rank,
-        usually the fullest, fit. The fastest that fits on all ranks counts."""
-        outcome, plan, price = self.outcome, entry.plan, entry.price
-        uncapped = replace(plan, activation_cap=0)
-        cap = plan.activation_cap or plan.num_microbatches * plan.layout.chunks
-        if cap >= outcome.too_large.get(uncapped, cap + 1):
-            outcome.rejected[OOM] += 1
-            return
+        """Simulate a member; its fastest order that fits on all ranks counts."""
+        outcome = self.outcome
         slowest_s = outcome.slowest(self._wants_runner_up)
-        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
-        best: SimResult | None = None
-        simulated, large, tried = False, 0, 0
-        ranks = plan.schedule.num_ranks
-        try:
-            for draft in self.contender.orders(plan, price.stages, too_large):
-                tried += 1
-                if draft.compute and too_large(draft.compute):
-                    large += 1
-                    continue
-                if draft.compute and (
-                    least_of_order_s(draft.compute, plan, price, slowest_s) >= slowest_s
-                ):
-                    continue
-                whole = draft.complete()
-                if not all(fits(whole, price, rank, self._limit) for rank in {0, ranks - 1}):
-                    large += 1
-                    continue
-                simulated = True
-                result = simulate_within(whole, price, slowest_s)
-                if result is None or result.step_s >= slowest_s:
-                    continue
-                if all(fits(whole, price, rank, self._limit) for rank in range(ranks)):
-                    best, slowest_s = result, result.step_s
-                else:
-                    large += 1
-        except InfeasibleError as error:
-            outcome.rejected[error.kind] += 1
-            return
-        outcome.simulated += simulated
+        best = self.steps.fastest(entry.plan, entry.price, slowest_s)
+        outcome.simulated += 1
         if best:
-            outcome.offer(Evaluated(entry.candidate, best))
-        elif large:
+            knobs = entry.candidate.knobs
+            if best.plan.activation_cap != entry.plan.activation_cap:
+                knobs = replace(knobs, activation_cap=best.plan.activation_cap)  # type: ignore[type-var]
+            outcome.offer(Evaluated(replace(entry.candidate, knobs=knobs), best))
+        elif slowest_s == inf:
             outcome.rejected[OOM] += 1
-            if large == tried and not simulated:
-                outcome.too_large[uncapped] = cap

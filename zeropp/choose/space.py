@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import permutations
+from math import prod
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from zeropp.choose.planner import asked_degrees, most_slices
-from zeropp.choose.task import K, Task
+from zeropp.choose.task import Candidate, K, Task
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
@@ -131,6 +133,7 @@ def chunk_choices(
     numbers = set(known)
     if len(numbers) > 1:
         numbers.add(max(min(numbers), layers // pp))
+        numbers = {number for number in numbers if number * pp <= layers}
     for chunks in choices(asked.chunks, sorted(numbers)):
         largest = -(-layers // (pp * chunks))
         for kind, blocks in recompute_choices(
@@ -213,6 +216,65 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
     """The divisors of ``ranks`` within the limits; 1 if there are fewer ranks than the least."""
     fewest, most = limits
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
+
+
+def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
+    """(knobs, microbatch size) beside the best candidate that was found, with one setting changed
+    that ``asked`` leaves open, or two degrees; what fits only the old one is ``auto`` again."""
+    knobs, size = best.knobs, best.microbatch_size
+    values, names = vars(knobs), [n for n, value in vars(asked).items() if value == "auto"]
+    freed: dict[str, Any] = dict.fromkeys(("unit", "activation_cap", "reduce_every"), "auto")
+    freed = {n: value for n, value in freed.items() if n in names}
+    cap = {n: value for n, value in freed.items() if n == "activation_cap"}
+
+    def changed(**new: object) -> K:
+        return replace(cast("Any", knobs), **new)  # type: ignore[no-any-return]
+
+    degrees = [name for name in asked_degrees(knobs) if name in names]
+    for less, more in permutations(degrees, 2):
+        for factor in (2, 3):
+            if values[less] % factor == 0:
+                new = {less: values[less] // factor, more: values[more] * factor}
+                yield changed(**freed | new), size
+    for other in {size * 2, max(1, size // 2)} - {size}:
+        yield changed(**freed), other
+    known = get_type_hints(type(knobs))
+    for name in [name for name in names if name not in degrees]:
+        value = values[name]
+        if isinstance(value, int) and not isinstance(value, bool):
+            steps = {value + sign * 2**power for sign in (-1, 1) for power in range(6)}
+            steps |= {value * 2, value // 2, value * 5 // 4, value * 4 // 5}
+            for number in sorted(n for n in steps - {value} if n > 0):
+                yield changed(**cap | {name: number}), size
+        else:
+            blocks = {n: "auto" for n in names if n == "recompute_blocks" and name == "recompute"}
+            for choice in literals(known[name]) - {value, "auto"}:
+                yield changed(**cap | blocks | {name: choice}), size
+
+
+def resized(candidate: Candidate[K], num_gpus: int) -> Iterator[Candidate[K]]:
+    """The candidate, or where it is of another number of GPUs, it with more or fewer data-parallel
+    ranks."""
+    knobs = cast("Any", candidate.knobs)
+    degrees = {name: getattr(knobs, name) for name in asked_degrees(knobs)}
+    ranks = prod(degrees.values())
+    if ranks == num_gpus:
+        yield candidate
+        return
+    for name in ("replicate", "shard"):
+        if (size := getattr(knobs, name, 0)) and size * num_gpus % ranks == 0:
+            more = {name: size * num_gpus // ranks}
+            yield replace(candidate, knobs=replace(knobs, **more))
+
+
+def literals(hint: object) -> set[object]:
+    """The values that a type of booleans and literals has."""
+    if hint is bool:
+        return {False, True}
+    values = get_args(hint)
+    return (
+        set(values) if get_origin(hint) is Literal else {v for of in values for v in literals(of)}
+    )
 
 
 # Knobs that say how data-parallel ranks are used and what they send; the compute of a pipeline rank

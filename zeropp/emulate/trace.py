@@ -3,7 +3,8 @@ emulated device: every allocation is made, but none takes memory.
 
 ``trace_ranks`` runs a contender of the suite. ``trace_script`` runs a training script of anybody's,
 which makes its process groups itself and asks for a GPU or a CPU: there are no peers here, and both
-are the emulated device. A step is then what lies between two steps of its optimizer.
+are the emulated device. A step is then what lies between two steps of its optimizer, or between the
+ends of two backwards where it makes none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import runpy
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,6 +41,7 @@ from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.types.training import OptimizerConfig, Trainer
 
 _STEPS = 2  # of a script's optimizer; the first one makes its state
+_MOST_TRACED = 8  # ranks of a script that are all traced; of more, some of every kind
 
 
 class Program(Protocol):
@@ -64,7 +67,8 @@ class _EnoughError(BaseException):
 class Trace:
     """The trace of one rank: bytes by kind at the peak of a step, the seconds that it took to trace
     and, if its time is wanted, what its host has issued. Of a script, ``sent``: the objects that it
-    has sent; ``wants``: the object, its source and the script's line, for which it was cut off."""
+    has sent; ``wants``: the object, its source and the script's line, for which it was cut off;
+    ``by_backwards``: its steps end with backwards."""
 
     rank: int
     memory: MemoryBytes
@@ -72,6 +76,7 @@ class Trace:
     log: Sequence[Issued] = ()
     sent: Mapping[Hashable, bytes] = field(default_factory=dict)
     wants: tuple[Hashable, int, str] | None = None
+    by_backwards: bool = False
 
     @property
     def peers(self) -> set[int]:
@@ -113,10 +118,11 @@ def trace_script(
     tell: Callable[[int], None] = lambda _: None,
 ) -> list[Trace]:
     """Trace rank 0 of ``world`` and all ranks that messages connect it with, which are those of its
-    pipeline. Of every group in whose collectives rank 0 takes part, the second and the last rank,
-    with their pipelines, are traced to compare; all others are taken to do the same. Memory is that
-    of the second step. ``tell`` is called with how many are traced. Raises ScriptError if the
-    script does not get so far, and if what these ranks exchange does not match."""
+    pipeline. All others are traced to compare; of more than 8 ranks only the second and the last
+    of every group in whose collectives rank 0 takes part, with their pipelines, and the rest is
+    taken to do the same. Memory is that of the second step. ``tell`` is called with how many are
+    traced. Raises ScriptError if the script does not get so far, if what these ranks exchange does
+    not match, and for a pipeline without an optimizer, whose backwards are of microbatches."""
     traces: dict[int, Trace] = {}
     objects: dict[Hashable, bytes] = {}
     wants: dict[int, tuple[Hashable, int, str]] = {}
@@ -144,7 +150,9 @@ def trace_script(
     try:
         trace_all(wanted)
         pipeline = sorted(traces)
-        trace_all(traces[0].replicas)
+        if len(pipeline) > 1 and traces[0].by_backwards:
+            raise ScriptError(f"{path}: a pipeline's step ends with an optimizer's (make one)")
+        trace_all({*range(world)} if world <= _MOST_TRACED else traces[0].replicas)
     except BrokenProcessPool:
         ranks = ", ".join(map(str, sorted(wanted - traces.keys())))
         line = f"the process of rank {ranks} was killed (by os._exit, or for its memory)"
@@ -237,6 +245,13 @@ def _trace_script(
     peaks: list[MemoryBytes] = []
     stepped: list[object] = []
 
+    backward = torch.autograd.backward
+
+    def backward_to_count(*arguments: Any, **keywords: Any) -> None:
+        backward(*arguments, **keywords)
+        if not any(issubclass(type(held), torch.optim.Optimizer) for held in gc.get_objects()):
+            count(backward)
+
     def count(optimizer: object, *_: object) -> None:
         stepped.append(optimizer)
         if optimizer is not stepped[0]:
@@ -250,14 +265,18 @@ def _trace_script(
     with (
         _alone(rank, world, describe, is_script=True) as (device, allocations),
         as_launched(device, allocations, path, arguments, rank, world, cluster, objects),
+        replaced((torch.autograd, "backward", backward_to_count)),
     ):
         log = device.log
         log.where = line_here
+        if rank:  # the first one has given these warnings
+            warnings.simplefilter("ignore")
         handle = register_optimizer_step_post_hook(count)
         try:
             runpy.run_path(path, run_name="__main__")
         except _EnoughError:
-            return Trace(rank, peaks[-1], time.perf_counter() - begin, log.issued, objects.sent)
+            seconds, ended = time.perf_counter() - begin, stepped[0] is backward
+            return Trace(rank, peaks[-1], seconds, log.issued, objects.sent, None, ended)
         except UnknownObjectError as error:
             return Trace(rank, MemoryBytes(), 0.0, (), objects.sent, error.wants)
         except (Exception, SystemExit) as error:
@@ -265,6 +284,7 @@ def _trace_script(
         finally:
             handle.remove()
     raise ScriptError(
-        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer "
-        f"(needed: {_STEPS}); numbers that it computes are read as 0.0, or 1 for integers"
+        f"{path}: ended on rank {rank} after {len(peaks)} steps of an optimizer (needed: {_STEPS}; "
+        "of backwards, if it makes none); numbers that it computes are read as 0.0, or 1 for "
+        "integers"
     )

@@ -53,7 +53,7 @@ def block_saved(work: Work) -> float:
     """
     shape, program = work.shape, work.program
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
-    split = sequence_split(work)
+    a, split = shape.attended, sequence_split(work)
     scores = 0.0
     if not program.flash and work.recompute not in ("selective", "mlp"):
         scores = shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
@@ -64,12 +64,12 @@ def block_saved(work: Work) -> float:
     products = 2 * h * _input_bytes(work) / _inputs_split(work)
     if work.by_heads > 1:  # attention keeps what it got and gave; heads that are sent twice, too
         kv = max(kv, work.by_heads * work.tp * shape.head_dim)
-    given = h * (work.by_heads > 1)
-    inner = (2 * h + 2 * kv + given) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
+    given = a * (work.by_heads > 1)
+    inner = (2 * a + 2 * kv + given) * e + _mlp_saved_bytes(work) + a * program.eight_bit  # a cast
     inner += FP32 * shape.heads if program.flash else scores
     rotations = 0
     if not program.fused_rotary and shape.family == "llama":
-        inner += h * e  # rotated heads are contiguous, so attention's output is copied into rows
+        inner += a * e  # rotated heads are contiguous, so attention's output is copied into rows
         rotations = (
             4 * FP32 * work.tokens // work.microbatch * shape.head_dim // 2
         )  # sines, cosines; queries and keys
@@ -88,8 +88,8 @@ def block_kept(work: Work) -> float:
     if work.recompute == "none":
         return block_saved(work)
     shape, e, selective = work.shape, element_bytes(work.precision), work.program.selective
-    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    attended = (2 * h + 2 * kv) * e + FP32 * shape.heads
+    h, a, kv = shape.hidden, shape.attended, shape.kv_heads * shape.head_dim
+    attended = (2 * a + 2 * kv) * e + FP32 * shape.heads
     if work.recompute == "mlp":
         return boundary_bytes(work) + work.tokens * (attended / work.tp + h * e)
     if selective in ("scores", "half", "mlp"):
@@ -100,17 +100,17 @@ def block_kept(work: Work) -> float:
         return {"scores": saved, "half": half, "mlp": saved - work.tokens * mlp}[selective]
     if selective in ("qkv", "qkv_out"):  # what attention gave is made again
         out = h * e * (selective == "qkv_out")
-        return boundary_bytes(work) + work.tokens * ((h + 2 * kv) * e / work.tp + out)
+        return boundary_bytes(work) + work.tokens * ((a + 2 * kv) * e / work.tp + out)
     if selective == "alternate":  # outputs of products, in the order of a block
         outputs = [
-            h / work.tp,
+            a / work.tp,
             kv / work.tp,
             kv / work.tp,
             h,
             *[shape.ffn / work.tp] * shape.gates,
             h,
         ]
-        kept = e * (sum(outputs[::2]) + h / work.tp) + FP32 * shape.heads / work.tp
+        kept = e * (sum(outputs[::2]) + a / work.tp) + FP32 * shape.heads / work.tp
         return boundary_bytes(work) + work.tokens * kept
     split = attended + shape.gates * shape.ffn * e
     sums = 2 * h * e  # outputs of the row-parallel products, whole on every TP rank
@@ -124,11 +124,11 @@ def block_deferred(work: Work) -> float:
     and a gradient is held for every parameter (``torch.distributed.pipelining._backward``).
     """
     shape, e = work.shape, element_bytes(work.precision)
-    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    outputs = (h + 2 * kv + shape.gates * shape.ffn) / work.tp
+    h, a, kv = shape.hidden, shape.attended, shape.kv_heads * shape.head_dim
+    outputs = (a + 2 * kv + shape.gates * shape.ffn) / work.tp
     if work.program.torch_stages:
         return block_saved(work) + work.tokens * e * (outputs + 4 * h)
-    inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
+    inputs = 2 * h / sequence_split(work) + (a + shape.ffn) / work.tp
     return work.tokens * e * (inputs + outputs + 2 * h)
 
 

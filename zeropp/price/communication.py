@@ -105,7 +105,7 @@ def _heads_s(cluster: Cluster, layout: Layout, work: Work) -> float:
     among = group(cluster, work.by_heads, axis_stride(layout, "context"), layout.world)
     kv = max(shape.kv_heads // work.tp, work.by_heads) * shape.head_dim
     element = work.tokens * element_bytes(work.precision)
-    sizes = (element * (shape.hidden / work.tp + 2 * kv), element * shape.hidden / work.tp)
+    sizes = (element * (shape.attended / work.tp + 2 * kv), element * shape.attended / work.tp)
     copied = stream_s(cluster.device, 4 * sum(sizes), kernels=4)
     return copied + sum(all_to_all_s(cluster, among, size) for size in sizes)
 

@@ -41,8 +41,9 @@ class EagerPass:
     ffn: float
 
     def moved(self, shape: ModelShape) -> float:
-        """Bytes per token."""
-        keys = shape.kv_heads * shape.head_dim
+        """Bytes per token. A query moves as much as a key, so heads whose widths do not add up to
+        the hidden state's count as more keys, or fewer."""
+        keys = shape.kv_heads * shape.head_dim + shape.attended - shape.hidden
         return self.hidden * shape.hidden + self.keys * keys + self.ffn * shape.ffn
 
 

@@ -18,7 +18,7 @@ def block_parameters(shape: ModelShape) -> int:
     """Parameters of one transformer block."""
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     if shape.family == "gpt":
-        biases = 2 * h + 2 * kv + shape.gates * shape.ffn + h
+        biases = h + shape.attended + 2 * kv + shape.gates * shape.ffn + h
         return linear_weights(shape) + biases + 4 * h  # two LayerNorms
     return linear_weights(shape) + 2 * h  # two RMSNorms
 
@@ -26,7 +26,7 @@ def block_parameters(shape: ModelShape) -> int:
 def linear_weights(shape: ModelShape) -> int:
     """Parameters in the weights of the linear layers of one block: all but biases and norms."""
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    return 2 * h * h + 2 * h * kv + (shape.gates + 1) * h * shape.ffn
+    return 2 * h * shape.attended + 2 * h * kv + (shape.gates + 1) * h * shape.ffn
 
 
 def piece_parameters(shape: ModelShape, index: int) -> int:
@@ -49,10 +49,10 @@ def parameter_count(shape: ModelShape) -> int:
 def block_forward_flops(shape: ModelShape) -> int:
     """Forward FLOPs of one block per token: projections, and attention over the whole sequence.
 
-    Causal attention is counted in full (4*s*h), as Megatron-LM's and PaLM's MFU do
-    (arXiv 2104.04473, eq. 3; arXiv 2204.02311, appendix B).
+    Causal attention is counted in full (4*s*h for heads that are h wide together), as Megatron-LM's
+    and PaLM's MFU do (arXiv 2104.04473, eq. 3; arXiv 2204.02311, appendix B).
     """
-    return 2 * linear_weights(shape) + 4 * (shape.document or shape.seq) * shape.hidden
+    return 2 * linear_weights(shape) + 4 * (shape.document or shape.seq) * shape.attended
 
 
 def piece_forward_flops(shape: ModelShape, index: int) -> int:

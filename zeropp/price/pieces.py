@@ -91,12 +91,12 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     queries, keys and values; of a gated MLP), unless the program has separate ones."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    attended, gated = [h + 2 * kv], [shape.gates * shape.ffn]
+    attended, gated = [shape.attended + 2 * kv], [shape.gates * shape.ffn]
     if work.program.separate_projections:
-        attended, gated = [h, kv, kv], [shape.ffn] * shape.gates
+        attended, gated = [shape.attended, kv, kv], [shape.ffn] * shape.gates
     return (
         *((h, max(1, n // tp)) for n in attended),
-        (h // tp or 1, h),
+        (shape.attended // tp or 1, h),
         *((h, n // tp) for n in gated),
         (shape.ffn // tp or 1, h),
     )
@@ -342,7 +342,7 @@ def block_traffic(work: Work) -> float:
     around = 6
     if work.program.separate_projections:
         around = 0 if shape.family == "gpt" else 4
-    inside = (around * shape.hidden + _activation_passes(work) * shape.ffn) / work.tp
+    inside = (around * shape.attended + _activation_passes(work) * shape.ffn) / work.tp
     inside += 2 * _biases_added(work)[1]
     return work.tokens * e * work.program.traffic_factor * (whole * shape.hidden + inside)
 
@@ -353,7 +353,7 @@ def _late_biases_s(work: Work) -> float:
     if not work.program.torch_stages or work.shape.family != "gpt":
         return 0.0
     shape, tp = work.shape, work.tp
-    summed = 3 * shape.hidden / tp + shape.ffn / tp + 2 * shape.hidden
+    summed = 3 * shape.attended / tp + shape.ffn / tp + 2 * shape.hidden
     return stream_s(work.device, work.tokens * element_bytes(work.precision) * summed, kernels=6)
 
 
@@ -362,9 +362,10 @@ def _biases_added(work: Work) -> tuple[int, int]:
     (``LinearFunctionForZeroStage3``), or those of row-parallel products."""
     if not work.program.separate_biases or work.shape.family != "gpt":
         return 0, 0
+    shape = work.shape
     if work.program.live_parameters:
-        return 6, 5 * work.shape.hidden + work.shape.ffn
-    return (2, 2 * work.shape.hidden) if work.tp > 1 else (0, 0)
+        return 6, 3 * shape.attended + 2 * shape.hidden + shape.ffn
+    return (2, 2 * shape.hidden) if work.tp > 1 else (0, 0)
 
 
 def mlp_traffic(work: Work) -> float:
@@ -400,7 +401,7 @@ def block_traffic_backward(work: Work) -> float:
     else:  # layout and joining
         around += 8
     passes = 4 if shape.gates == 1 else 7.5
-    inside = (around * shape.hidden + passes * shape.ffn) / work.tp
+    inside = (around * shape.attended + passes * shape.ffn) / work.tp
     scale = work.tokens * element_bytes(work.precision) * work.program.traffic_factor
     return scale * ((2 * whole + added) * shape.hidden + inside)
 

@@ -132,7 +132,8 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
             sent_s = stage_memory(plan, work, first_like).sent / host.rate
             costs[stage] = replace(costs[stage], store=sent_s, load=sent_s)
         network_share = host_network_share(plan.layout, cluster)
-    limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
+    eight_bit = work.program.eight_bit
+    limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)
     return StepTimes(
         stages=tuple(costs),
         extras=tuple(first[s][1] for s in like),
@@ -140,7 +141,7 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         stragglers=slowest,
         overlap_slowdown=cluster.device.overlap_slowdown,
         network_share=network_share,
-        limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+        limit_s=plan.global_batch * plan.shape.seq / (world * limit.tokens_per_s_per_gpu),
     )
 
 

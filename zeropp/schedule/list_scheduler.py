@@ -10,10 +10,10 @@ in flight and the delayed weight gradients.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
 
 from zeropp.schedule.program import Action, Op, RankProgram, StageCost
@@ -114,44 +114,26 @@ def beginning(
     return run.planned()
 
 
-class _RankState:
-    """How far one rank has come in each of its orders (``Orders.places``), and until when it is
-    busy."""
-
-    __slots__ = (
-        "backward",
-        "backwards",
-        "forward",
-        "forward_turn",
-        "forwards",
-        "free_at",
-        "kinds",
-        "weights",
-    )
-
-    def __init__(self, forward: list[int], backward: list[int]) -> None:
-        self.forward, self.backward = forward, backward
-        self.forwards = self.backwards = self.weights = 0  # done so far
-        self.forward_turn = False
-        self.free_at = 0.0
-        self.kinds: list[Op] = []
-
-
 class _Run:
-    """One run of the list scheduler. ``_ready`` says when the input at each of ``Orders.places``
-    arrives."""
+    """One run of the list scheduler. Lists without another key have an entry per rank.
+
+    ``ready`` says when the input at each of ``Orders.places`` arrives. This is the inner loop of
+    every search, so it is one function without objects.
+    """
 
     def __init__(
         self, orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy
     ) -> None:
-        self._orders, self._cap, self._policy = orders, cap, policy
-        self._count = orders.num_microbatches
-        self._back = len(orders.stage_rank) * self._count
-        self._never = 2 * self._back
-        self._ready = [_NEVER] * (self._never + 1)
-        self._ready[: self._count] = [0.0] * self._count
-        self._ranks = [_RankState(forward, backward) for forward, backward in orders.places]
-        self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
+        ranks, count = len(orders.forward), orders.num_microbatches
+        self._orders, self._cap, self._policy, self._count = orders, cap, policy, count
+        self._back = len(orders.stage_rank) * count
+        self._ready = [_NEVER] * (2 * self._back + 1)
+        self._ready[:count] = [0.0] * count
+        self._forwards, self._backwards, self._weights = [0] * ranks, [0] * ranks, [0] * ranks
+        self._forward_turn = [False] * ranks
+        self._free_at = [0.0] * ranks
+        self._kinds: list[list[Op]] = [[] for _ in range(ranks)]
+        self._events = [(0.0, rank) for rank in range(ranks)]  # a heap
         self._forward_s = [cost.forward for cost in costs]
         self._weight_s = [cost.backward_weight for cost in costs]
         self._input_s = [cost.backward_input for cost in costs]
@@ -164,96 +146,93 @@ class _Run:
     def result(self) -> Planned:
         """Run to the end. Raises ValueError if the cap is too small."""
         self.advance(_NEVER)
-        for rank, state in enumerate(self._ranks):
-            if state.weights < len(state.backward) - 1:
+        for rank, order in enumerate(self._orders.backward):
+            if self._weights[rank] < len(order):
                 raise ValueError(
                     f"activation_cap={self._cap} of pipeline rank {rank} is too small: "
-                    f"{len(state.forward) - 1 - state.forwards} forwards can never start"
+                    f"{len(order) - self._forwards[rank]} forwards can never start"
                 )
         return self.planned()
 
     def planned(self) -> Planned:
         """What has been planned so far."""
-        return Planned(
-            self._orders,
-            tuple(state.kinds for state in self._ranks),
-            max(state.free_at for state in self._ranks),
-        )
+        return Planned(self._orders, tuple(self._kinds), max(self._free_at))
 
     def advance(self, until_s: float) -> None:
         """Begin all actions that can begin until then."""
-        events, ranks, ready, cap = self._events, self._ranks, self._ready, self._cap
+        events, ready, count, back, cap = (
+            self._events,
+            self._ready,
+            self._count,
+            self._back,
+            self._cap,
+        )
+        forwards, backwards, weights = self._forwards, self._backwards, self._weights
+        forward_turn, free_at, all_kinds = self._forward_turn, self._free_at, self._kinds
+        forward_s, input_s, weight_s, hop_s = (
+            self._forward_s,
+            self._input_s,
+            self._weight_s,
+            self._hop_s,
+        )
+        places, ranks, last = self._orders.places, self._orders.stage_rank, len(self._hop_s)
+        alternate, patience = self._policy.alternate, self._policy.patience
+        split, never = self._orders.split_backward, 2 * back
         while events and events[0][0] <= until_s:
             time, rank = events[0]  # replaced by the end of the action that begins, if one does
-            state = ranks[rank]
-            if state.free_at > time:
-                heapq.heappop(events)
+            if free_at[rank] > time:
+                heappop(events)
                 continue
-            place = state.forward[state.forwards]
-            forward, backward = ready[place], ready[state.backward[state.backwards]]
-            waits = state.weights < state.backwards  # whether a weight gradient waits
-            if state.forwards - state.weights >= cap:
+            forward_places, backward_places = places[rank]
+            place, back_place = forward_places[forwards[rank]], backward_places[backwards[rank]]
+            forward, backward = ready[place], ready[back_place]
+            waits = weights[rank] < backwards[rank]  # whether a weight gradient waits
+            turn = forward_turn[rank]
+            makes_room = False
+            if forwards[rank] - weights[rank] >= cap:
                 forward = _NEVER
-                if state.forward_turn and waits and place != self._never:
-                    self._run_weight(rank, state, time)
+                makes_room = turn and waits and place != never
+            if not makes_room and backward <= time and not (turn and forward <= time):
+                stage = (back_place - back) // count
+                backwards[rank] += 1
+                forward_turn[rank] = alternate
+                weights[rank] += not split
+                all_kinds[rank].append(Op.BACKWARD_INPUT if split else Op.FULL_BACKWARD)
+                end = time + input_s[stage]
+                if not split:
+                    end += weight_s[stage]
+                # Where the output goes, if it goes to another stage, and when it is there.
+                to, target = stage - 1, back_place - count
+                arrival = end + hop_s[to] if stage else _NEVER
+            elif not makes_room and forward <= time:
+                stage = place // count
+                forwards[rank] += 1
+                forward_turn[rank] = False
+                all_kinds[rank].append(Op.FORWARD)
+                end = time + forward_s[stage]
+                to, target = stage + 1, place + count
+                if stage < last:
+                    arrival = end + hop_s[stage]
+                else:
+                    ready[place + back], arrival = end, _NEVER
+            elif waits:
+                stage = (backward_places[weights[rank]] - back) // count
+                idle_s = min(backward, forward) - time
+                if not makes_room and patience and idle_s <= patience * weight_s[stage]:
+                    heappop(events)
                     continue
-            if backward <= time and not (state.forward_turn and forward <= time):
-                self._run_backward(rank, state, time)
-            elif forward <= time:
-                self._run_forward(rank, state, time)
-            elif waits and self._is_worth_it(state, min(backward, forward) - time):
-                self._run_weight(rank, state, time)
+                weights[rank] += 1
+                all_kinds[rank].append(Op.BACKWARD_WEIGHT)
+                end = time + weight_s[stage]
+                arrival = _NEVER
             else:
-                heapq.heappop(events)
-
-    def _is_worth_it(self, state: _RankState, idle_s: float) -> bool:
-        """Whether to start a weight gradient if other work is due in ``idle_s``."""
-        if not self._policy.patience:
-            return True
-        stage = (state.backward[state.weights] - self._back) // self._count
-        return idle_s > self._policy.patience * self._weight_s[stage]
-
-    def _run_forward(self, rank: int, state: _RankState, time: float) -> None:
-        place = state.forward[state.forwards]
-        stage = place // self._count
-        state.forwards += 1
-        state.forward_turn = False
-        state.kinds.append(Op.FORWARD)
-        end = state.free_at = time + self._forward_s[stage]
-        heapq.heapreplace(self._events, (end, rank))
-        if stage < len(self._hop_s):
-            self._send(rank, stage + 1, place + self._count, end + self._hop_s[stage])
-        else:
-            self._ready[place + self._back] = end
-
-    def _run_backward(self, rank: int, state: _RankState, time: float) -> None:
-        place = state.backward[state.backwards]
-        stage = (place - self._back) // self._count
-        state.backwards += 1
-        state.forward_turn = self._policy.alternate
-        end = time + self._input_s[stage]
-        if self._orders.split_backward:
-            state.kinds.append(Op.BACKWARD_INPUT)
-        else:
-            state.kinds.append(Op.FULL_BACKWARD)
-            state.weights += 1
-            end += self._weight_s[stage]
-        state.free_at = end
-        heapq.heapreplace(self._events, (end, rank))
-        if stage > 0:
-            self._send(rank, stage - 1, place - self._count, end + self._hop_s[stage - 1])
-
-    def _run_weight(self, rank: int, state: _RankState, time: float) -> None:
-        stage = (state.backward[state.weights] - self._back) // self._count
-        state.weights += 1
-        state.kinds.append(Op.BACKWARD_WEIGHT)
-        end = state.free_at = time + self._weight_s[stage]
-        heapq.heapreplace(self._events, (end, rank))
-
-    def _send(self, sender: int, stage: int, place: int, arrival: float) -> None:
-        """Note when an output arrives at a stage, and wake that rank then. A rank that is busy at
-        that time needs no waking: it looks for work when it is done."""
-        self._ready[place] = arrival
-        rank = self._orders.stage_rank[stage]
-        if rank != sender and arrival > self._ranks[rank].free_at:
-            heapq.heappush(self._events, (arrival, rank))
+                heappop(events)
+                continue
+            free_at[rank] = end
+            heapreplace(events, (end, rank))
+            if arrival < _NEVER:
+                # A rank that is busy then needs no waking: it looks for work when it is done.
+                ready[target] = arrival
+                receiver = ranks[to]
+                if receiver != rank and arrival > free_at[receiver]:
+                    heappush(events, (arrival, receiver))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -19,6 +19,9 @@ from zeropp.schedule.program import Schedule, ScheduleSizes, StepEnd
 from zeropp.types.layout import Layout
 from zeropp.types.literals import Precision, Recompute, ReduceEvery, WireType
 from zeropp.types.shape import ModelShape
+
+# Schedules in which every chunk runs all microbatches of the step one after another.
+_ONCE = ("accumulation", "gpipe", "looped_bfs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,21 @@ class SizedPlan:
     def num_units(self) -> int:
         """Scheduling units per step; the last one may be short."""
         return -(-self.num_microbatches // self.schedule.unit)
+
+    @property
+    def period(self) -> int:
+        """The microbatches after which the order of a long step repeats itself: units of at least
+        one round of the pipeline, or all where each chunk runs all of them one after another."""
+        unit, ranks, m = self.schedule.unit, self.layout.pp, self.num_microbatches
+        if ranks == 1 or self.schedule.name in _ONCE:
+            return m
+        return unit * -(-ranks // unit) if unit < m else ranks
+
+    def shortened(self, num_microbatches: int) -> SizedPlan:
+        """The plan of a step with fewer microbatches, and of the same price."""
+        unit = num_microbatches if self.num_units == 1 else self.schedule.unit
+        sizes = replace(self.schedule, num_microbatches=num_microbatches, unit=unit)
+        return replace(self, schedule=sizes)
 
     @property
     def global_batch(self) -> int:

@@ -65,6 +65,8 @@ class Range:
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 raise ValueError("must be finite")
+            if isinstance(value, int) and value >= 2**63:
+                raise ValueError("must be less than 2^63")
             if not self.holds(value):
                 raise ValueError(f"must be {self.words}")
         return value
@@ -81,6 +83,8 @@ class Range:
 
 AT_LEAST_0 = Range("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Range("at least 1", lambda value: value >= 1)
+SIZE = Range("from 1 to 2^31 - 1", lambda value: 1 <= value < 2**31)
+NUM_LAYERS = Range("from 1 to 100,000", lambda value: 1 <= value <= 100_000)  # each is planned
 MORE_THAN_0 = Range("more than 0", lambda value: value > 0)
 FROM_0_TO_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
 

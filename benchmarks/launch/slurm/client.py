@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.launch.options import OWNED, seconds_of
 
 TIMEOUT_S = 60.0
+_TOLD = 500  # last letters of what a command says of its failure
 _NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): ((error|fatal): )?")
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
 _PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
@@ -139,8 +140,10 @@ def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | 
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
     if done.returncode:
-        lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
-        message = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
+        # A site's plugin gives the cause first, and the command's last line only the consequence.
+        lines = dict.fromkeys(_NOISE.sub("", line.strip()) for line in done.stderr.splitlines())
+        told = "; ".join(line for line in lines if line and not line.startswith('Try "'))
+        message = f"{command[0]}: {told[-_TOLD:] or f'exit {done.returncode}'}"
         # These concern the answer only: the controller may have acted.
         lost = re.search(r"timed out|timeout|receive|connection (reset|refused)", message, re.I)
         raise (NoAnswerError if lost else SlurmError)(message)

@@ -43,8 +43,9 @@ function readable(value) {
   return flat ? value.join(", ") : JSON.stringify(value, null, 1);
 }
 
-function showSource(id) {
-  const source = sources[id];
+async function showSource(id) {
+  sources ??= readSources();
+  const source = (await sources)[id];
   document.getElementById("provenance-title").textContent = id;
   const table = document.createElement("table");
   for (const [name, value] of Object.entries(source)) {
@@ -60,7 +61,14 @@ function showSource(id) {
   document.getElementById("provenance").showModal();
 }
 
-const sources = JSON.parse(document.getElementById("sources").textContent);
+// JSON by record, packed with gzip; unpacked where somebody first asks for one.
+async function readSources() {
+  const packed = document.getElementById("sources").textContent;
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(unpacked).json();
+}
+let sources;
 document.addEventListener("click", (event) => {
   const source = event.target.closest("button.source");
   if (source) return showSource(source.dataset.record);

@@ -1,0 +1,154 @@
+"""The simulated steps of one candidate: its fastest order, the largest activation cap that fits,
+and the time of a long step by two shorter ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
+from zeropp.choose.contender import Contender
+from zeropp.price import PlanPrice, StepBytes
+from zeropp.price.peak_memory import rank_peak
+from zeropp.price.simulator import SimResult, simulate_within
+from zeropp.schedule.legality import live_activations
+from zeropp.schedule.plan import Plan, SizedPlan
+from zeropp.schedule.program import Schedule
+from zeropp.schedule.zeropp_order import smallest_cap
+
+_FILLED = 2  # units in which a rank fills its memory
+_REPEATS = 3  # periods of a step after which it repeats itself
+_TOLD = 5e-4  # share by which a step may be shorter than shorter ones tell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The simulated steps of a contender's plans. ``asks_cap``: an activation cap that does not fit
+    is lowered until it does."""
+
+    contender: Contender[Any]
+    limit_bytes: int
+    asks_cap: bool
+
+    def with_least_cap(self, plan: SizedPlan) -> SizedPlan:
+        """The plan with the smallest activation cap that it may get here."""
+        if not self.asks_cap:
+            return plan
+        order = plan.schedule
+        cap = smallest_cap(plan.layout.chunks, order.num_microbatches, order.unit)
+        return replace(plan, activation_cap=cap)
+
+    def capped(self, plan: SizedPlan, price: StepBytes) -> SizedPlan | None:
+        """The plan with the largest cap up to its own that may fit; None if there is none."""
+        if not self.asks_cap:
+            return plan
+        capped = replace(plan, activation_cap=largest_cap(plan, price, self.limit_bytes))
+        least = self.with_least_cap(plan).activation_cap
+        return capped if capped.activation_cap >= least else None
+
+    def begun(self, plan: SizedPlan, price: PlanPrice) -> SizedPlan | None:
+        """The plan with the largest cap up to its own with which the beginning of its first order
+        fits on the first and the last rank; None if there is none."""
+        if not self.asks_cap:
+            return plan
+        ranks = plan.schedule.num_ranks
+        short = plan.shortened(min(plan.num_microbatches, _FILLED * plan.schedule.unit + ranks))
+        while True:
+            order = next(self.contender.orders(short, None, None)).compute
+            assert order is not None
+            peak, rank = order_peak(order, short, price, {0, ranks - 1})
+            if peak <= self.limit_bytes:
+                return replace(plan, activation_cap=short.activation_cap)
+            lower = self._lower(short, order, price, rank, peak)
+            if lower is None:
+                return None
+            short = lower
+
+    def told(self, plan: SizedPlan, price: PlanPrice) -> tuple[SizedPlan, float] | None:
+        """The plan, with a cap that fits, and its seconds by two shorter steps: the actions of more
+        microbatches repeat themselves. 0 s where a step is not long; None where no order fits."""
+        m, period = plan.num_microbatches, plan.period
+        few = m % period + _REPEATS * period
+        if m < 2 * few:
+            return plan, 0.0
+        best: tuple[SizedPlan, float] | None = None
+        for short, results in self._tried(plan.shortened(few), price, inf):
+            orders = self.contender.orders(short.shortened(few + period), price.stages, None)
+            repeats = (m - few) / period - 1
+            told = [
+                longer.step_s + repeats * (longer.step_s - result.step_s)
+                for result, order in zip(results, orders, strict=False)
+                if result and (longer := simulate_within(order.complete(), price, inf))
+            ]
+            if told and (not best or min(told) < best[1]):
+                best = replace(plan, activation_cap=short.activation_cap), min(told) * (1 - _TOLD)
+        return best
+
+    def fastest(self, plan: SizedPlan, price: PlanPrice, slowest_s: float) -> SimResult | None:
+        """The step in its fastest order that fits on all ranks; None if none takes less than
+        ``slowest_s``."""
+        best = None
+        for _, results in self._tried(plan, price, slowest_s):
+            for result in filter(None, results):
+                if result.step_s < slowest_s:
+                    best, slowest_s = result, result.step_s
+        return best
+
+    def _tried(
+        self, plan: SizedPlan, price: PlanPrice, slowest_s: float
+    ) -> Iterator[tuple[SizedPlan, list[SimResult | None]]]:
+        """The plan with its cap, and with lower ones as long as some order does not fit, each with
+        the simulated step of every order; None for one that does not fit, or takes ``slowest_s`` or
+        the time of another."""
+        lower: SizedPlan | None = plan
+        while lower is not None:
+            plan, lower = lower, None
+            results: list[SimResult | None] = []
+            too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
+            for draft in self.contender.orders(plan, price.stages, too_large):
+                results.append(None)
+                order = draft.compute
+                if order and least_of_order_s(order, plan, price, slowest_s) >= slowest_s:
+                    continue
+                if order and (full := self._overfull(order, plan, price)):
+                    lower = lower or self._lower(plan, order, price, *full)
+                    continue
+                whole = draft.complete()
+                if full := self._fullest(whole, price):
+                    lower = lower or self._lower(plan, whole.schedule, price, *full)
+                    continue
+                results[-1] = simulate_within(whole, price, slowest_s)
+                if slowest_s < inf and (result := results[-1]):
+                    slowest_s = min(slowest_s, result.step_s)
+            yield plan, results
+
+    def _overfull(
+        self, order: Schedule, plan: SizedPlan, price: PlanPrice
+    ) -> tuple[int, int] | None:
+        """The rank that holds too much by compute actions alone, the first or the last, and its
+        peak."""
+        peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
+        return (rank, peak) if peak > self.limit_bytes else None
+
+    def _fullest(self, whole: Plan, price: PlanPrice) -> tuple[int, int] | None:
+        """A rank that holds too much, and its peak."""
+        last = whole.schedule.num_ranks - 1
+        for rank in sorted(range(last + 1), key=lambda r: 0 < r < last):  # usually an end
+            if (peak := rank_peak(whole, price, rank).total) > self.limit_bytes:
+                return rank, peak
+        return None
+
+    def _lower(
+        self, plan: SizedPlan, order: Schedule, price: PlanPrice, rank: int, peak: int
+    ) -> SizedPlan | None:
+        """The plan with the next cap to try where a rank holds too much; None if there is none."""
+        if not self.asks_cap:
+            return None
+        largest = max(price.memory[stage].activations for stage in plan.schedule.stages_of(rank))
+        live = max(live_activations(order, rank))  # an order may hold less than it may
+        cap = min(plan.activation_cap, live) - max(1, (peak - self.limit_bytes) // largest)
+        lower = replace(plan, activation_cap=cap)
+        return lower if cap >= self.with_least_cap(plan).activation_cap else None
