@@ -171,7 +171,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     offer = OFFERS[knobs.name]
     _check_offer(knobs, offer, schedule, task.precision)
     on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
-    check_stages(task, layout)
+    # pipeline_model_parallel_layout has stages without a block.
+    check_stages(task, layout, lone_ends=layout.pp <= task.shape.layers)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     _check_schedule(knobs, schedule, layout, microbatches)
@@ -295,13 +296,15 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     offer = OFFERS[asked.name]
     ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
     schedules = [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules]
+    if degrees.pp == 1 and asked.schedule == "auto":
+        schedules = schedules[:1]  # 1F1B: there is no pipeline to schedule
     for way, zero, sums, sequence, placement, schedule in product(
         ways if degrees.context > 1 else ways[:1],
         zero_choices(asked.replicate_zero, replace(degrees, context_copies=True)),
         wire_choices(asked.grad_accum_dtype, point.task.precision),
         sequence_choices(asked.sequence_parallel, degrees),
         placement_choices(asked.placement, point),
-        ["1f1b"] if degrees.pp == 1 and asked.schedule == "auto" else schedules,
+        schedules,
     ):
         tried = chunk_choices(point, offer.schedules[schedule], offer.recomputes)
         if not offer.selects_blocks:
@@ -335,6 +338,6 @@ BEST_3D = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("grad_accum_dtype",),
+    gradient_types={"grad_accum_dtype": "bf16"},
     search_effort=2,
 )

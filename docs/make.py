@@ -45,7 +45,7 @@ from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import SpecError
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.measured_pairs import pairs_figure, pairs_table
+from benchmarks.verdict.measured_pairs import pairs_figure, pairs_of_case, pairs_table
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
@@ -353,16 +353,6 @@ def _scaling(name: str) -> str:
     return markdown(as_table(pd.read_csv(_REFERENCE / "scaling" / f"{name}.csv")).grid())
 
 
-def _steps(model: str) -> str:
-    """What every freedom of ZeroPP's search gains on a model, beside others, all in one case."""
-    frame = pd.read_csv(_REFERENCE / "atlas" / "steps.csv").query("model == @model")
-    lines = [
-        [contender_label(row["contender"]), row["layout"], f"{row['step_s']:,.1f}"]
-        for row in frame.to_dict("records")
-    ]
-    return markdown_table(["program", "its best plan", "step, s"], lines)
-
-
 def _opponents(program: str) -> str:
     """The settings of an opponent, or how far those that were searched move the verdict."""
     if program == "moved":
@@ -415,7 +405,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
     "atlas": _atlas,
     "scaling": _scaling,
-    "steps": _steps,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,
@@ -487,7 +476,8 @@ def main() -> None:
     plans, repriced = _verdict_records()
     for picture in pictures_of(plans, *judged(plans, repriced)):
         picture.figure.savefig(_IMAGES / f"claim_33_{picture.name}.png", dpi=150)
-    print(write_page(latest_ok(load_frame([COMMITTED])[0]), _DOCS / "atlas.html"), end="")
+    rows = latest_ok(load_frame([COMMITTED])[0])
+    print(write_page(rows, _DOCS / "atlas.html", pairs_of_case), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
     _explained(["num_gpus=16", "cluster=h100"])

@@ -124,7 +124,7 @@ def halves(steps):
 lines = []
 for key, rows in measured.groupby(cell, sort=False):
     medians = {row.contender: halves(row.samples_step_s) for row in rows.itertuples()}
-    base = medians.pop("deepspeed_3d", None)
+    base = medians.pop("deepspeed_3d", None) or medians.pop("deepspeed", None)
     for contender, parts in medians.items() if base else ():
         line = dict(zip(cell, key, strict=True)) | {"contender": contender}
         line |= {"first half": base[0] / parts[0], "second half": base[1] / parts[1]}

@@ -1,4 +1,8 @@
-"""DeepSpeed 3D's entry in the registry of contenders."""
+"""DeepSpeed's entries in the registry of contenders.
+
+``deepspeed`` has whatever degrees people give it: with a pipeline its ``PipelineEngine`` runs, and
+without one its ordinary engine. ``deepspeed_3d`` always has a pipeline and tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ class DeepSpeedKnobs:
     """Settings of DeepSpeed. A knob that is ``auto`` is chosen by the tuner, or by a simple rule
     where the cluster has no prices (CPUs)."""
 
-    name: Literal["deepspeed_3d"] = "deepspeed_3d"
+    name: Literal["deepspeed", "deepspeed_3d"] = "deepspeed"
     tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
@@ -72,6 +76,13 @@ class DeepSpeedKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed3DKnobs(DeepSpeedKnobs):
+    """Settings of DeepSpeed with a pipeline and tensor parallelism."""
+
+    name: Literal["deepspeed_3d"] = "deepspeed_3d"
+
+
 def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of TP x PP x DP with ZeRO 0 to 2, whose stages are balanced by cost, with all sizes
     but without an order of actions.
@@ -86,12 +97,18 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         replicate_zero=if_auto(knobs.replicate_zero, 1),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
+    if knobs.name == "deepspeed_3d" and 1 in (layout.tp, layout.pp):
+        raise InfeasibleError(
+            f"contender=deepspeed_3d: has TP and a pipeline, not contender.tp={layout.tp} "
+            f"contender.pp={layout.pp} (use contender=deepspeed)",
+            "no TP, or no pipeline",
+        )
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     sent: WireType = if_auto(knobs.reduce_dtype, "fp32")
     plan = SizedPlan(
-        contender="deepspeed_3d",
+        contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
@@ -131,7 +148,7 @@ def _program(
     zero = layout.replicate_zero
     if precision == "bf16" and zero == 0:
         raise InfeasibleError(
-            "contender.replicate_zero=0: deepspeed_3d keeps fp32 masters of bf16 parameters with "
+            f"contender.replicate_zero=0: {knobs.name} keeps fp32 masters of bf16 parameters with "
             "ZeRO only (use 1)",
             "bf16 needs ZeRO-1",
         )
@@ -301,14 +318,16 @@ def _reductions(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[dict[str, object
 SPACE = Space(families=families, members=one_member, tensor=True)
 
 
-DEEPSPEED_3D = Contender(
-    name="deepspeed_3d",
-    label="DeepSpeed 3D",
+DEEPSPEED = Contender(
+    name="deepspeed",
+    label="DeepSpeed",
     knobs=DeepSpeedKnobs,
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("grad_accum_dtype", "reduce_dtype"),
+    # DeepSpeed 0.19.8, runtime/engine.py, get_data_types: both default to the type of the model.
+    gradient_types={"grad_accum_dtype": "bf16", "reduce_dtype": "bf16"},
+    published_as=("megatron_deepspeed_2022", "bigscience", "bigscience_bf16"),
     trainer="baselines.deepspeed_3d.pipeline:build",
     late_imports=(  # by deepspeed.initialize: two seconds of work per rank
         "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -318,4 +337,18 @@ DEEPSPEED_3D = Contender(
     ),
     filler="baselines.deepspeed_3d.pipeline:fill",
     emulation="baselines.deepspeed_3d.emulated:stand_ins",
+)
+
+
+def _families_3d(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
+    """All knobs to try at a point with tensor parallelism."""
+    return families(point) if point.degrees.tp > 1 else iter(())
+
+
+DEEPSPEED_3D = replace(
+    DEEPSPEED,
+    name="deepspeed_3d",
+    label="DeepSpeed 3D",
+    knobs=DeepSpeed3DKnobs,
+    space=replace(SPACE, families=_families_3d, pipelines=(2, 0)),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, cast
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D, RECOMPUTE, check_types
+from baselines.deepspeed_3d.contender import DEEPSPEED, RECOMPUTE, check_types
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import check_context, recomputed_blocks, resolve_degrees
 from zeropp.choose.space import (
@@ -177,7 +177,7 @@ def _gathers(asked: Zero3Knobs) -> list[tuple[bool, int]]:
 
 
 DEEPSPEED_ZERO3: Contender[Any] = replace(
-    cast("Any", DEEPSPEED_3D),
+    cast("Any", DEEPSPEED),
     name="deepspeed_zero3",
     label="DeepSpeed ZeRO-3",
     knobs=Zero3Knobs,
@@ -189,5 +189,6 @@ DEEPSPEED_ZERO3: Contender[Any] = replace(
     # (torch 2.13).
     runs_with={"context": 1, "compile": False},
     unrecorded="gathers and reductions",
+    published_as=("deepspeed_zero3", "huggingface_zero3"),
     filler="",
 )

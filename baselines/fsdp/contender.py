@@ -219,7 +219,12 @@ FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("reduce_dtype",),
+    # torchtitan and PyTorch's tutorial of FSDP2: MixedPrecisionPolicy(reduce_dtype=torch.float32).
+    gradient_types={"reduce_dtype": "fp32"},
+    published_as=(
+        *("fsdp", "torchtitan", "torchtitan_compiled", "fms_fsdp", "fms_fsdp_eager"),
+        *("kempnerforge_fsdp", "modalities", "llm_foundry", "huggingface_fsdp"),
+    ),
     runs_with={"context": 1},
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
@@ -234,5 +239,7 @@ MEGATRON_FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("reduce_dtype",),
+    # Megatron-LM's pull request 3067 prints both types; bf16 is faster.
+    gradient_types={"reduce_dtype": "bf16"},
+    published_as=("megatron_fsdp",),
 )

@@ -38,7 +38,12 @@ MEGATRON_CORE = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
-    gradient_types=("grad_accum_dtype",),
+    # Megatron-Core's default, and NVIDIA's example for H100 (--grad-reduce-in-bf16).
+    gradient_types={"grad_accum_dtype": "bf16"},
+    published_as=(
+        *("megatron_lm_2021", "megatron_lm_2022", "megatron_core", "megatron_core_r0.6"),
+        *("megatron_core_r0.8", "flagscale", "nemo_h100", "megatron_bridge"),
+    ),
     runs_with={"context": 1},
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
     emulation="baselines.megatron_core.emulated:stand_ins",
@@ -52,5 +57,6 @@ MEGATRON_CORE_LOCAL = replace(
     label="Megatron-Core, own layers",
     knobs=MegatronCoreLocalKnobs,
     runs_with={},
+    published_as=(),
     in_verdict=False,  # which compares NVIDIA's own, with Transformer Engine
 )

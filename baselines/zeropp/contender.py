@@ -190,7 +190,7 @@ ZEROPP = Contender(
     size=size,
     orders=drafts,
     space=SPACE,
-    gradient_types=("reduce_dtype",),
+    gradient_types={"reduce_dtype": "fp32"},
     search_effort=4,
     caveat=(
         "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "

@@ -52,7 +52,7 @@ from benchmarks.specification.run_spec import knobs_from
 from benchmarks.verdict.cells import CELL, Cell, candidate_of
 from zeropp.choose.contender import describe
 from zeropp.choose.planner import asked_degrees
-from zeropp.choose.task import Candidate, Task
+from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
 from zeropp.price import price_plan
 from zeropp.price.cluster import Cluster
 from zeropp.price.peak_memory import peak_memory
@@ -151,6 +151,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
         cluster=preset("cluster", row["cluster"], Cluster),
         num_gpus=int(row["num_gpus"]),
         global_batch=int(row["global_batch"]),
+        memory_margin=float(row.get("memory_margin") or MEMORY_MARGIN),
     )
     return Cell(task, float(row["bandwidth"]))
 

@@ -12,19 +12,20 @@ from typing import Any
 
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
+from benchmarks.report.searches import Best, search_rows
 from benchmarks.specification import SpecError
-from benchmarks.specification.command import workers
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import ATLAS, PRICED
 from benchmarks.specification.progress import progress_line
 from zeropp.choose.contender import describe
-from zeropp.choose.search import Evaluated, Outcome, search
+from zeropp.choose.search import Evaluated, search
 from zeropp.choose.task import Candidate
 from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
 from zeropp.types.layout import InfeasibleError
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
-_search = partial(search, tolerance=0.01, runner_up=False)
+_TOLERANCE = 0.01
+_search = partial(search, tolerance=_TOLERANCE, runner_up=False)
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -46,7 +47,6 @@ class Answer:
 
     question: Question
     asked: Evaluated[Any]
-    own: Outcome[Any] | None  # of the search that settled what the question leaves open
     host_s: float  # by which the step would be shorter with a host that takes no time per launch
 
     @property
@@ -61,7 +61,7 @@ class Better:
 
     # The best change of each knob (of a degree with the data parallelism that follows from it).
     changes: dict[str, Evaluated[Any]]
-    best: list[Outcome[Any]]  # of this program, and of ZeroPP
+    best: list[Best]  # of all programs, as ``zeropp tune`` finds them
 
 
 def answer(question: Question, search_s: float | None = None) -> Answer:
@@ -71,7 +71,7 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
         bar.add_task(
             f"the plan itself (at most {search_s or SEARCH_S:.0f} s of CPU time)", total=None
         )
-        candidate, own = settled(question, search_s or SEARCH_S)
+        candidate = settled(question, search_s or SEARCH_S)
         try:
             plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
             cluster = question.task.cluster
@@ -81,40 +81,34 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
             )
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
-    return Answer(question, plan, own, plan.step_s - at_once.step_s)
+    return Answer(question, plan, plan.step_s - at_once.step_s)
 
 
 def better(answered: Answer, search_s: float | None = None) -> Better:
-    """Search what would be better; ``search_s`` as in ``answer``."""
+    """Search what would be better: the changes for ``search_s`` as in ``answer``, and the best
+    plans as ``zeropp tune`` does, for four times as long."""
     question, search_s = answered.question, search_s or SEARCH_S
-    task, contender = question.task, question.contender
-    others = [PRICED["zeropp"]] if contender.name != "zeropp" else []
-    with workers(1) as pool, progress_line() as bar:  # ZeroPP's search takes as long as the rest
-        waiting = [pool.submit(_search, task, other, budget_s=search_s) for other in others]
-        searching = f"best plans (at most {search_s:.0f} s of CPU time)"
-        tell = partial(bar.update, bar.add_task(searching, total=None))
-        is_whole = (question.knobs, question.microbatch_size) == (contender.knobs(), "auto")
-        own = answered.own if is_whole else None
-        own = own or _search(task, contender, budget_s=search_s)
+    with progress_line() as bar:
+        tell = partial(bar.update, bar.add_task("changes", total=None))
         changes = _changes(question, answered.asked, search_s, tell)
-        tell(description="ZeroPP's best plan")
-        return Better(changes, [own, *(other.result() for other in waiting)])
+    margin = question.memory_margin
+    best = search_rows(
+        question.task, ATLAS, 4 * search_s, memory_margin=margin, tolerance=_TOLERANCE
+    )
+    return Better(changes, best)
 
 
-def settled(
-    question: Question, search_s: float = SEARCH_S
-) -> tuple[Candidate[Any], Outcome[Any] | None]:
-    """The candidate that the file describes; what it leaves open is chosen by the tuner, whose
-    outcome is the second value."""
+def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
+    """The candidate that the file describes; what it leaves open is chosen by the tuner."""
     size = question.microbatch_size
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
     if size != "auto" and set(opened) <= {"recompute_blocks", "placement"}:
-        return Candidate(question.knobs, size), None
+        return Candidate(question.knobs, size)
     own = _search(question.task, question.contender, question.knobs, size, budget_s=search_s)
     if own.winner is not None:
-        return own.winner.candidate, own
+        return own.winner.candidate
     if size != "auto" and not set(opened) & set(_DEGREES):
-        return Candidate(question.knobs, size), own  # by simple rules: the screen says what misses
+        return Candidate(question.knobs, size)  # by simple rules: the screen says what misses
     task, gib = question.task, question.task.cluster.device.usable_bytes / 2**30
     left = [name for name in _DEGREES if name in opened] + ["microbatch_size"] * (size == "auto")
     more = ", contender.recompute=full" * (getattr(question.knobs, "recompute", "") == "none")

@@ -222,7 +222,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
             del gathers["zero_hpz_partition_size"]  # a second copy over all ranks is the first one
         reading.knobs = {"shard": num_gpus}
     else:
-        reading.contender, reading.free, gathers = "deepspeed_3d", "replicate", {}
+        reading.contender, reading.free, gathers = "deepspeed", "replicate", {}
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
         reading.knobs["compile"] = False
     # DeepSpeed adds and sends in the type of the model.

@@ -87,7 +87,7 @@ def measured_run(
     question = ask(files, [*given, *own], arguments)
     task, value = question.task, " ".join([first, *(word for word in others if "=" not in word)])
     measured = measurement(value, Step(task.global_batch, task.shape.seq, task.num_gpus))
-    candidate, _ = settled(question)
+    candidate = settled(question)
     try:
         priced = question.contender.simulated(task, candidate)
     except InfeasibleError as error:

@@ -15,6 +15,7 @@ import yaml
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.arguments import arguments_of
 from benchmarks.explain.reading import Reading, share_of_ranks
+from benchmarks.report.ratio_errors import memory_room
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset, validated
@@ -53,6 +54,7 @@ class Question:
     contender: Contender[Any]
     knobs: Knobs
     microbatch_size: Any
+    memory_margin: float | None = None  # that best plans must leave; None: by published peaks
 
 
 def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) -> Question:
@@ -221,7 +223,10 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
             "of the file)"
         )
     size = settings.get("microbatch_size", "auto")
-    return Question(reading, spec.task, contender, knobs, size)
+    margin = spec.memory_margin
+    room = memory_room(contender.published_as).share if margin is None else margin
+    task = replace(spec.task, memory_margin=room)
+    return Question(reading, task, contender, knobs, size, margin)
 
 
 def _follow(

@@ -18,8 +18,11 @@ from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, Better, mfu
+from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
+from benchmarks.report.display import program_label
 from benchmarks.specification import SpecError
+from benchmarks.specification.contenders import ATLAS
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import Evaluated
 from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
@@ -200,20 +203,6 @@ class PlanLine(NamedTuple):
     style: str = ""
 
 
-def told_apart(plans: Sequence[PlanLine]) -> str:
-    """Whether the simulator can tell the best plans of two programs apart, as a sentence."""
-    found = sorted((line.plan.step_s, line.name) for line in plans if line.plan)
-    if len(found) < 2:
-        return ""
-    ratio, reach = found[-1][0] / found[0][0], ratio_errors.factor(one_program=False)
-    told = "no difference that the simulator can tell"
-    if ratio >= reach:
-        times = ratio_errors.ratio_text(ratio, one_program=False)
-        told = f"{found[0][1]} is {times} times as fast"
-    names = ", ".join(f"{line.name} {line.gain}".removesuffix(" -") for line in plans)
-    return f"{names}: {told}."
-
-
 _QUANTITIES: dict[str, Callable[[Evaluated[Any]], str]] = {
     "plan": lambda plan: describe(plan.plan),
     "step s": lambda plan: f"{plan.step_s:.3f}",
@@ -254,16 +243,18 @@ def show_better(answer: Answer, better: Better, console: Console) -> None:
         console.print(table_of_plans(title, ("knob", *heads), changes))
     else:
         console.print("No change of a single knob is faster and fits.")
-    plans = []
-    for outcome in better.best:
-        label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
-        own = outcome.contender.name == answer.question.contender.name
-        winner = outcome.winner
-        plans.append(PlanLine(label, winner, gain(winner, one_program=own) if winner else "-"))
+    name, plans = program_label(answer.question.contender.name), []
+    for of in better.best:
+        one, winner = program_label(of.name) == name, of.winner
+        label = of.label + ("" if of.is_complete else " (search cut short)")
+        plans.append(PlanLine(label, winner, gain(winner, one_program=one) if winner else "-"))
     console.print(table_of_plans("Best plans on the same GPUs", ("program", *heads), plans))
-    console.print(told_apart(plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
+    found = {best.name for best in better.best}
+    missing = [row.label for row_name, row in ATLAS.items() if row_name not in found]
+    for line in need_lines(answer.question.task, better.best, missing):
+        console.print(line)
     console.print(_WORDS, style="dim")
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from math import isnan
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -33,12 +34,13 @@ from benchmarks.records.record import (
 )
 from benchmarks.records.recorded_spec import read_spec
 from benchmarks.records.same_run import same_run
+from benchmarks.report.searches import best_of
 from benchmarks.specification import SpecError
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import CONTENDERS, whole
 from benchmarks.specification.run_spec import RunSpec, is_priced, knobs_from
 from benchmarks.worker.data import check_data
 from zeropp.choose.contender import any_auto, describe
-from zeropp.choose.search import SLOWER, search
+from zeropp.choose.search import SLOWER
 from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory
 from zeropp.schedule.plan import Plan
@@ -60,6 +62,8 @@ class Point:
     reason: str = ""  # one line; empty if there is a plan
     why: str = field(default="", compare=False)  # it is to run
     note: str = ""  # what the tuner chose, in one line; empty if nothing was open
+    # Of the tuner's search (``Best.gap``); None: it was cut, and does not say it.
+    gap: float | None = field(default=0.0, compare=False)
 
 
 def plan_point(spec: RunSpec, *, simulated: bool = False) -> Point:
@@ -68,12 +72,12 @@ def plan_point(spec: RunSpec, *, simulated: bool = False) -> Point:
     cannot run. Raises SpecError on bad input."""
     check_data(spec)
     try:
-        spec, note = with_best_plan(spec, simulated=simulated)
+        spec, note, gap = with_best_plan(spec, simulated=simulated)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
-    return Point(spec, replace(plan, memory=memory), note=note)
+    return Point(spec, replace(plan, memory=memory), note=note, gap=gap)
 
 
 def still_to_run(
@@ -142,8 +146,9 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
         yield record
 
 
-def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str]:
-    """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it).
+def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str, float | None]:
+    """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it,
+    the gap of its search).
 
     The spec is returned unchanged, with an empty line, if nothing is ``auto`` or if the cluster has
     no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
@@ -151,9 +156,9 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
     """
     knobs = spec.contender if simulated else CONTENDERS[spec.contender.name].as_run(spec.contender)
     if spec.microbatch_size != "auto" and not any_auto(spec.contender):
-        return spec, ""
+        return spec, "", 0.0
     if not is_priced(spec.cluster, spec.precision):
-        return replace(spec, microbatch_size=spec.candidate.microbatch_size), ""
+        return replace(spec, microbatch_size=spec.candidate.microbatch_size), "", 0.0
     spec = replace(spec, contender=knobs)
     question = json.dumps(
         [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
@@ -175,20 +180,22 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
     knobs = knobs_from(
         choice["knobs"] | asked
     )  # a unit that the planner cuts stays as it was asked
-    return replace(spec, contender=knobs, microbatch_size=choice["microbatch_size"]), line
+    spec = replace(spec, contender=knobs, microbatch_size=choice["microbatch_size"])
+    return spec, line, choice["gap"]
 
 
 def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
     """(the choice: knobs, microbatch size, the plan and its speed in words; how it was found)."""
-    outcome = search(
+    best = best_of(
         spec.task,
-        CONTENDERS[spec.contender.name],
-        spec.contender,
-        spec.microbatch_size,
+        whole(CONTENDERS[spec.contender.name]),
+        asked=spec.contender,
+        microbatch_size=spec.microbatch_size,
         tolerance=_TOLERANCE,
         runner_up=False,
         budget_s=_BUDGET_S,
     )
+    outcome = best.outcome
     if outcome.winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
         gib, margin = spec.cluster.device.usable_bytes / 2**30, spec.task.memory_margin
@@ -207,6 +214,7 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
         "knobs": asdict(winner.candidate.knobs),
         "microbatch_size": winner.candidate.microbatch_size,
         "words": f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated",
+        "gap": None if isnan(best.gap) else best.gap,
     }
     pruned = outcome.rejected[SLOWER]
     ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"
@@ -221,6 +229,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         knobs_from(choice["knobs"])
-        return choice if {*choice} == {"knobs", "microbatch_size", "words"} else None
+        return choice if {*choice} == {"knobs", "microbatch_size", "words", "gap"} else None
     except (OSError, ValueError, TypeError, KeyError, SpecError):
         return None

@@ -18,6 +18,7 @@ from benchmarks.launch.running import Sweep, SweepProgress, check_once, one_by_o
 from benchmarks.records.record import RunRecord
 from benchmarks.records.simulated import prediction
 from benchmarks.specification.run_spec import check_priced
+from zeropp.choose.contender import describe
 from zeropp.price import price_plan
 from zeropp.price.simulator import simulate
 
@@ -58,11 +59,12 @@ def _price(point: Point, runs_dir: Path, progress: SweepProgress) -> RunRecord:
             of, peak, available = "its host", host, result.price.host_limit
         words = f"predicted peak {peak / 2**30:.1f} GiB, {of} has {available / 2**30:.1f}"
         ending = Ending("oom", f"{words} for tensors")
+    found = {"words": describe(plan), "gap": point.gap}
     rows = result.timeline().to_rows()
     return write_unstarted(
         spec,
         runs_dir,
-        replace(header, plan=plan_summary(plan)),
+        replace(header, plan=plan_summary(plan) | found),
         ending,
         step_s=[result.step_s] if ending.status == "ok" else [],
         spans=rows if len(rows) <= MOST_SPANS else [],

@@ -29,10 +29,12 @@ TABLE = "plans.csv"
 # The bases of comparison (``RunRecord.basis``) by their names in tables.
 BASES = {
     "best": "best plans",
-    "own": "best plans, own types of gradients",
+    "own": "best plans, as users run them",
     "equal": "equal degrees",
     "paper": "the paper's setting",
 }
+# What a line says of the search for its plan; older tables do not.
+SEARCHED = ("gap", "memory_margin")
 _MODES = {basis: mode for mode, basis in BASES.items()}
 _CHANGED = "+changes"  # after a commit from whose files the checkout differed
 
@@ -85,13 +87,15 @@ def plan_record(
     words: str,
     setting: Mapping[str, Any] | None = None,
     predicted: Mapping[str, Any] | None = None,
+    found: Mapping[str, float] | None = None,
 ) -> RunRecord:
     """The record of the plan of a ``contender``, or of a row of a comparison, in a study: of one
     that was simulated, with its ``setting`` (``contenders.setting_of``) and what is
     ``predicted``, or, without both, of none that fits.
 
     ``bandwidth`` multiplies the inter-node bandwidth of the task's cluster. ``commit`` is as in
-    tables, and ``words`` describe the plan, or say that there is none.
+    tables, and ``words`` describe the plan, or say that there is none. ``found`` says of a search
+    its ``gap`` and the ``memory_margin`` that its plans had to leave (``SEARCHED``).
     """
     name = f"{task.shape.name}-{contender}-{task.num_gpus}gpu-{task.cluster.name}"
     name += f"-{_MODES[basis]}-{task.global_batch}"
@@ -122,7 +126,7 @@ def plan_record(
         git_dirty=commit.endswith(_CHANGED),
         launcher="simulate",
         basis=basis,
-        plan={"words": words},
+        plan={"words": words, **(found or {})},
         step_s=[predicted["step_s"]] if predicted else [],
         predicted=dict(predicted or {}),
     )
@@ -157,6 +161,7 @@ def line_of(record: RunRecord) -> dict[str, object]:
         "share_of_limit": predicted.get("share_of_compute_limit"),
         "setting": json.dumps(setting) if predicted else "",
         **{f"{kind}_s": lost.get(kind) for kind in _KINDS},
+        **{name: record.plan.get(name) for name in SEARCHED},
         "commit": commit_of(record.git_sha, record.git_dirty),
     }
 
@@ -203,6 +208,7 @@ def _record_in(line: Mapping[str, str]) -> RunRecord:
         words=line["plan"],
         setting=setting,
         predicted=predicted,
+        found={name: float(value) for name in SEARCHED if (value := line.get(name))},
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -62,6 +62,12 @@ class Options:
     columns: tuple[str, ...] = ()
     pdf: bool = False
 
+    def over(self, rows: Any) -> Options:
+        """The options with DeepSpeed's other plans as the base where none of the rows is 3D."""
+        names = set(rows["contender"])
+        is_other = self.base == DEFAULTS.base and self.base not in names and "deepspeed" in names
+        return replace(self, base="deepspeed") if is_other else self
+
 
 DEFAULTS = Options()
 
@@ -70,4 +76,4 @@ def maker(path: str) -> Callable[..., Any]:
     """The function that a section names."""
     module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return function
+    return lambda rows, options: function(rows, options.over(rows))

@@ -2,13 +2,15 @@
 batch, every program's speed, memory and plan there, and a map of who is fastest.
 
 The page is one HTML file that needs no network: Altair describes the charts, and Vega, which stands
-in the file, draws them; there is no other script. Its rows are those of ``latest_ok``.
+in the file, draws them. A script of its own answers the title for the case that is chosen, and
+leaves only choices that exist. Its rows are those of ``latest_ok``.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from importlib.util import find_spec
 from itertools import product
@@ -19,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from benchmarks.records.record import write_atomically
+from benchmarks.records.simulated import BASES
 from benchmarks.report import display, style
-from benchmarks.report.frame import best_or_failed
-from benchmarks.report.ratio_errors import factor
+from benchmarks.report.frame import CELL, best_or_failed
+from benchmarks.report.ratio_errors import factor, need_text
+from benchmarks.report.searches import MOST_GAP
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
 from zeropp.choose.contender import overrides
@@ -37,6 +41,9 @@ CHOICES = {  # the columns of a case, and what the page calls them
     "per_gpu": "Sequences per GPU and step",
 }
 _NUMBERS = ("seq", "num_gpus", "per_gpu")
+# Rows of which one search has had plans with and without tensor parallelism.
+_WHOLE = {name for name, row in ROWS.items() if row.contender.space.tensor
+          and not name.endswith(("_tp", "_tp1")) and name != "deepspeed_3d"}  # fmt: skip
 WITHIN = "within the errors"
 _WIDTH, _LETTERS = 324, 54  # pixels of a chart, and letters of a line in it
 # What Altair has no words for: side by side where there is room, one below the other on a phone.
@@ -56,9 +63,38 @@ h1 { font-size: 1.3rem }
 </style>"""
 
 
-def write_page(rows: pd.DataFrame, path: Path) -> str:
+# Selects follow one another: each offers what exists for the choices before it.
+_SCRIPT = """
+const names = Object.keys(CHOICES), keys = Object.keys(CASES).map(key => key.split("|"));
+let busy = false;
+function follow() {
+  const all = names.map(n => document.querySelector(`form.vega-bindings select[name="${n}"]`));
+  if (all.some(select => !select)) return setTimeout(follow, 50);
+  if (busy) return;
+  busy = true;
+  all.forEach((select, i) => {
+    const known = keys.filter(key => all.slice(0, i).every((other, j) => other.value === key[j]));
+    for (const option of select.options)
+      option.hidden = option.disabled = !known.some(key => key[i] === option.value);
+    if (select.selectedOptions[0].disabled) {
+      select.value = known[0][i];
+      select.dispatchEvent(new Event("change", { bubbles: true }));
+    }
+  });
+  document.getElementById("answer").textContent = CASES[all.map(s => s.value).join("|")];
+  busy = false;
+}
+document.addEventListener("change", follow);
+document.addEventListener("input", follow);
+follow();
+"""
+
+
+def write_page(
+    rows: pd.DataFrame, path: Path, measured: Callable[[dict[Any, Any]], str] = lambda _: ""
+) -> str:
     """Write the page of the simulated rows; returns why there is none, in one line, where Altair is
-    not installed, and else nothing."""
+    not installed, and else nothing. ``measured`` tells of a row's case what was measured."""
     if missing := [name for name in ("altair", "vl_convert") if find_spec(name) is None]:
         needed = "pip install altair vl-convert-python"
         return f"{path.name} is left out: {missing[0]} is not installed ({needed})"
@@ -76,36 +112,104 @@ def write_page(rows: pd.DataFrame, path: Path) -> str:
     title = "Do I need tensor parallelism? Find your case"
     head = f'<head><title>{title}</title><link rel="icon" href="data:,">{_STYLE}'
     reach = factor(one_program=False)
+    types = "as its users run it" if (rows["basis"] == BASES["own"]).any() else "gradients in fp32"
     text = (
-        "Every program at the best plan that a search has found, all gradients in fp32. All "
+        f"Every program at the best plan that a search has found, {types}. All "
         "numbers are simulated. Nine in ten ratios of two programs are measured within a factor "
         f"of {reach:.2f} of the simulated ones: where the grey ends of two bars overlap, either "
         "may be faster, and the map is grey where the two fastest programs are that near."
     )
     place = '<div class="vega-visualization"'
     page = page.replace("<head>", head, 1).replace(
-        place, f"<h1>{escape(title)}</h1><p>{escape(text)}</p>{place}"
+        place,
+        f'<h1>{escape(title)}</h1><p id="answer"></p><p>{escape(text)}</p>{place}',
     )
+    known = f"const CHOICES = {json.dumps(CHOICES)}, CASES = {json.dumps(answers(rows, measured))};"
+    drawn, end, rest = page.rpartition("</body>")  # Vega's own code has the word, too
+    page = f"{drawn}<script>{known}{_SCRIPT}</script>{end}{rest}"
     write_atomically(path, page)
     return ""
 
 
+def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
+    """Of one cell the fastest speed, and the speed without tensor parallelism over that with it: of
+    all programs, of all but Megatron-FSDP, and of Megatron-Core alone; 0 where nothing without it
+    fits. Where a whole program has been searched, and its best plan has none, its best with it is
+    at most as fast: the ratio is at least (``bound``) what it would be with that. ``cut``: a
+    search whose gap is too large for a sentence has one of the two fastest plans."""
+    rows = rows[rows["tokens_per_s_per_gpu"].notna()]
+    has_tp = rows["plan"].str.contains(r"(?<!\S)tp=", na=False)
+    is_whole = rows["contender"].isin(_WHOLE)
+    programs, speed = rows["contender"].map(display.program_label), rows["tokens_per_s_per_gpu"]
+    gaps = rows["gap"].fillna(float("inf")) if "gap" in rows else 0.0 * speed
+    out: dict[str, Any] = {"fastest": speed.max(), "bound": False, "cut": False}
+    out["one_program"] = False
+    everybody = programs == programs
+    groups = {"without": everybody, "without_fsdp": programs != "Megatron-FSDP"}
+    for name, own in (groups | {"core": programs == "Megatron-Core"}).items():
+        having, lacking = own & (has_tp | is_whole), own & ~has_tp
+        best = speed[having].max() if having.any() else 0.0
+        fastest = speed[lacking].max() if lacking.any() else 0.0
+        out[name] = fastest / best if best else float("inf" if fastest else "nan")
+        if name == "without":
+            out["bound"] = not (has_tp & (speed == best)).any()
+            two = rows.index.isin([speed[of].idxmax() for of in (having, lacking) if of.any()])
+            out["cut"] = bool((gaps[two] > MOST_GAP).any())
+            out["one_program"] = programs[two].nunique() == 1
+    for name in ("Megatron-Core", "FSDP2"):
+        over = speed[programs == "ZeroPP"].max() / speed[programs == name].max()
+        out[f"over_{name}"] = over
+    return out
+
+
+def answers(rows: pd.DataFrame, measured: Callable[[dict[Any, Any]], str]) -> dict[str, str]:
+    """By case, whether it needs tensor parallelism, and what was measured of it."""
+    found = _shown(rows)
+    plans = [source["plan"] for source in found["source"]]
+    found = found.assign(
+        plan=[plan.get("words", "") for plan in plans],
+        gap=[plan.get("gap", 0.0) for plan in plans],
+        key=["|".join(_choices(row)) for row in found.to_dict("records")],
+    )
+    texts = {}
+    for key, of in found.groupby("key", sort=False):
+        ratios = ratios_of(of)
+        text = need_text(ratios["without"], one_program=ratios["one_program"])
+        if ratios["cut"]:
+            text = f"Cannot be told, as a search was cut. {text}"
+        texts[str(key)] = " ".join(filter(None, (text, measured(of.to_dict("records")[0]))))
+    return texts
+
+
 def cases(rows: pd.DataFrame) -> pd.DataFrame:
     """A line per case and contender, with the texts of the page; older tables have others."""
+    return pd.DataFrame([*map(_case, _shown(rows).to_dict("records"))])
+
+
+def _shown(rows: pd.DataFrame) -> pd.DataFrame:
+    """The simulated rows, each program as its users run it where it has been searched so."""
     order = [*{**ATLAS, **ROWS}]
     is_shown = rows["evidence"].str.startswith("simulated") & rows["contender"].isin(order)
-    best = best_or_failed(rows[is_shown])
-    best = best.sort_values("contender", key=lambda names: names.map(order.index), kind="stable")
-    return pd.DataFrame([*map(_case, best.to_dict("records"))])
+    best = best_or_failed(rows[is_shown & (rows["basis"] != BASES["own"])])
+    own = best_or_failed(rows[is_shown & (rows["basis"] == BASES["own"])])
+    keys = [*CELL, "contender"]
+    best = pd.concat([own, best]).drop_duplicates(keys) if len(own) else best
+    return best.sort_values("contender", key=lambda names: names.map(order.index), kind="stable")
+
+
+def _choices(row: dict[Any, Any]) -> list[str]:
+    """The values of ``CHOICES``, as the page shows them."""
+    return [
+        display.model_label(row["model"]).removesuffix(f" {row['seq'] // 1024}k"),
+        f"{row['seq']:,}",
+        display.cluster_label(row["cluster"]),
+        f"{row['num_gpus']:,}",
+        f"{row['global_batch'] / row['num_gpus']:g}",
+    ]
 
 
 def _case(row: dict[Any, Any]) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "model": display.model_label(row["model"]).removesuffix(f" {row['seq'] // 1024}k"),
-        "seq": f"{row['seq']:,}",
-        "cluster": display.cluster_label(row["cluster"]),
-        "num_gpus": f"{row['num_gpus']:,}",
-        "per_gpu": f"{row['global_batch'] / row['num_gpus']:g}",
+    line: dict[str, Any] = dict(zip(CHOICES, _choices(row), strict=True)) | {
         "contender": display.contender_label(row["contender"]),
         "program": display.program_label(row["contender"]),
         "colour": style.colour(ROWS[row["contender"]].contender.name),

@@ -39,7 +39,7 @@ from benchmarks.records.samples import LEAST_SAMPLES, Summary, half_width, poole
 from benchmarks.records.simulated import TABLE, read_table
 from benchmarks.report import display
 from benchmarks.report.display import varied
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import PRICED, name_of
 from zeropp.price import parameter_count
 from zeropp.types.timeline import timeline_from_rows
 
@@ -187,7 +187,8 @@ def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
         "precision": spec.precision,
         "memory_limit_gib": _nan_if_none(device.memory_gib),
         "evidence": evidence_of(record),
-        "contender": spec.contender.name,  # its key, not its label
+        # Its key, not its label; a study names its rows itself.
+        "contender": spec.contender.name if record.basis else name_of(spec.contender.knobs),
         "layout": configuration_text(record, spec),
         "default_degrees": not record.basis and has_default_degrees(spec),
         "knobs": knobs,

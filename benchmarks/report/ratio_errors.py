@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from math import exp, log, log1p
@@ -26,6 +27,8 @@ NOTE = (
 )
 INSIDE = 0.9  # the share of runs that an interval is to hold
 FEWEST_RUNS, FEWEST_SOURCES = 20, 2  # of a program with an error of its own
+FEWEST_PEAKS = 10  # of a program with an error of its own memory
+METRIC_OF_PEAKS = "peak_memory"  # begins the metrics of a whole rank's memory
 _VALIDATION = DATA / "results" / "reference" / "validation"
 _SAME = (
     "layers", "hidden", "heads", "ffn", "vocab", "seq", "device", "num_gpus", "global_batch",
@@ -68,6 +71,32 @@ def interval_of(errors: Iterable[tuple[str, float]]) -> float:
     return float("nan")
 
 
+@dataclass(frozen=True)
+class Room:
+    """The share by which a run may take more memory than its price: of the limit that a plan must
+    keep. ``words`` say where it is from."""
+
+    share: float
+    words: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", self.words or f"memory_margin={self.share:g}")
+
+
+@cache
+def memory_room(programs: Iterable[str]) -> Room:
+    """The room that plans of a program must leave, by the published peaks of its own ``programs``
+    where there are enough, and else by those of all: what nine in ten took beyond their price,
+    where every source weighs the same. Most of these runs helped to describe their program."""
+    peaks = [run for run in priced_runs() if METRIC_OF_PEAKS in run["metric"]]
+    own = [run for run in peaks if run["program"] in programs]
+    used, whose = (own, "its own") if len(own) >= FEWEST_PEAKS else (peaks, "all programs'")
+    share = interval_of(
+        (run["source"], max(0.0, float(run["value"]) / float(run["predicted"]) - 1)) for run in used
+    )
+    return Room(share, f"room of {share:.1%} ({len(used)} of {whose} published peaks)")
+
+
 def error_text(program: str, label: str) -> str:
     """How far the simulator is from runs of sources that it had not seen, as words, with the error
     on those of one program (all entries whose names begin with ``program``) if enough sources
@@ -87,36 +116,60 @@ def error_text(program: str, label: str) -> str:
     return f"{whole}; {there:.0%} on {len(own)} published runs of {label} by {len(sources)} sources"
 
 
-def ratio_text(ratio: float, *, one_program: bool) -> str:
+def ratio_text(ratio: float, *, one_program: bool, tensor: bool = False) -> str:
     """``1.18 [1.02, 1.37]``; without brackets where both plans are the same."""
     if ratio == 1:
         return "1.00"
-    reach = factor(one_program=one_program)
+    reach = factor(one_program=one_program, tensor=tensor)
     return f"{ratio:.2f} [{ratio / reach:.2f}, {ratio * reach:.2f}]"
 
 
+def need_text(ratio: float, *, one_program: bool) -> str:
+    """Whether tensor parallelism is needed, by the simulated speed without it over that with it: 0
+    and infinity where no plan of one side fits, NaN where none of both does."""
+    if ratio != ratio:
+        return "Cannot be told: no plan fits."
+    if ratio in (0.0, float("inf")):
+        return "Yes: no plan without it fits." if ratio == 0 else "No: no plan with it fits."
+    reach = factor(one_program=one_program, tensor=True)
+    words = f"{ratio - 1:.1%} faster" if ratio >= 1 else f"{1 - ratio:.1%} slower"
+    if not 1 / reach <= ratio <= reach:
+        return f"{'No' if ratio > 1 else 'Yes'}: without it the fastest plan is {words}."
+    return (
+        f"Cannot be told: without it the fastest plan is {words} as priced, and such ratios are "
+        f"off by up to {reach - 1:.0%}."
+    )
+
+
 @cache
-def factor(*, one_program: bool) -> float:
-    """The factor within which nine in ten simulated ratios are of the measured ones."""
-    return exp(interval_of((source, error) for source, error, _ in pairs(one_program=one_program)))
+def factor(*, one_program: bool, tensor: bool = False) -> float:
+    """The factor within which nine in ten simulated ratios are of the measured ones; with
+    ``tensor``, of plans without tensor parallelism over plans with it."""
+    known = pairs(one_program=one_program, tensor=tensor)
+    return exp(interval_of((source, error) for source, error, _ in known))
 
 
 @cache
 def pairs(
-    *, one_program: bool, error: Literal["stranger", "in_sample"] = "stranger"
+    *,
+    one_program: bool,
+    error: Literal["stranger", "in_sample"] = "stranger",
+    tensor: bool = False,
 ) -> list[tuple[str, float, float]]:
     """Of pairs of published runs of one program, or of two, the source of the first, the error of
-    the ratio of their speeds as a logarithm, and the measured ratio as one."""
+    the ratio of their speeds as a logarithm, and the measured ratio as one. ``tensor``: only those
+    of which one has tensor parallelism and the other has none."""
     groups = defaultdict(list)
     for run in stranger_runs():
         if run["quantity"] == "speed" and run.get("layers"):
             speed = log(float(run["value"])) * (-1 if "time" in run["metric"] else 1)
-            groups[tuple(run[key] for key in _SAME)].append(
-                (run["source"], run["program"], log1p(float(run[error])), speed)
-            )
+            run_of = (run["source"], run["program"], log1p(float(run[error])), speed)
+            groups[tuple(run[key] for key in _SAME)].append((*run_of, int(run["tp"]) > 1))
     return [
         (source, off - other_off, speed - other_speed)
         for runs in groups.values()
-        for (source, name, off, speed), (_, other, other_off, other_speed) in combinations(runs, 2)
-        if (name == other) is one_program
+        for (source, name, off, speed, has), (_, other, other_off, other_speed, other_has) in (
+            combinations(runs, 2)
+        )
+        if (name == other) is one_program and (has != other_has or not tensor)
     ]

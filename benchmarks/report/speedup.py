@@ -217,6 +217,7 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
 
     ``rows`` are those of ``latest_ok``, and ``ranges`` says what their ranges are.
     """
+    options = options.over(rows)
     compared = with_speedups(rows, options.base)
     worker, memory = display.worker_word(rows), display.memory_unit(rows["peak_gib"])
     flops, chosen = display.flops_unit(rows["model_tflops_per_gpu"]), options.columns

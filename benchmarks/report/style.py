@@ -36,6 +36,7 @@ class Style(NamedTuple):
 _STYLES = {
     "zeropp": Style("#0072B2", "", "-", "o"),
     "deepspeed_3d": Style("#D55E00", "//", (0, (5, 2)), "s"),
+    "deepspeed": Style("#999933", "\\\\//", (0, (2, 1)), "X"),
     "torch_pp": Style("#009E73", "..", (0, (1, 1.2)), "^"),
     "torchtitan": Style("#882255", "oo", (0, (6, 1)), "h"),
     "fsdp": Style("#CC79A7", "xx", "-.", "D"),

@@ -8,6 +8,7 @@ numbers of all are one tidy table, with one line per cell and contender.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -334,6 +335,9 @@ _MADE_OF = (
 _SIZES = {f"model.{column.name}" for column in _MADE_OF}
 
 
+_KEPT = ("plan", "setting", "gap")  # of every contender, in the files of numbers alone
+
+
 def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """One line per cell: the model's sizes, TFLOP/s per GPU of every contender at its fastest
     configuration, the fastest one's share of the peak and PFLOP/s of all GPUs, and the published
@@ -347,6 +351,13 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
         line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
+        for row in cell.to_dict("records"):
+            plan, knobs = row["source"]["plan"], dict(row["knobs"])
+            setting = {"microbatch_size": knobs.pop("microbatch_size"), "knobs": knobs}
+            kept = (plan.get("words") or row["layout"], json.dumps(setting), plan.get("gap"))
+            line |= {
+                f"{row['contender']}_{name}": each for name, each in zip(_KEPT, kept, strict=True)
+            }
         line |= {"mfu": fastest["mfu"], "parameters_b": first["parameters"] / 1e9}
         line["pflops"] = fastest["model_tflops_per_gpu"] * first["num_gpus"] / 1e3
         lines.append(line | _published(line))
@@ -383,6 +394,8 @@ def as_table(data: pd.DataFrame) -> Table:
     flops = display.flops_unit(data[names].to_numpy(dtype=float).ravel())
     form = display.count if flops.name == "TFLOP/s" else flops.form
     columns += [Column(name, display.contender_label(name), form=form) for name in names]
+    searched = [f"{name}_{kept}" for name in names for kept in _KEPT]
+    columns += [Column(name, name, hidden=True) for name in searched if name in data]
     columns.append(Column("mfu", "share of peak", form=display.share))
     all_flops = display.flops_unit(1e3 * data["pflops"]) if data["pflops"].max() < 0.1 else None
     total = all_flops.name if all_flops else "PFLOP/s"

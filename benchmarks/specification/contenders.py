@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.contender import DEEPSPEED, DEEPSPEED_3D
 from baselines.deepspeed_3d.zero3 import DEEPSPEED_ZERO3
 from baselines.fsdp.contender import FSDP, MEGATRON_FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
@@ -28,6 +29,7 @@ PRICED: dict[str, Contender[Any]] = {
     contender.name: contender
     for contender in (
         ZEROPP,
+        DEEPSPEED,
         DEEPSPEED_3D,
         DEEPSPEED_ZERO3,
         TORCH_PP,
@@ -77,26 +79,33 @@ def whole(contender: Contender[Any]) -> Compared:
     )
 
 
-# DeepSpeed is compared as the claim's own opponent, which has a pipeline, and with whatever it runs
-# fastest: without a pipeline its ordinary engine runs, or its ZeRO-3.
-_DEEPSPEED = tuple(
-    Compared(
-        name=name,
-        label=label,
-        contender=DEEPSPEED_3D,
-        allows=allows,
-        others=(DEEPSPEED_ZERO3,) * ("best" in name),
+def sides(row: Compared) -> tuple[Compared, ...]:
+    """A row's plans without tensor parallelism and those with it, as a row each; the row itself
+    where its program has none."""
+    if not row.contender.space.tensor:
+        return (row,)
+    without = partial(_is_side, row.allows, tensor=False)
+    having = partial(_is_side, row.allows, tensor=True)
+    return (
+        replace(row, name=f"{row.name}_tp1", label=f"{row.label}, tp=1", allows=without),
+        replace(row, name=f"{row.name}_tp", label=f"{row.label}, tp>1", allows=having),
     )
-    for name, label, allows in (
-        ("deepspeed_3d", "DeepSpeed 3D", lambda knobs: bool(knobs.pp > 1)),
-        ("deepspeed_best", "DeepSpeed, best", lambda _: True),
-    )
+
+
+def _is_side(allows: Callable[[Any], bool], knobs: Any, *, tensor: bool) -> bool:
+    return (getattr(knobs, "tp", 1) > 1) is tensor and allows(knobs)
+
+
+# DeepSpeed is compared as the claim's own opponent, and with whatever it runs fastest.
+_DEEPSPEED_BEST = replace(
+    whole(DEEPSPEED), name="deepspeed_best", label="DeepSpeed, best", others=(DEEPSPEED_ZERO3,)
 )
 # The rows of the comparison by name, in the order of the verdict's tables.
 COMPARED: dict[str, Compared] = {
     row.name: row
     for row in (
-        *_DEEPSPEED,
+        whole(DEEPSPEED_3D),
+        _DEEPSPEED_BEST,
         whole(DEEPSPEED_ZERO3),
         whole(MEGATRON_CORE),
         whole(TORCHTITAN),
@@ -109,27 +118,31 @@ COMPARED: dict[str, Compared] = {
 }
 
 
-# The rows of ``experiment=atlas``, in the order of its tables. Megatron-Core stands there without
-# tensor parallelism, too: what that is worth to one program.
+# The rows of ``experiment=atlas`` and of ``zeropp tune``, in the order of their tables: what a
+# program is worth without tensor parallelism, and with it.
 ATLAS: dict[str, Compared] = {
-    row.name: row
+    side.name: side
     for row in (
         whole(ZEROPP),
         whole(FSDP),
         whole(MEGATRON_FSDP),
-        *_DEEPSPEED,
+        replace(_DEEPSPEED_BEST, name="deepspeed", label="DeepSpeed"),
         whole(TORCHTITAN),
-        Compared(
-            name="megatron_core_tp1",
-            label="Megatron-Core, tp=1",
-            contender=MEGATRON_CORE,
-            allows=lambda knobs: bool(knobs.tp == 1),
-        ),
         whole(MEGATRON_CORE),
     )
+    for side in sides(row)
 }
-# Every row of a study by its name, and every other contender as one.
-ROWS = COMPARED | ATLAS | {n: whole(c) for n, c in PRICED.items() if n not in COMPARED}
+_WHOLE = COMPARED | {name: whole(c) for name, c in PRICED.items() if name not in COMPARED}
+# Every row of a study by its name, every other contender as one, and both sides of each.
+ROWS = _WHOLE | {side.name: side for row in _WHOLE.values() for side in sides(row)} | ATLAS
+
+
+def name_of(knobs: Mapping[str, Any]) -> str:
+    """The name of the contender with these ``knobs``. Records and tables of versions before 0.7
+    have DeepSpeed's other plans under ``deepspeed_3d``, too."""
+    name = str(knobs["name"])
+    is_3d = 1 not in (knobs.get("tp"), knobs.get("pp"))
+    return "deepspeed" if name == "deepspeed_3d" and not is_3d else name
 
 
 def setting_of(candidate: Candidate[Any]) -> dict[str, Any]:
@@ -146,7 +159,7 @@ def candidate_in(
     """The row of this name, and the contender and the plan whose ``knobs`` a table has; others have
     their defaults. Of several contenders of a row it is the one that has all of these knobs. Raises
     SpecError if there is none."""
-    compared = ROWS[row]
+    compared = ROWS[name_of({**knobs, "name": row})]
     own = {name: value for name, value in knobs.items() if name != "name"}
     contender = compared.contender
     for other in compared.others:

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import SkipValidation
 
 from benchmarks.specification import GATE_TOLERANCE, SpecError
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import CONTENDERS, name_of
 from benchmarks.specification.reading import validated
-from zeropp.choose.task import MEMORY_MARGIN, Candidate, Knobs, Task
+from zeropp.choose.task import Candidate, Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import Plan
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
@@ -88,13 +88,9 @@ class TaskSpec:
 class SearchSpec(TaskSpec):
     """A task for which plans are searched, and the room that they must leave."""
 
-    # What a plan must leave free of the device's memory, as a share of its priced peak.
-    memory_margin: Annotated[float, AT_LEAST_0] = MEMORY_MARGIN
-
-    @property
-    def task(self) -> Task:
-        """The same as the library's type."""
-        return dataclasses.replace(super().task, memory_margin=self.memory_margin)
+    # What a plan must leave free of the device's memory, as a share of its priced peak. None: what
+    # published runs took beyond theirs (``ratio_errors.memory_room``).
+    memory_margin: Annotated[float, AT_LEAST_0] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +157,9 @@ def knobs_from(values: Any) -> Knobs:
     """A contender's knobs as the contender's own type; raises SpecError for an unknown contender or
     knob."""
     name = values.get("name") if isinstance(values, Mapping) else values
+    if isinstance(values, Mapping) and name:
+        name = name_of(values)
+        values = {**values, "name": name}
     if name not in CONTENDERS:
         raise SpecError(
             f"contender.name={name!r}: no such contender (known: {', '.join(CONTENDERS)})"

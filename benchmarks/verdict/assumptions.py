@@ -18,6 +18,7 @@ import pandas as pd
 
 from benchmarks.records.own_cache import Line, fill, write
 from benchmarks.verdict.cells import CELL, Cell, candidate_of
+from zeropp.choose.task import MEMORY_MARGIN
 from zeropp.price.cluster import Cluster
 
 REPRICED = "assumptions.csv"  # seconds per step of every best plan under every assumption
@@ -126,13 +127,14 @@ ASSUMPTIONS = (
 _COLUMNS = tuple(column for assumption in ASSUMPTIONS for column in assumption.columns)
 
 
-def repriced(cell: Cell, setting: str, of: Line, before: list[Line]) -> list[Line]:
+def repriced(cell: Cell, setting: str, margin: float, of: Line, before: list[Line]) -> list[Line]:
     """The seconds per step of a ``setting`` by column of ``Assumption.columns``, as a line of the
     table whose first columns are ``of``."""
     _, contender, candidate = candidate_of(setting)
+    task = replace(cell.priced, memory_margin=margin)
     times = {
         column: contender.simulated(
-            replace(cell.priced, cluster=assumption.applied(cell.priced.cluster, factor)), candidate
+            replace(task, cluster=assumption.applied(task.cluster, factor)), candidate
         ).step_s
         for assumption in ASSUMPTIONS
         for column, factor in zip(
@@ -151,9 +153,10 @@ def price_assumptions(
     by_key = {cell.key: cell for cell in cells if cell.bandwidth == 1.0}
     best = plans[(plans["mode"] == "best") & plans["step_s"].notna()]
     keys = best[_KEYS].itertuples(index=False, name=None)
+    margins = best.reindex(columns=["memory_margin"])["memory_margin"].fillna(MEMORY_MARGIN)
     chains = {
-        key: [(key, partial(repriced, cell, setting, dict(zip(_KEYS, key, strict=True))))]
-        for key, setting in zip(keys, best["setting"], strict=True)
+        key: [(key, partial(repriced, cell, setting, margin, dict(zip(_KEYS, key, strict=True))))]
+        for key, setting, margin in zip(keys, best["setting"], margins, strict=True)
         if (cell := by_key.get(key[: len(CELL)])) is not None
     }
     is_other = path.exists() and list(pd.read_csv(path, nrows=0)) != [*_KEYS, *_COLUMNS]

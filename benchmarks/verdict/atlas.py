@@ -15,15 +15,16 @@ import pandas as pd
 from rich.console import Console
 
 from benchmarks.records.simulated import TABLE
-from benchmarks.report.atlas_page import write_page
+from benchmarks.report.atlas_page import ratios_of, write_page
 from benchmarks.report.display import cluster_label, model_label, program_label
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
 from benchmarks.report.table import markdown_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS
-from benchmarks.verdict.cells import CELL, study_spec
+from benchmarks.verdict.cells import CELL, SETTINGS, as_users, study_spec
 from benchmarks.verdict.judge import TIE
+from benchmarks.verdict.measured_pairs import pairs_of_case
 from benchmarks.verdict.study import REFERENCE, simulate_cells
 
 COMMITTED = REFERENCE / "atlas" / TABLE
@@ -40,11 +41,17 @@ def run(config: dict[str, Any]) -> int:
         config,
         spec,
         COMMITTED,
-        parts=lambda _: [(name, "best") for name in ATLAS],
+        parts=lambda _: [
+            (name, mode)
+            for name, row in ATLAS.items()
+            for mode in SETTINGS
+            if mode == "best" or as_users(row)
+        ],
         near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
     )
     console = Console()
-    left_out = write_page(latest_ok(load_frame([out / TABLE])[0]), out / "atlas.html")
+    rows = latest_ok(load_frame([out / TABLE])[0])
+    left_out = write_page(rows, out / "atlas.html", pairs_of_case)
     for name in ("first", "need"):
         console.print(atlas_tables(pd.read_csv(out / TABLE))[name], markup=False)
     console.print(f"Written to {out}: {TABLE}{'' if left_out else ', atlas.html'}", markup=False)
@@ -56,47 +63,58 @@ def run(config: dict[str, Any]) -> int:
 def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of README),
     ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
-    changes with batch, GPUs and network); and the numbers of their sentences."""
-    speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
-    words = plans.pivot(index=CELL, columns="contender", values="plan")
-    has_tp = words.apply(lambda column: column.str.contains(r"(?<!\S)tp=", na=False))
-    of_program = speed[[*ATLAS]].T.groupby(program_label, sort=False).max().T
-    without = speed.where(~has_tp)
-    cells = pd.DataFrame(
-        {
-            "without": without.max(axis=1),
-            "without_fsdp": without.drop(columns="megatron_fsdp").max(axis=1),
-            "fastest": speed.max(axis=1),
-            "fastest_fsdp": speed.drop(columns="megatron_fsdp").max(axis=1),
-            "over_core": speed["zeropp"] / speed["megatron_core"],
-            "over_fsdp": speed["zeropp"] / speed["fsdp"],
-            "core_tp1": speed["megatron_core_tp1"] / speed["megatron_core"],
-        }
-    )
-    cells = cells[cells["fastest"].notna()].reset_index()
-    for name in ("without", "without_fsdp"):  # 0: nothing without tensor parallelism fits
-        cells[name] = cells[name].fillna(0.0) / cells[name.replace("without", "fastest")]
-    cells["sequences"] = cells["global_batch"] // cells["num_gpus"]
-    core, reach = cells["core_tp1"].dropna(), factor(one_program=False)
+    changes with batch, GPUs and network), each as users run the programs and with equal settings,
+    as far as the rows have both; and the numbers of their sentences, of the first of these."""
+    by_mode = {mode: _tables(plans[plans["mode"] == mode]) for mode in SETTINGS
+               if (plans["mode"] == mode).any()}  # fmt: skip
+    first = next(iter(by_mode.values()))
+    both = {
+        name: "\n\n".join(f"{_CAPTIONS[m]}:\n\n{of[name]}" for m, of in by_mode.items())
+        for name in ("brief", "first", "need", "moves")
+    }
+    return first | both
+
+
+_CAPTIONS = {
+    "own": "As users run each program, with gradients in the types that its documents recommend",
+    "best": "Equal settings, all gradients in fp32",
+}
+
+
+def _tables(plans: pd.DataFrame) -> dict[str, str]:
+    cells = pd.DataFrame([ratios_of(rows) | dict(zip(CELL, map(_plain, key), strict=True))
+                          for key, rows in plans.groupby(CELL, sort=True)])  # fmt: skip
+    cells = cells[cells["fastest"].notna()]
+    cells["sequences"] = cells["global_batch"] / cells["num_gpus"]
+    told, core = cells[~cells["cut"]], cells["core"].dropna()
+    reach = factor(one_program=False, tensor=True)
     numbers = {
         "cells": f"{len(cells)}",
+        "cut": f"{cells['cut'].sum()}",
         "without_fits": f"{(cells['without'] > 0).sum()}",
         "factor": f"{reach:.2f}",
-        "slower": f"{(cells['without'] < 1 / reach).sum()}",
+        "slower": f"{(told['without'] < 1 / reach).sum()}",
         "core": f"{core.median():.2f}",
-        "core_slower": f"{(core < 1 / factor(one_program=True)).sum()}",
+        "core_slower": f"{(core < 1 / factor(one_program=True, tensor=True)).sum()}",
     }
     for name in ("without", "without_fsdp"):  # less than the search's tolerance is no loss
-        needed = cells[name][cells[name] < 1 / (1 + _TOLERANCE)]
+        needed = told[name][told[name] < 1 / (1 + _TOLERANCE)]
         numbers[f"{name}_slower"] = f"{len(needed)}"
         numbers[f"{name}_median"] = f"{needed.median():.2f}"
         numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
+    speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
+    of_program = speed.T.groupby(program_label, sort=False).max().T
+    order = dict.fromkeys(program_label(name) for name in ATLAS)
     return numbers | {
         "brief": _brief(cells),
-        "first": _first(of_program),
+        "first": _first(of_program[[label for label in order if label in of_program]]),
         "need": _need(cells),
         "moves": _moves(cells),
     }
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
 
 
 def _first(of_program: pd.DataFrame) -> str:
@@ -116,35 +134,49 @@ def _first(of_program: pd.DataFrame) -> str:
     return markdown_table([*heads, "cells in which it fits"], lines)
 
 
+def _ratio(cells: pd.DataFrame, name: str) -> str:
+    """The median of a column, with the lowest and the highest; those of which some are bounds with
+    the sign for it."""
+    ratio = cells[name].dropna()
+    if ratio.empty:
+        return "no plan with TP"
+    sign = "≥ " if cells["bound"].any() and ratio.median() >= 1 else ""
+    return f"{sign}{ratio.median():.2f} ({ratio.min():.2f} to {ratio.max():.2f})"
+
+
 def _brief(cells: pd.DataFrame) -> str:
     """Per model, the speed without tensor parallelism over that with it: of all programs, and of
-    Megatron-Core alone; the median, and the lowest in brackets."""
-    lines = []
-    for name, of in cells.groupby("model", sort=False):
-        ratios = [of["without"], of["without_fsdp"], of["core_tp1"].fillna(0.0)]
-        shares = [f"{ratio.median():.2f} ({ratio.min():.2f})" for ratio in ratios]
-        lines.append([model_label(str(name)), str(len(of)), *shares])
-    errors = [f"± {factor(one_program=one) - 1:.0%}" for one in (False, True)]
+    Megatron-Core alone; the median, and the range in brackets."""
+    lines = [
+        [model_label(str(name)), str(len(of)), *(_ratio(of, each) for each in _RATIOS)]
+        for name, of in cells.groupby("model", sort=False)
+    ]
+    errors = [f"± {factor(one_program=one, tensor=True) - 1:.0%}" for one in (False, True)]
     heads = ["model", "cases", f"all programs ({errors[0]})", "all but Megatron-FSDP"]
     return markdown_table([*heads, f"Megatron-Core alone ({errors[1]})"], lines)
 
 
+_RATIOS = ("without", "without_fsdp", "core")
+
+
 def _need(cells: pd.DataFrame) -> str:
     """Per model, in how many cells tensor parallelism is needed, for memory or for speed."""
-    reach, lines = factor(one_program=False), []
+    reach, lines = factor(one_program=False, tensor=True), []
     for name, of in cells.groupby("model", sort=False):
         ratio = of["without"]
         limits = (1 + _TOLERANCE, 1 + TIE, reach)
         counts = [(ratio == 0).sum(), *((ratio < 1 / limit).sum() for limit in limits)]
-        shares = [f"{ratio.median():.2f}", f"{ratio.min():.2f}"]
-        lines.append([model_label(str(name)), *map(str, [len(of), *counts]), *shares])
+        counts.append((ratio > reach).sum())
+        shown = [*map(str, [len(of), *counts, of["cut"].sum()]), _ratio(of, "without")]
+        lines.append([model_label(str(name)), *shown])
     heads = ["model", "cells", "nothing without TP fits"]
     heads += [f"TP faster by more than {limit:.0%}" for limit in (_TOLERANCE, TIE, reach - 1)]
-    return markdown_table([*heads, "fastest without TP over fastest: median", "lowest"], lines)
+    heads += [f"slower by more than {reach - 1:.0%}", "search cut"]
+    return markdown_table([*heads, "speed without over with"], lines)
 
 
 def _moves(cells: pd.DataFrame) -> str:
-    """The medians of three ratios by sequences per GPU, number of GPUs, cluster and network."""
+    """The medians of four ratios by sequences per GPU, number of GPUs, cluster and network."""
     network = cells["cluster"].map(cluster_label) + cells["bandwidth"].map(
         lambda share: "" if share == 1 else f", {share:g} of its network"
     )
@@ -156,16 +188,9 @@ def _moves(cells: pd.DataFrame) -> str:
     lines = []
     for words, keys in groups.items():
         for key, of in cells.groupby(keys, sort=words != "cluster"):
-            medians = [
-                of[name].median() for name in ("without", "core_tp1", "over_core", "over_fsdp")
-            ]
-            shown = f"{key:,}" if isinstance(key, int) else str(key)
+            names = ("without", "core", "over_Megatron-Core", "over_FSDP2")
+            medians = [of[name].median() for name in names]
+            shown = str(key) if isinstance(key, str) else f"{key:,g}"
             lines.append([words, shown, str(len(of)), *(f"{ratio:.2f}" for ratio in medians)])
-    heads = [
-        "by",
-        "",
-        "cells",
-        "fastest without TP over fastest",
-        "Megatron-Core without over with",
-    ]
+    heads = ["by", "", "cells", "speed without TP over with", "Megatron-Core without over with"]
     return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)

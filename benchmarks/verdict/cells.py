@@ -8,7 +8,7 @@ with its best plan (``zeropp.choose``). In addition all are compared in two give
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from benchmarks.records.own_cache import Line
 from benchmarks.records.simulated import BASES, line_of, plan_record, prediction, shape_named
+from benchmarks.report.searches import Best, best_of
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import (
     COMPARED,
@@ -27,11 +28,13 @@ from benchmarks.specification.contenders import (
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
-from zeropp.choose.search import Evaluated, search
-from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
+from zeropp.choose.search import Evaluated
+from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
-from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, MORE_THAN_0, Precision
+from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, MORE_THAN_0, Precision, Settings
 
+# The types of gradients by the modes of the tables: as users run each program, and equal.
+SETTINGS: dict[str, Settings] = {"own": "users", "best": "equal"}
 # The columns of the tables that name a cell: ``Cell.key``.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
@@ -69,6 +72,7 @@ class CellPart:
     tolerance: float
     known: tuple[str, ...] = ()  # settings of best plans that earlier searches found
     budget_s: float = float("inf")  # CPU time after which the best plan so far is taken
+    memory_margin: float | None = None  # what plans must leave; None: by their program's errors
 
     def lines(self, commit: str, before: list[Line]) -> list[Line]:
         """The lines of this part in the table, by the code of a ``commit``; ``before`` are those of
@@ -78,27 +82,34 @@ class CellPart:
             given = GIVEN[name](cell.priced)
             return [_line(cell, name, commit, plan.plan.contender, plan) for plan in given]
         known = [*self.known, *(str(line["setting"]) for line in before if line["setting"])]
-        winner = winner_of(
+        best = best_in(
             cell,
-            self.tolerance,
             ROWS[name],
             known,
-            own=self.mode == "own",
+            settings=SETTINGS[self.mode],
+            memory_margin=self.memory_margin,
+            tolerance=self.tolerance,
             budget_s=self.budget_s,
         )
-        return [_line(cell, self.mode, commit, name, winner)]
+        found = {"gap": best.gap, "memory_margin": best.room.share}
+        return [_line(cell, self.mode, commit, name, best.winner, found)]
 
 
 def parts_of(cell: Cell) -> list[tuple[str, str]]:
     """The parts of a cell of the verdict: each a row and mode, or a given setting and itself.
 
     In mode "best" everybody adds and sends gradients in fp32; in mode "own", in cells with the
-    clusters' own bandwidth, rows whose program's configuration has 16 bits, too, may choose them.
+    clusters' own bandwidth, rows whose documents recommend other types have these.
     """
     parts = [(name, "best") for name in COMPARED] + [(name, name) for name in GIVEN]
     if cell.bandwidth == 1.0:
-        parts += [(name, "own") for name, row in COMPARED.items() if row.contender.gradient_types]
+        parts += [(name, "own") for name, row in COMPARED.items() if as_users(row)]
     return parts
+
+
+def as_users(row: Compared) -> bool:
+    """Whether its users run a row's program with other types of gradients than fp32."""
+    return any(kind != "fp32" for kind in row.contender.gradient_types.values())
 
 
 def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]]:
@@ -108,48 +119,24 @@ def candidate_of(setting: str) -> tuple[Compared, Contender[Any], Candidate[Any]
     return candidate_in(values["knobs"]["name"], values["knobs"], values["microbatch_size"])
 
 
-def winner_of(
-    cell: Cell,
-    tolerance: float,
-    row: Compared,
-    known: Iterable[str] = (),
-    *,
-    own: bool = False,
-    budget_s: float = float("inf"),
-) -> Evaluated[Any] | None:
-    """A row's best plan; None if none fits. The search begins with the settings ``known``, except
-    those whose knobs the contender no longer has or the row does not allow. ``own``: the types of
-    gradients are chosen, too. ``budget_s``: the CPU time after which the best so far is taken."""
+def best_in(cell: Cell, row: Compared, known: Iterable[str] = (), **options: Any) -> Best:
+    """A row's best plan in a cell. The search begins with the settings ``known``, except those
+    whose knobs the contender no longer has or the row does not allow; ``options`` are those of
+    ``best_of``."""
     begin = []
     for setting in known:
         with suppress(SpecError):
             begin.append(candidate_of(setting)[2])
-    winners = []
-    for contender in row.searched:
-        fixed = {} if own else dict.fromkeys(contender.gradient_types, "fp32")
-        first = [
-            each
-            for each in begin
-            if isinstance(each.knobs, contender.knobs)  # not of another row whose plan it took
-            and row.allows(each.knobs)
-            and fixed.items() <= vars(each.knobs).items()
-        ]
-        asked = contender.any_gradient_types if own else None
-        found = search(
-            cell.priced,
-            contender,
-            asked,
-            tolerance=tolerance,
-            runner_up=False,
-            budget_s=budget_s,
-            known=first,
-        )
-        winners += [found.winner] if found.winner else []
-    return min(winners, key=lambda winner: winner.step_s, default=None)
+    return best_of(cell.priced, row, known=begin, runner_up=False, **options)
 
 
 def _line(
-    cell: Cell, mode: str, commit: str, row: str, plan: Evaluated[Any] | None
+    cell: Cell,
+    mode: str,
+    commit: str,
+    row: str,
+    plan: Evaluated[Any] | None,
+    found: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if plan is not None:
@@ -161,6 +148,7 @@ def _line(
         bandwidth=cell.bandwidth,
         commit=commit,
         words=describe(plan.plan) if plan else "no plan fits",
+        found=found,
         **known,
     )
     return line_of(record)
@@ -173,7 +161,7 @@ class GridSpec:
     model: str
     clusters: list[str]
     num_gpus: list[int]
-    sequences_per_gpu: list[int]
+    sequences_per_gpu: list[Annotated[float, MORE_THAN_0]]
     bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -185,7 +173,9 @@ class StudySpec:
 
     tolerance: Annotated[float, FROM_0_TO_1]
     grids: list[GridSpec]  # a search that is stopped has finished the first ones
-    memory_margin: Annotated[float, AT_LEAST_0] = MEMORY_MARGIN
+    # What a plan must leave free, as a share of its priced peak; null: the measured error of its
+    # program's memory (``ratio_errors.memory_room``).
+    memory_margin: Annotated[float, AT_LEAST_0] | None = None
     budget_s: Annotated[float, MORE_THAN_0] = float("inf")
     clusters: list[str] = field(default_factory=list)  # those on which best plans are run for real
 
@@ -201,12 +191,19 @@ class StudySpec:
                     shape=shape_named(grid.model),
                     cluster=preset("cluster", name, Cluster),
                     num_gpus=gpus,
-                    global_batch=gpus * sequences,
+                    global_batch=_batch(grid.model, gpus, sequences),
                     precision=precision,
-                    memory_margin=self.memory_margin,
                 )
                 cells.append(Cell(task, grid.bandwidth))
         return list({cell.key: cell for cell in cells}.values())
+
+
+def _batch(model: str, gpus: int, sequences: float) -> int:
+    if (gpus * sequences) % 1:
+        raise SpecError(
+            f"grids: {model}: {sequences:g} sequences per GPU on num_gpus={gpus} are no whole batch"
+        )
+    return int(gpus * sequences)
 
 
 def study_spec(name: str, values: Any) -> StudySpec:

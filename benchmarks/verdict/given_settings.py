@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeed3DKnobs
 from baselines.megatron_core.contender import MEGATRON_CORE, MegatronCoreKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from zeropp.choose.contender import Contender
@@ -97,7 +97,7 @@ def _equal_settings(
         even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
         if not even or m_shard < 1 or 2 * pp > task.shape.layers:
             continue
-        three = DeepSpeedKnobs(
+        three = DeepSpeed3DKnobs(
             tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
         )
         core = MegatronCoreKnobs(

@@ -1,17 +1,21 @@
 """What was measured on the question itself: published runs with and without tensor parallelism.
 
-A pair has one model, device, number of GPUs, sequence and precision, and on each side the fastest
-published run. Programs and recomputation may differ. Batches may differ by a factor of two at most.
-The simulator's ratio for the same two plans stands beside, from the committed validation.
+A pair has one model, device, number of GPUs, sequence and number of bits, and on each side the
+fastest published run. Programs, formats and recomputation may differ. Of every such group there is
+a pair per batch that both sides have, and where they share none, one of the nearest batches. The
+simulator's ratio for the same two plans stands beside, from the committed validation.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from math import isnan
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -21,9 +25,10 @@ from benchmarks.report.evidence import VALIDATION
 from benchmarks.report.table import markdown_table
 from benchmarks.validation.rows import PublishedRow, read_rows, training_tables
 from benchmarks.validation.stated import measured_s, preset_of
+from zeropp.price.programs import program_named
 
 # Models are named by their size, in which alone publishers' names agree.
-_TICKS = (0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
+_TICKS = (0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5)
 _SIZES = {(32, 4096): "7B to 8B", (40, 5120): "13B", (60, 6656): "30B", (80, 8192): "65B to 70B"}
 
 
@@ -55,21 +60,30 @@ def measured_pairs(*, one_program: bool = False) -> list[Pair]:
     groups: defaultdict[tuple[object, ...], list[tuple[PublishedRow, float]]] = defaultdict(list)
     for row, simulated in _published():
         if tokens_per_s_per_gpu(row) > 0:
-            key = (row.layers, row.hidden, row.ffn, row.device, row.num_gpus, row.seq, row.dtype)
-            groups[*key, (row.source, row.program) if one_program else ""].append((row, simulated))
-    pairs = []
-    for group in groups.values():
-        sides = [[run for run in group if (run[0].tp > 1) is tensor] for tensor in (False, True)]
-        if not all(sides):
-            continue
-        (without, first), (tensor, second) = (
-            max(side, key=lambda run: tokens_per_s_per_gpu(run[0])) for side in sides
-        )
-        batches = sorted((without.global_batch, tensor.global_batch))
-        if batches[1] <= 2 * batches[0]:
-            pairs.append(Pair(without, tensor, first / second))
+            key = (row.layers, row.hidden, row.ffn, row.device, row.num_gpus, row.seq)
+            own = (row.source, row.program) if one_program else ""
+            groups[*key, _precision(row), own].append((row, simulated))
+    pairs = [pair for group in groups.values() for pair in _pairs_of(group)]
     return sorted(pairs, key=lambda p: (p.without.hidden, p.without.layers, p.without.device,
-                                        p.without.dtype, p.without.num_gpus))  # fmt: skip
+                                        _precision(p.without), p.without.num_gpus,
+                                        p.without.global_batch))  # fmt: skip
+
+
+def _pairs_of(group: Iterable[tuple[PublishedRow, float]]) -> Iterator[Pair]:
+    """The pairs of runs that differ in their plans and batches alone."""
+    fastest: dict[tuple[bool, int], tuple[PublishedRow, float]] = {}
+    for run in sorted(group, key=lambda run: tokens_per_s_per_gpu(run[0])):
+        fastest[run[0].tp > 1, run[0].global_batch] = run
+    having, lacking = (
+        {b: run for (has, b), run in fastest.items() if has is tensor} for tensor in (True, False)
+    )
+    chosen = [(batch, batch) for batch in lacking.keys() & having.keys()]
+    if having and lacking and not chosen:
+        near = product(lacking, having)
+        chosen = [min(near, key=lambda two: (max(two) / min(two), -max(two)))]
+    for first, second in chosen:
+        (without, simulated), (tensor, other) = lacking[first], having[second]
+        yield Pair(without, tensor, simulated / other)
 
 
 def pairs_table(which: str) -> str:
@@ -79,13 +93,13 @@ def pairs_table(which: str) -> str:
     if which == "llama_70b":
         lines = [
             [
-                str(p.without.num_gpus), _precision(p.without), f"{p.without.seq:,}",
+                str(p.without.num_gpus), _sides_of([p], _format), f"{p.without.seq:,}",
                 *_side(p.without), *_side(p.tensor), f"{p.ratio:.2f}",
             ]
             for p in pairs
             if (p.without.layers, p.without.hidden, p.without.device) == (80, 8192, "h100")
         ]  # fmt: skip
-        heads = ["GPUs", "precision", "sequence", "without TP", "tokens/s/GPU", "with TP",
+        heads = ["GPUs", "format", "sequence", "without TP", "tokens/s/GPU", "with TP",
                  "tokens/s/GPU", "speed without over with"]  # fmt: skip
         return markdown_table(heads, lines)
     lines = []
@@ -93,10 +107,57 @@ def pairs_table(which: str) -> str:
         ratios = sorted(pair.ratio for pair in own)
         gpus = sorted(pair.without.num_gpus for pair in own)
         simulated = sorted(pair.simulated for pair in own if not isnan(pair.simulated))
-        counts = [size, device, precision, _range(gpus, "d"), str(len(own)), _range(ratios, ".2f")]
+        counts = [size, device, precision, _range(gpus, "d"), str(len(own))]
+        counts.append(str(sum(p.without.global_batch == p.tensor.global_batch for p in own)))
+        both = [_sides_of(own, of) for of in (_format, _software)]
+        counts += [*both, _range(ratios, ".2f")]
         lines.append([*counts, _range(simulated, ".2f") if simulated else "no price"])
-    heads = ["model", "device", "precision", "GPUs", "pairs", "speed without over with"]
-    return markdown_table([*heads, "simulated"], lines)
+    heads = ["model", "device", "precision", "GPUs", "pairs", "of one batch", "formats"]
+    heads += ["software of (year)", "speed without over with", "simulated"]
+    return markdown_table(heads, lines)
+
+
+def pairs_of_case(case: Mapping[Any, Any]) -> str:
+    """The measured pairs of a case's model, device and sequence in 16 bits and of one batch, as a
+    sentence; empty if there are none."""
+    model, device = case["source"]["spec"]["model"], case["source"]["spec"]["cluster"]["device"]
+    own = [
+        pair
+        for pair in _all_pairs()
+        if (pair.without.layers, pair.without.hidden, pair.without.seq)
+        == (model["layers"], model["hidden"], model["seq"])
+        and pair.without.device == device["name"]
+        and _precision(pair.without) == "16 bits"
+        and pair.without.global_batch == pair.tensor.global_batch
+    ]
+    if not own:
+        return ""
+    ratios, gpus = sorted(p.ratio for p in own), sorted(p.without.num_gpus for p in own)
+    return f"Measured, on {_range(gpus, 'd')} GPUs: {_range(ratios, '.2f')} without over with."
+
+
+@cache
+def _all_pairs() -> list[Pair]:
+    return measured_pairs()
+
+
+def _sides_of(pairs: Iterable[Pair], of: Callable[[PublishedRow], str]) -> str:
+    """What the rows of both sides have, ``without / with``, or once where both have the same."""
+    without, tensor = set(), set()
+    for pair in pairs:
+        without.add(of(pair.without))
+        tensor.add(of(pair.tensor))
+    words = [", ".join(sorted(side)) for side in (without, tensor)]
+    return " / ".join(dict.fromkeys(words))
+
+
+def _format(row: PublishedRow) -> str:
+    return row.dtype
+
+
+def _software(row: PublishedRow) -> str:
+    """The year of the kernels of the program's entry; older ones have none."""
+    return str(program_named(row.program).kernels or "older")
 
 
 def _grouped(pairs: Iterable[Pair]) -> dict[tuple[str, str, str], list[Pair]]:
@@ -111,21 +172,26 @@ def _grouped(pairs: Iterable[Pair]) -> dict[tuple[str, str, str], list[Pair]]:
 
 def pairs_figure() -> Figure:
     """The ratios of all pairs, a line per size of model, device and precision: what was measured as
-    a dot, and the simulator's ratio for the same two plans as a ring."""
+    a dot (a cross where the batches differ), and the simulator's ratio for the same two plans as a
+    ring."""
     groups = _grouped(measured_pairs())
     figure = Figure(figsize=(9.0, 0.36 * len(groups) + 1.1), layout="constrained")
     axis = figure.subplots()
     for place, own in enumerate(groups.values()):
         shift = [0.5 * (number / len(own) - 0.5) for number in range(len(own))]
         heights = [place + each for each in shift]
-        axis.plot(
-            [p.ratio for p in own],
-            heights,
-            "o",
-            ms=4.5,
-            color=style.COOL,
-            label="measured" if place == 0 else None,
-        )
+        is_equal = [p.without.global_batch == p.tensor.global_batch for p in own]
+        for equal, marker in ((True, "o"), (False, "x")):
+            chosen = [number for number, same in enumerate(is_equal) if same is equal]
+            axis.plot(
+                [own[number].ratio for number in chosen],
+                [heights[number] for number in chosen],
+                marker,
+                ms=4.5,
+                color=style.COOL,
+                label=f"measured, of {'one batch' if equal else 'two batches'}" * (place == 0)
+                or None,
+            )
         axis.plot(
             [p.simulated for p in own],
             heights,
@@ -167,7 +233,8 @@ def _range(values: list[float] | list[int], form: str) -> str:
 
 
 def _precision(row: PublishedRow) -> str:
-    return {"bf16": "16 bits", "fp16": "16 bits", "fp8": "8 bits"}.get(row.dtype, row.dtype)
+    bits = {"bf16": "16", "fp16": "16", "fp8": "8", "mxfp8": "8"}.get(row.dtype)
+    return f"{bits} bits" if bits else row.dtype
 
 
 def _program(row: PublishedRow) -> str:
@@ -183,6 +250,6 @@ def _side(row: PublishedRow) -> tuple[str, str]:
     words += [f"zero{row.zero}"] if row.zero else []
     each = row.global_batch / row.num_gpus
     return (
-        f"{_program(row)} {' '.join(words)}, {each:g} sequences per GPU",
+        f"{_program(row)} ({_software(row)}) {' '.join(words)}, {each:g} sequences per GPU",
         f"{tokens_per_s_per_gpu(row):,.0f}",
     )

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from benchmarks import CHECKOUT
 from benchmarks.report import display
 from benchmarks.report.evidence import published_errors
-from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.table import markdown_table
 from benchmarks.specification.contenders import COMPARED
 from benchmarks.verdict.assumptions import ASSUMPTIONS
@@ -48,14 +46,6 @@ _HEADLINE = (
     *("megatron_core", "torchtitan", "fsdp", "megatron_fsdp", BOUND),
 )
 NOTHING = "No cell has been priced in this setting."
-# What ran on one GPU, a rank alone each. Megatron-Core ran with its own layers, without Transformer
-# Engine, and so says nothing of its row.
-_RAN = {
-    "zeropp": "ZeroPP",
-    "deepspeed_3d": "DeepSpeed",
-    "fsdp": "FSDP2",
-    "megatron_core_local": "Megatron-Core with its own layers",
-}
 
 
 def page_tables(plans: pd.DataFrame, repriced: pd.DataFrame) -> dict[str, str]:
@@ -67,7 +57,6 @@ def page_tables(plans: pd.DataFrame, repriced: pd.DataFrame) -> dict[str, str]:
     of_own = own[own["mode"] == OWN]
     return _numbers(best, plans, uncertainty) | {
         "rows": rows_table(best, uncertainty),
-        "one_gpu": _one_gpu(uncertainty),
         "headline": _headline(best, uncertainty),
         "headline_own": _headline(of_own, Uncertainty(of_own, repriced, program_errors())),
         "answer": _answer(best, uncertainty),
@@ -133,22 +122,6 @@ def rows_table(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
 
 def _median(interval: Interval) -> str:
     return f"**{interval.value:.2f}** ({interval.low:.2f} to {interval.high:.2f})"
-
-
-def _one_gpu(uncertainty: Uncertainty) -> str:
-    """Described over measured time of all actions of a rank alone, in the one cell that every
-    program ran without tensor parallelism, and the medians if all prices were as far off."""
-    tables = one_gpu_tables(CHECKOUT / "results/reference/one_gpu")
-    (rows,) = (table.data for table in tables if table.name == "actions")
-    rows = rows[rows["point"].str.startswith("a_") & (rows["action"] == "all")]
-    ratios = rows.set_index("contender")["described_over_measured"]
-    lines = []
-    for name, label in _RAN.items():
-        medians = uncertainty.medians.get(name, {}).values()
-        moved = [f"{i.value * ratios['zeropp'] / ratios[name]:.2f}" for i in medians] or ["", ""]
-        lines.append([label, f"{ratios[name]:.2f}", *moved])
-    heads = ["program", "described over measured time", "ZeroPP over it, so moved: 1 per GPU"]
-    return markdown_table([*heads, "4 or more"], lines)
 
 
 def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:

@@ -36,9 +36,9 @@ from benchmarks.verdict.cells import (
     Cell,
     CellPart,
     StudySpec,
+    best_in,
     parts_of,
     study_spec,
-    winner_of,
 )
 from benchmarks.verdict.given_settings import GIVEN
 from benchmarks.verdict.judge import with_own, with_shared_plans
@@ -60,7 +60,8 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     specs: list[RunSpec] = []
     for cell in cells:
         for row in runnable:
-            if (winner := winner_of(cell, tolerance, row)) is None:
+            best = best_in(cell, row, settings="equal", tolerance=tolerance)
+            if (winner := best.winner) is None:
                 continue
             spec = dataclasses.replace(
                 base,
@@ -152,7 +153,8 @@ def simulate_cells(
     for cell in spec.cells("bf16"):
         for name, mode in parts(cell):
             key = (*cell.key, name, mode)
-            part = CellPart(cell, name, mode, spec.tolerance, known.get(key, ()), spec.budget_s)
+            begin, searched = known.get(key, ()), (spec.budget_s, spec.memory_margin)
+            part = CellPart(cell, name, mode, spec.tolerance, begin, *searched)
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
     lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=config["rerun"] == "all")
     places = {name: place for place, name in enumerate(ROWS)}  # older tables have others, too

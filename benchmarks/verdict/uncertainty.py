@@ -32,7 +32,7 @@ import pandas as pd
 
 from benchmarks import CHECKOUT
 from benchmarks.report.ratio_errors import stranger_runs
-from benchmarks.specification.contenders import COMPARED
+from benchmarks.specification.contenders import COMPARED, Compared
 from benchmarks.verdict.assumptions import ASSUMPTIONS
 from benchmarks.verdict.cells import CELL
 from benchmarks.verdict.judge import (
@@ -134,7 +134,7 @@ class Uncertainty:
         self._best = best.set_index(CELL)
         self._repriced = repriced
         rng = np.random.default_rng(SEED)
-        programs = dict.fromkeys(row.contender.name for row in COMPARED.values())
+        programs = dict.fromkeys(map(_program, COMPARED.values()))
         self._errors = {name: errors.draw(rng, len(best)) for name in programs}
         self._places = rng.uniform(-1.0, 1.0, (DRAWS, len(ASSUMPTIONS)))
 
@@ -182,7 +182,7 @@ class Uncertainty:
         zeropp = self._errors["zeropp"]
         return {
             name: self.simulated(name)
-            * np.exp(self._errors[COMPARED[name].contender.name] - zeropp + self._assumed(name))
+            * np.exp(self._errors[_program(COMPARED[name])] - zeropp + self._assumed(name))
             for name in BASELINES
         }
 
@@ -220,6 +220,11 @@ class Uncertainty:
             (ratios[low].to_numpy() / simulated, ratios[high].to_numpy() / simulated)
             for low, high in (assumption.columns for assumption in ASSUMPTIONS)
         ]
+
+
+def _program(row: Compared) -> str:
+    """The program of a row; one with a pipeline alone is the same."""
+    return row.contender.name.removesuffix("_3d")
 
 
 def step_times(table: pd.DataFrame, name: str, cells: pd.Index[Any]) -> pd.DataFrame:

@@ -78,7 +78,7 @@ POINTS: dict[str, tuple[list[str], dict]] = {
         [
             *A,
             "microbatch_size=4",
-            "contender=deepspeed_3d",
+            "contender=deepspeed",
             "contender.tp=1",
             "contender.pp=1",
             "contender.replicate=64",
@@ -260,7 +260,7 @@ POINTS: dict[str, tuple[list[str], dict]] = {
         [
             *B,
             "microbatch_size=1",
-            "contender=deepspeed_3d",
+            "contender=deepspeed",
             "contender.tp=1",
             "contender.pp=2",
             "contender.replicate=32",
@@ -318,7 +318,7 @@ ONE = {
     "zeropp_llama": [*EAGER, "contender.chunks=2", "sequences_per_gpu=8", "model=llama_tiny"],
     "torch_pp": ["contender=torch_pp", "contender.compile=false", "sequences_per_gpu=8"],
     "fsdp": ["contender=fsdp", "contender.compile=false", "sequences_per_gpu=8"],
-    "deepspeed_3d": ["contender=deepspeed_3d", "contender.compile=false", "sequences_per_gpu=8"],
+    "deepspeed_3d": ["contender=deepspeed", "contender.compile=false", "sequences_per_gpu=8"],
     "megatron": ["contender=megatron_core_local", "sequences_per_gpu=8"],
 }
 FOUR = {

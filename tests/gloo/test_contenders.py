@@ -82,15 +82,15 @@ KEPT = {"reshard_after_forward": False}
 # The numbers of one process, and the actions of the program.
 EXACT: list[tuple[str, Options, Options]] = [
     ("deepspeed_3d", {"pp": 2, "tp": 2}, TIED),
-    ("deepspeed_3d", {"pp": 2, "replicate_zero": 1}, LLAMA),
+    ("deepspeed", {"pp": 2, "replicate_zero": 1}, LLAMA),
     (
-        "deepspeed_3d",
+        "deepspeed",
         {"pp": 2, "tp": 1, "placement": "pp_inner", "recompute": "full", "recompute_blocks": 1},
         {},
     ),
-    ("deepspeed_3d", {"pp": 1, "tp": 2, "replicate_zero": 1}, LLAMA | TIED),
-    ("deepspeed_3d", {"pp": 1, "tp": 2, "replicate_zero": 2, "recompute": "full"}, TIED),
-    ("deepspeed_3d", {"pp": 1, "tp": 1, "replicate_zero": 0}, {}),
+    ("deepspeed", {"pp": 1, "tp": 2, "replicate_zero": 1}, LLAMA | TIED),
+    ("deepspeed", {"pp": 1, "tp": 2, "replicate_zero": 2, "recompute": "full"}, TIED),
+    ("deepspeed", {"pp": 1, "tp": 1, "replicate_zero": 0}, {}),
     # All is gathered once per step.
     ("deepspeed_zero3", {"param_persistence_threshold": 10**6}, TIED),
     # Every tensor is gathered alone for every pass, and reduced alone.
@@ -185,23 +185,23 @@ TIED_IN_BF16 = {"precision": "bf16", "model": TIED}
 # numbers are close.
 NEAR: list[tuple[str, Options, int, Options, str | None]] = [
     (
-        "deepspeed_3d", {"pp": 2, "tp": 2, "replicate_zero": 1}, 4, TIED_IN_BF16,
+        "deepspeed", {"pp": 2, "tp": 2, "replicate_zero": 1}, 4, TIED_IN_BF16,
         "build_with_bf16",
     ),
     (
-        "deepspeed_3d", {"pp": 2, "replicate_zero": 1, **TO_OWNERS}, 4, TIED_IN_BF16,
+        "deepspeed", {"pp": 2, "replicate_zero": 1, **TO_OWNERS}, 4, TIED_IN_BF16,
         "build_with_own",
     ),
     (
-        "deepspeed_3d", {"pp": 1, "tp": 1, "replicate_zero": 1, **IN_BF16, **SMALL}, 4,
+        "deepspeed", {"pp": 1, "tp": 1, "replicate_zero": 1, **IN_BF16, **SMALL}, 4,
         TIED_IN_BF16, "build_with_own",
     ),
     (
-        "deepspeed_3d", {"pp": 1, "tp": 2, "replicate_zero": 2, **SMALL}, 4, TIED_IN_BF16,
+        "deepspeed", {"pp": 1, "tp": 2, "replicate_zero": 2, **SMALL}, 4, TIED_IN_BF16,
         "build_with_own",
     ),
     (
-        "deepspeed_3d", {"pp": 1, "tp": 2, "replicate_zero": 2, "reduce_dtype": "bf16"}, 4,
+        "deepspeed", {"pp": 1, "tp": 2, "replicate_zero": 2, "reduce_dtype": "bf16"}, 4,
         TIED_IN_BF16, "build_with_own",
     ),
     ("deepspeed_zero3", {"reduce_bucket_size": 3000}, 4, TIED_IN_BF16, None),
@@ -216,10 +216,10 @@ NEAR: list[tuple[str, Options, int, Options, str | None]] = [
         {"precision": "bf16"}, None,
     ),
     # Blocks are compiled.
-    ("deepspeed_3d", {"compile": True, "pp": 2, "recompute": "full"}, 4, {}, "build_in_python"),
+    ("deepspeed", {"compile": True, "pp": 2, "recompute": "full"}, 4, {}, "build_in_python"),
     # Clipped, by AdamW.
-    ("deepspeed_3d", {"pp": 2, "tp": 2, "replicate_zero": 1}, 8, {}, None),
-    ("deepspeed_3d", {"pp": 1, "tp": 2, "replicate_zero": 2}, 4, {}, None),
+    ("deepspeed", {"pp": 2, "tp": 2, "replicate_zero": 1}, 8, {}, None),
+    ("deepspeed", {"pp": 1, "tp": 2, "replicate_zero": 2}, 4, {}, None),
     ("fsdp", {"shard": 4}, 4, {}, None),
     # Four microbatches per rank: in a steady phase, forwards and backwards take turns.
     ("torch_pp", ALL_AXES, 8, {}, None),
@@ -489,7 +489,7 @@ def deepspeed_program(
 def test_deepspeed_plan_is_its_train_schedule(stages: int, microbatches: int) -> None:
     """Its ``ReduceGrads`` goes over all data-parallel ranks, which are replicas, and with ZeRO-1
     its ``OptimizerStep`` gathers."""
-    contender = {"name": "deepspeed_3d", "pp": stages, "replicate": 2, "replicate_zero": 1}
+    contender = {"name": "deepspeed", "pp": stages, "replicate": 2, "replicate_zero": 1}
     tied = DEEP | {"tied_embeddings": True}
     plan = request(2 * stages, contender, global_batch=2 * microbatches, model=tied).plan()
     ends = (0, stages - 1)
@@ -624,7 +624,7 @@ MEASURE = {"warmup_steps": 2, "steps": CURVE - 2, "timeline": True}
 # units, because each costs every rank time in every step.
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any], int]] = {
     "zeropp 2x2": (4, {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2, "unit": 2}, 4),
-    "deepspeed 2x2x2": (8, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}, 2),
+    "deepspeed 2x2x2": (8, {"name": "deepspeed", "tp": 2, "pp": 2, "replicate_zero": 1}, 2),
 }
 GATED = "zeropp 2x2"  # test_gate.py has the axes of all contenders; it takes long
 

@@ -296,7 +296,7 @@ TRACED_SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 25
         ),
         (32, {"name": "fsdp", "shard": 16}, TIED),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
-        (8, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
+        (8, {"name": "deepspeed", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
         (
             8,
             {
@@ -421,12 +421,12 @@ def traced(name: str, plan: Plan, rank: int) -> trace.Trace:
     [
         {"name": "torch_pp", "pp": 2, "schedule": "1f1b"},
         {"name": "torch_pp", "pp": 2, "chunks": 2, "schedule": "interleaved_zb"},
-        {"name": "deepspeed_3d", "replicate": 2, "replicate_zero": 2},
+        {"name": "deepspeed", "replicate": 2, "replicate_zero": 2},
     ],
 )
 def test_a_trace_has_the_peak_of_real_ranks(world: World, contender: dict[str, Any]) -> None:
     name = contender["name"]
-    precision = "bf16" if name == "deepspeed_3d" else "fp32"
+    precision = "bf16" if name == "deepspeed" else "fp32"
     plan = request(2, contender, global_batch=8, model=SIZES, precision=precision).plan()
     real = world.run(measured, name, plan, size=2)
     traces = trace._in_processes(partial(traced, name, plan), plan.layout.pipeline(0))

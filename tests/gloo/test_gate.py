@@ -170,8 +170,8 @@ CASES = [
     Case("torch_pp", "bf16", TIED, TORCH_STAGES, (TORCH_BOTH,)),
     Case("fsdp", "fp32", {}, SHARDS, (FSDP,)),
     Case("fsdp", "bf16", {}, SHARDS, (FSDP,)),
-    Case("deepspeed_3d", "fp32", TIED, TWO_STAGES, (THREE_AXES,)),
-    Case("deepspeed_3d", "bf16", {}, REPLICAS, (TWO_AXES,)),
+    Case("deepspeed", "fp32", TIED, TWO_STAGES, (THREE_AXES,)),
+    Case("deepspeed", "bf16", {}, REPLICAS, (TWO_AXES,)),
     Case("megatron_core", "fp32", TIED, TWO_STAGES, (THREE_AXES, INTERLEAVED, GATHERED)),
     Case("megatron_core", "bf16", {}, REPLICAS, (TWO_AXES,)),
 ]

@@ -63,7 +63,7 @@ CASES = [
     ("num_gpus=2,", "num_gpus=2,: is not key=value as Hydra reads it"),
     ("num_gpus", "num_gpus: is not key=value as Hydra reads it"),
     ("launcher=slurm", "launcher=slurm: there is no sbatch here"),
-    ("contender=magic", "try deepspeed_3d, deepspeed_zero3, fsdp"),
+    ("contender=magic", "try deepspeed, deepspeed_3d, deepspeed_zero3, fsdp"),
     ("--bogus", "unrecognized arguments: --bogus (see --help)"),
     ("--info", "unrecognized arguments: --info (see --help)"),
     ("--hydra-help", "unrecognized arguments: --hydra-help (see --help)"),

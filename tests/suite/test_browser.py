@@ -89,12 +89,14 @@ def _choose(atlas: Page, name: str, value: str) -> str:
 
 
 def test_the_atlas_shows_the_chosen_case_and_says_what_was_not_searched(atlas: Page) -> None:
-    _choose(atlas, "Sequences per GPU", "4")
     on_4 = _choose(atlas, "GPUs", "4")
     assert on_4.count("tokens/s/GPU") == 2
     assert "zeropp run model=" in on_4
-    _choose(atlas, "Sequences per GPU", "2")
-    on_8 = _choose(atlas, "GPUs", "8")
+    assert "No: no plan with it fits." in atlas.locator("#answer").inner_text()
+    on_8 = _choose(atlas, "GPUs", "8")  # the batch follows: only choices that exist are offered
+    batch = atlas.locator("form select[name=per_gpu]")
+    assert batch.input_value() == "2"
+    assert batch.locator("option:not([disabled])").all_inner_texts() == ["2"]
     assert on_8.count("tokens/s/GPU") == 1
     assert "not searched for this choice" in on_8
     assert "FSDP2" in on_8

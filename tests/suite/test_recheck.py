@@ -14,6 +14,7 @@ from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -21,11 +22,14 @@ import pytest
 
 from benchmarks.evidence import traced
 from benchmarks.evidence.renew import REFERENCE
-from benchmarks.launch.sweep import spec_of
-from benchmarks.records.simulated import BASES, line_of, plan_record, prediction
+from benchmarks.launch.points import plan_point
+from benchmarks.launch.sweep import run_points, spec_of
+from benchmarks.records.simulated import BASES, SEARCHED, line_of, plan_record, prediction
+from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import published as published_scaling
+from benchmarks.report.tables import scaling_table
 from benchmarks.specification.compose import compose
-from benchmarks.specification.contenders import CONTENDERS, PRICED, setting_of
+from benchmarks.specification.contenders import CONTENDERS, PRICED, candidate_in, setting_of
 from benchmarks.specification.reading import preset
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.validation.errors import errors_of
@@ -36,9 +40,9 @@ from benchmarks.verdict.cells import Cell, candidate_of
 from benchmarks.verdict.uncertainty import judged
 from tests.streams.torch_orders import torch_schedule
 from zeropp.choose.contender import describe
-from zeropp.choose.task import Candidate
+from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
-from zeropp.price.flops import parameter_count
+from zeropp.price.flops import model_flops_per_token, parameter_count
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
@@ -96,7 +100,8 @@ def plan(row: Row) -> dict[str, Any]:
     again = setting_of(candidate)
     again["knobs"] |= {"name": setting["knobs"]["name"]}
     own = {"setting": json.dumps(again)}
-    return {k: v for k, v in (computed | own).items() if k not in ("commit", "contender", "mode")}
+    left_out = ("commit", "contender", "mode", *SEARCHED)  # nor what only a search says
+    return {k: v for k, v in (computed | own).items() if k not in left_out}
 
 
 def schedule(row: Row) -> dict[str, Any]:
@@ -147,7 +152,9 @@ def scaling(experiment: str, row: Row) -> dict[str, Any]:
     runs = runs[(runs[[*same]] == [*same.values()]).all(axis=1) & (row["cluster"] == "a100")]
     measured = dict(zip(runs["program"], runs["tflops"], strict=True))
     names = [name for name in row if name.endswith("_2021")]
-    return {
+    task = replace(spec.task, cluster=preset("cluster", row["cluster"], Cluster))
+    again = {name: scaled(task, name, row) for name in PRICED if row.get(f"{name}_setting")}
+    return {value: text for found in again.values() for value, text in found.items()} | {
         "parameters_b": f"{parameter_count(shape) / 1e9:.6g}",
         **{name: getattr(shape, name) for name in ("heads", "hidden", "layers")},
         "global_batch": spec.global_batch,
@@ -155,6 +162,30 @@ def scaling(experiment: str, row: Row) -> dict[str, Any]:
         "pflops": f"{fastest * gpus / 1e3:.5g}",
         **{name: f"{measured[name]:.6g}" if name in measured else "" for name in names},
     }
+
+
+def scaled(task: Task, name: str, row: Row) -> dict[str, str]:
+    """A contender's speed and plan, from the setting that the row keeps; older rows keep none."""
+    setting = json.loads(row[f"{name}_setting"])
+    own = candidate_in(name, setting["knobs"], setting["microbatch_size"])
+    result = own[1].simulated(task, own[2])
+    flops = model_flops_per_token(task.shape) * result.tokens_per_s_per_gpu
+    return {name: f"{flops / 1e12:.6g}", f"{name}_plan": describe(result.plan)}
+
+
+def test_a_scaling_table_keeps_plans_that_are_priced_again(tmp_path: Path) -> None:
+    spec = points_of("weak_scaling")["gpt_1_7b 32"]
+    words = ["experiment=weak_scaling", "cluster=a100", "contender=fsdp"]
+    config = compose("config", words)[0] | {"runs_dir": str(tmp_path / "runs")}
+    config["report_dir"] = str(tmp_path / "report")
+    assert run_points([plan_point(spec, simulated=True)], [config]) == 0
+    rows = latest_ok(load_frame([tmp_path / "runs"])[0])
+    (line,) = scaling_table(rows).numbers.astype(str).to_dict("records")
+    row = {str(name): str(value) for name, value in line.items()}
+    found = scaling("weak_scaling", row)
+    assert found["fsdp_plan"] == row["fsdp_plan"]
+    assert differences(row, {k: v for k, v in found.items() if k.startswith("fsdp")}) == {}
+    assert float(row["fsdp_gap"]) == 0.0
 
 
 AGAIN: dict[str, Callable[[Row], dict[str, Any]]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.launch.sweep import spec_of
 from benchmarks.records.simulated import BASES, line_of, plan_record, shape_named
-from benchmarks.report.atlas_page import cases
+from benchmarks.report.atlas_page import cases, ratios_of
 from benchmarks.report.display import program_label
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.ratio_errors import factor
@@ -24,7 +26,7 @@ from benchmarks.specification.contenders import ATLAS
 from benchmarks.specification.reading import preset
 from benchmarks.verdict.atlas import atlas_tables
 from benchmarks.verdict.cells import Cell, CellPart, study_spec
-from benchmarks.verdict.measured_pairs import measured_pairs, tokens_per_s_per_gpu
+from benchmarks.verdict.measured_pairs import _published, measured_pairs, tokens_per_s_per_gpu
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
 from zeropp.types.shape import ModelShape
@@ -55,7 +57,8 @@ def _rows(*cells: dict[str, float | None]) -> pd.DataFrame:
 
 
 def _cells(table: str) -> list[list[str]]:
-    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    """The lines below the caption and the heads."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[4:]]
 
 
 def test_the_experiment_has_every_cell_once() -> None:
@@ -78,11 +81,11 @@ def test_a_model_at_another_sequence_has_a_name_that_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("zeropp", "fsdp", "cells"),
     [
-        (100.0, 90.0, ["0", "1", "1", "0", "0.91", "0.91"]),
-        (108.0, 90.0, ["0", "0", "0", "0", "0.98", "0.98"]),
-        (140.0, 90.0, ["0", "0", "0", "0", "1.00", "1.00"]),
-        (80.0, None, ["0", "1", "1", "1", "0.73", "0.73"]),
-        (None, None, ["1", "1", "1", "1", "0.00", "0.00"]),
+        (100.0, 90.0, ["0", "1", "1", "0", "0", "0", "0.91 (0.91 to 0.91)"]),
+        (108.0, 90.0, ["0", "0", "0", "0", "0", "0", "0.98 (0.98 to 0.98)"]),
+        (140.0, 90.0, ["0", "0", "0", "0", "1", "0", "1.27 (1.27 to 1.27)"]),
+        (80.0, None, ["0", "1", "1", "1", "0", "0", "0.73 (0.73 to 0.73)"]),
+        (None, None, ["1", "1", "1", "1", "0", "0", "0.00 (0.00 to 0.00)"]),
     ],
 )
 def test_tensor_parallelism_is_needed_for_memory_or_speed(
@@ -95,10 +98,37 @@ def test_tensor_parallelism_is_needed_for_memory_or_speed(
     assert line == ["Llama 8B", "1", *cells]
 
 
+def test_a_search_without_tensor_parallelism_in_its_best_plan_bounds_the_ratio() -> None:
+    """Megatron-Core's best plan of all is without it, so its best with it is no faster; the row
+    that was searched with it alone says how fast."""
+    rows = _rows({"zeropp": 130.0})
+    is_core = rows["contender"] == "megatron_core"
+    rows.loc[is_core, "plan"] = "pp=4 replicate=16 b=2"
+    assert ratios_of(rows)["without"] == pytest.approx(130 / 110)
+    assert ratios_of(rows)["bound"]
+    line = rows[is_core].assign(contender="megatron_core_tp", plan="tp=2 pp=4 b=2")
+    apart = pd.concat([rows[~is_core], line.assign(tokens_per_s_per_gpu=105.0)])
+    found = ratios_of(apart)
+    assert (found["without"], found["core"]) == pytest.approx((130 / 105, 70 / 105))
+    assert not found["bound"]
+    cut = apart.assign(gap=0.0)
+    cut.loc[cut["contender"] == "megatron_core_tp", "gap"] = 0.03
+    assert (found["cut"], ratios_of(cut)["cut"]) == (False, True)
+
+
+def test_both_settings_have_a_table_and_that_of_users_is_the_first() -> None:
+    rows = _rows({})
+    own = rows.assign(mode="own", tokens_per_s_per_gpu=2 * rows["tokens_per_s_per_gpu"])
+    tables = atlas_tables(pd.concat([rows, own]))
+    assert re.findall(r"^(As users|Equal settings)", tables["brief"], re.MULTILINE) == [
+        "As users", "Equal settings",
+    ]  # fmt: skip
+
+
 def test_a_program_is_first_by_all_of_its_rows() -> None:
     """DeepSpeed and Megatron-Core have two each; a cell counts beyond the errors only where the
     next program is further away."""
-    reach = factor(one_program=False)
+    reach = factor(one_program=False, tensor=True)
     tables = atlas_tables(_rows({}, {"megatron_core": 100.0 * 1.01 * reach}, {"zeropp": 1000.0}))
     assert (tables["cells"], tables["without_fits"], tables["slower"]) == ("3", "3", "1")
     assert tables["without_slower"] == tables["without_fsdp_slower"] == "2"
@@ -111,7 +141,7 @@ def test_a_program_is_first_by_all_of_its_rows() -> None:
 def test_how_the_answer_moves_is_told_by_batch() -> None:
     lines = _cells(atlas_tables(_rows({}, {"zeropp": 220.0}))["moves"])
     assert lines[0] == ["sequences per GPU", "1", "1", "0.91", "0.64", "0.91", "1.11"]
-    assert lines[1] == ["sequences per GPU", "4", "1", "1.00", "0.64", "2.00", "2.44"]
+    assert lines[1] == ["sequences per GPU", "4", "1", "2.00", "0.64", "2.00", "2.44"]
     assert lines[-1][:3] == ["cluster", "H100", "2"]
 
 
@@ -132,7 +162,16 @@ def test_a_pair_has_equal_work_on_both_sides() -> None:
             1, b.hidden, b.device, b.num_gpus, b.seq,
         )  # fmt: skip
         assert b.tp > 1
-        assert 0.5 <= a.global_batch / b.global_batch <= 2
+    equal = [p for p in pairs if p.without.global_batch == p.tensor.global_batch]
+    assert len(equal) > 0.6 * len(pairs)
+    groups = {(p.without.layers, p.without.hidden, p.without.ffn, p.without.device,
+               p.without.num_gpus, p.without.seq) for p in pairs}  # fmt: skip
+    sides: defaultdict[tuple[object, ...], set[bool]] = defaultdict(set)
+    for row, _ in _published():
+        if tokens_per_s_per_gpu(row) > 0 and row.dtype in ("bf16", "fp16"):
+            key = (row.layers, row.hidden, row.ffn, row.device, row.num_gpus, row.seq)
+            sides[key].add(row.tp > 1)
+    assert {key for key, of in sides.items() if len(of) == 2} <= groups  # none is left out
 
 
 def test_a_pair_of_one_program_is_of_one_source_and_has_a_simulated_ratio() -> None:

@@ -51,10 +51,10 @@ def test_every_contender_gets_its_best_plan_and_the_spec_says_which(name: str) -
 
 def test_what_was_chosen_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("a800", "fsdp")
-    first, _ = points.with_best_plan(spec)
-    monkeypatch.setattr(points, "search", None)  # asked again, it would fail
-    again, line = points.with_best_plan(spec)
-    assert again == first
+    first, _, gap = points.with_best_plan(spec)
+    monkeypatch.setattr(points, "best_of", None)  # asked again, it would fail
+    again, line, again_gap = points.with_best_plan(spec)
+    assert (again, again_gap) == (first, gap)
     assert "(remembered)" in line
     with pytest.raises(TypeError):
         points.with_best_plan(replace(spec, global_batch=64))
@@ -62,23 +62,23 @@ def test_what_was_chosen_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
     spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap=8)
-    found, _ = points.with_best_plan(spec)
+    found, *_ = points.with_best_plan(spec)
     chosen: Any = found
     assert (chosen.contender.pp, chosen.contender.chunks) == (4, 1)
     assert chosen.contender.activation_cap == 8
-    assert points.with_best_plan(chosen) == (chosen, "")
+    assert points.with_best_plan(chosen) == (chosen, "", 0.0)
 
 
 def test_replicas_that_leave_no_shards_are_chosen_for() -> None:
     """ZeroPP's own search has shards of two ranks and more."""
-    chosen, _ = points.with_best_plan(spec_of("a800", "zeropp", pp=2, replicate=2))
+    chosen, *_ = points.with_best_plan(spec_of("a800", "zeropp", pp=2, replicate=2))
     layout = chosen.plan().layout
     assert (layout.pp, layout.shard, layout.replicate) == (2, 1, 2)
 
 
 def test_without_prices_simple_rules_apply() -> None:
     spec = spec_of("cpu_gloo", "zeropp")
-    chosen, _ = points.with_best_plan(spec)
+    chosen, *_ = points.with_best_plan(spec)
     assert chosen == replace(spec, microbatch_size=1)  # a record holds a number
     plan = chosen.plan()
     assert (plan.layout.pp, plan.layout.chunks, plan.microbatch_size) == (2, 2, 1)

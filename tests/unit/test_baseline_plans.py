@@ -111,7 +111,7 @@ TIED = [
     ({"name": "fsdp", "shard": 4}, [[]]),  # embedding and head are one parameter
     ({"name": "torch_pp", "pp": 4, "schedule": "1f1b"}, [[0], [], [], [3]]),
     ({"name": "torch_pp", "pp": 4, "schedule": "zbv", "chunks": 2}, [[0], [], [], []]),
-    ({"name": "deepspeed_3d", "pp": 2, "replicate": 2}, [[0], [1]]),
+    ({"name": "deepspeed", "pp": 2, "replicate": 2}, [[0], [1]]),
     ({"name": "zeropp", "pp": 1, "shard": 4, "chunks": 2}, [[0]]),
 ]
 

@@ -104,7 +104,7 @@ def test_deepspeed_waits_for_one_reduction_before_the_bias_that_follows_it() -> 
     """Both matrices of an MLP are larger than a bucket. The bias of the first one in the model
     comes with its matrix, after the other one's reduction has begun, and no compute lies between
     them."""
-    result = described("deepspeed_3d", **ZERO2)
+    result = described("deepspeed", **ZERO2)
     cluster, plan = task().cluster, result.plan
     replicas = group_of(cluster, plan.layout, "replicate")
     matrix = plan.shape.hidden * plan.shape.ffn / plan.layout.tp
@@ -120,7 +120,7 @@ def test_deepspeed_divides_gradients_where_a_backward_has_copied_them() -> None:
     fast = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
     cluster = replace(asked.cluster, intra=fast, inter=fast)
     shape = replace(asked.shape, ffn=2 * asked.shape.hidden)  # all matrices fit into a bucket
-    contender = PRICED["deepspeed_3d"]
+    contender = PRICED["deepspeed"]
     knobs = contender.knobs(**ZERO2)
     plan = contender.simulated(
         replace(asked, cluster=cluster, shape=shape), Candidate(knobs, 1)
@@ -143,9 +143,9 @@ def test_described_compute_has_no_collectives_but_the_update() -> None:
     slow = replace(asked.cluster, device=device)
     link = Link(bandwidth_gb_s=1e12, latency_us=0.0, hop_us=0.0)
     free = replace(slow, intra=link, inter=link)
-    knobs = PRICED["deepspeed_3d"].knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
+    knobs = PRICED["deepspeed"].knobs(pp=1, tp=2, replicate=32, replicate_zero=2)
     here, alone = (
-        PRICED["deepspeed_3d"].simulated(replace(asked, cluster=each), Candidate(knobs, 1))
+        PRICED["deepspeed"].simulated(replace(asked, cluster=each), Candidate(knobs, 1))
         for each in (slow, free)
     )
     kernels = alone.events.busy[0] + alone.price.stages[0].update

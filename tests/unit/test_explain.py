@@ -22,6 +22,7 @@ from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
 from benchmarks.specification import SpecError, reading
 from benchmarks.specification import progress as bars
+from benchmarks.specification.contenders import ATLAS
 from zeropp.choose.task import Candidate
 from zeropp.price.cluster import Cluster
 
@@ -255,7 +256,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
     assert found.asked.plan.layout.tp == found.asked.plan.layout.pp == 2
     faster = better(found, search_s=0.5)
     assert all(change.step_s < found.asked.step_s for change in faster.changes.values())
-    assert [one.contender.name for one in faster.best][-1] == "zeropp"
+    assert [one.name for one in faster.best] == [*ATLAS]
     again = asked_again(dialect, written_as(dialect, found.asked.plan, found.asked.candidate), path)
     second = again.contender.simulated(again.task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)
@@ -285,9 +286,9 @@ def test_the_command_answers_on_one_screen(
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words])
     assert main() in (0, 1), capsys.readouterr().err
     told, shown = capsys.readouterr()
-    assert shown.count(" s: best plans (at most 0 s of CPU time)") > 1  # while it searches
+    assert shown.count(" s: 0 of 9, searching best plans") > 1  # while it searches
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
-    parts += ["Best plans on the same GPUs", ": no difference", "In plans: degrees"]
+    parts += ["Best plans on the same GPUs", "Do you need tensor", "In plans: degrees"]
     places = [told.index(said) for said in parts]
     assert places == sorted(places)
     monkeypatch.setattr(answers, "better", None)  # --as searches nothing better
@@ -391,10 +392,10 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
 @pytest.mark.parametrize(
     ("name", "text", "contender", "degrees", "batch"),
     [
-        ("d.json", DEEPSPEED, "deepspeed_3d", {"replicate": 16, "replicate_zero": 2}, 64),
+        ("d.json", DEEPSPEED, "deepspeed", {"replicate": 16, "replicate_zero": 2}, 64),
         ("d.json", DEEPSPEED.replace(': 2}', ': 3, "stage3_prefetch_bucket_size": 15e6}'),
          "deepspeed_zero3", {"shard": 16, "prefetch_bucket_size": 15_000_000}, 64),
-        ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed_3d", {"replicate_zero": 2}, 64),
+        ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),

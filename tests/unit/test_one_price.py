@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.contender import DEEPSPEED
 from baselines.fsdp.contender import FSDP
 from baselines.public_3d import BEST_3D
 from baselines.zeropp.contender import ZEROPP
-from benchmarks.specification.contenders import COMPARED, PRICED
+from benchmarks.specification.contenders import COMPARED, PRICED, ROWS
 from benchmarks.specification.reading import preset
 from benchmarks.validation.cases import case_of
 from benchmarks.validation.predict import predict, simulated
 from benchmarks.validation.rows import PublishedRow
-from benchmarks.verdict.cells import Cell, winner_of
+from benchmarks.verdict.cells import Cell, best_in
 from tests.unit.published_cells import CELLS
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Candidate, Task
@@ -32,7 +32,7 @@ PARTLY = {"recompute": "full", "recompute_blocks": 2}
 # Settings of every contender that is judged. All others of its knobs are at their defaults.
 ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepspeed_3d", {**SIDES, "recompute": "full"}),
-    ("deepspeed_3d", {**SIDES, "tp": 1, "pp": 4}),
+    ("deepspeed", {**SIDES, "tp": 1, "pp": 4}),
     ("deepspeed_zero3", {"shard": 8, **PARTLY}),
     ("best_3d", {**SIDES, "schedule": "1f1b", "recompute": "none"}),
     ("best_3d", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True}),
@@ -137,7 +137,8 @@ def test_validation_tuner_launch_and_verdict_give_one_number(
 
 
 def test_what_the_verdict_finds_has_one_price() -> None:
-    for contender in (ZEROPP, DEEPSPEED_3D, BEST_3D, FSDP):
-        winner = winner_of(Cell(task()), 0.05, COMPARED[contender.name])
+    for contender in (ZEROPP, DEEPSPEED, BEST_3D, FSDP):
+        row = ROWS[contender.name]
+        winner = best_in(Cell(task()), row, settings="equal", tolerance=0.05).winner
         assert winner is not None
         assert_one_number(task(), contender, winner.candidate)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.contender import DEEPSPEED
 from baselines.deepspeed_3d.zero3 import DEEPSPEED_ZERO3
 from baselines.fsdp.contender import FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE
@@ -70,7 +70,7 @@ def test_what_is_against_an_opponent_is_named_on_the_page() -> None:
 
 # The programs of the charter whose own contender has the knobs that a line names.
 OF_PROGRAM: dict[str, tuple[Contender[Any], ...]] = {
-    "DeepSpeed": (DEEPSPEED_3D, DEEPSPEED_ZERO3),
+    "DeepSpeed": (DEEPSPEED, DEEPSPEED_ZERO3),
     "FSDP2": (FSDP,),
 }
 OF_PROGRAM |= {"Megatron-Core": (MEGATRON_CORE,), "torchtitan": (TORCHTITAN,)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED, DeepSpeedKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import task
 from zeropp.choose.contender import describe
@@ -59,7 +59,7 @@ def test_each_recomputed_block_costs_the_same_time_and_saves_the_same_memory(pro
 
 def test_the_loss_of_recomputation_is_that_of_its_blocks() -> None:
     knobs = DeepSpeedKnobs(pp=4, replicate=16, recompute="full")
-    result = DEEPSPEED_3D.simulated(task(64, 128), Candidate(knobs, 1))
+    result = DEEPSPEED.simulated(task(64, 128), Candidate(knobs, 1))
     blocks = [result.plan.blocks[stage] for stage in range(4)]
     half = replace(result.plan, recomputed=tuple(count // 2 for count in blocks))
     lost = simulate(half, task().cluster).breakdown.recomputation

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED, DeepSpeedKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import cluster, model, task
@@ -43,7 +43,7 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
 
 def one_f_one_b(pp: int, m: int) -> Plan:
     knobs = DeepSpeedKnobs(tp=1, pp=pp, replicate=64 // pp)
-    return DEEPSPEED_3D.plan(task(64, m * 64 // pp), Candidate(knobs, 1))
+    return DEEPSPEED.plan(task(64, m * 64 // pp), Candidate(knobs, 1))
 
 
 def zeropp_plan(pp: int, m: int, unit: int, **knobs: object) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.contender import DEEPSPEED
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
@@ -140,7 +140,7 @@ def test_a_search_that_finds_nothing_ends_with_its_budget() -> None:
 
 
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
-    outcome = search(task(), DEEPSPEED_3D)
+    outcome = search(task(), DEEPSPEED)
     assert outcome.winner is not None
     assert outcome.runner_up is not None
     assert outcome.winner.peak_bytes <= task().cluster.device.usable_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
-from zeropp.price.peak_memory import always_held, rank_peak
+from zeropp.price.peak_memory import always_held, needed_bytes
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
@@ -251,7 +251,7 @@ def order_peak(
         programs: list[RankProgram] = [()] * compute.num_ranks
         programs[rank] = tuple(_with_receives(program, compute))
         ordered = plan.with_programs(replace(compute, programs=tuple(programs)))
-        peaks.append((rank_peak(ordered, held, rank).total, rank))
+        peaks.append((needed_bytes(ordered, held, rank), rank))
     return max(peaks)
 
 

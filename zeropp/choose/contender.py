@@ -23,6 +23,7 @@ from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Draft, Plan, SizedPlan, TooLarge
 from zeropp.schedule.program import StageCost
 from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Precision, Settings, WireType
 from zeropp.types.training import OptimizerConfig, Trainer
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ class Contender(Generic[K]):
     # ``benchmarks.specification.contenders``).
     in_verdict: bool = True
     # Knobs, fp32 by default, with which its own configuration lets users choose 16 bits as the type
-    # in which gradients are added or sent.
-    gradient_types: tuple[str, ...] = ()
+    # in which gradients are added or sent, and the types that its documents recommend.
+    gradient_types: Mapping[str, WireType] = field(default_factory=dict)
+    # The entries of conf/program as which its published runs are priced.
+    published_as: tuple[str, ...] = ()
     # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
     # has imported them; names that the installed version does not have are ignored.
     late_imports: tuple[str, ...] = ()
@@ -105,10 +108,11 @@ class Contender(Generic[K]):
     filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
     emulation: str = ""  # what runs otherwise on an emulated device; empty: nothing
 
-    @property
-    def any_gradient_types(self) -> K:
-        """Knobs with which a search chooses the types of gradients, too, and everything else."""
-        return replace(cast("Any", self.knobs()), **dict.fromkeys(self.gradient_types, "auto"))  # type: ignore[no-any-return]
+    def types_as(self, settings: Settings, precision: Precision) -> dict[str, WireType]:
+        """The types of gradients as its users run it, or equal to those of all others."""
+        if settings == "users" and precision == "bf16":
+            return dict(self.gradient_types)
+        return dict.fromkeys(self.gradient_types, "fp32")
 
     def as_run(self, knobs: K) -> K:
         """The knobs with what the trainer runs for those that are ``auto``. Raises InfeasibleError

@@ -322,8 +322,7 @@ class _Search(Generic[K]):
     ) -> Outcome[K]:
         """Begin with what is ``known``, take the first entry of the queue until no bound is below
         the winner, then improve it."""
-        begin = (new for old in known for new in resized(old, self.task.num_gpus))
-        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), budget)
+        self.begin(known)
         rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
         if rest:
             self.outcome.is_complete = False
@@ -334,6 +333,11 @@ class _Search(Generic[K]):
                     self.evaluate(entry)
         self._climb(microbatch_size, budget)
         return self.outcome
+
+    def begin(self, known: Iterable[Candidate[K]]) -> None:
+        """Try known candidates, with as many data-parallel ranks as the task has."""
+        begin = (new for old in known for new in resized(old, self.task.num_gpus))
+        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), _Budget(inf))
 
     def _climb(self, microbatch_size: int | Auto, budget: _Budget) -> None:
         """Try what is beside the winner until nothing there is faster, or the time is over."""

@@ -9,9 +9,8 @@ from zeropp.price.cluster import Cluster
 from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
 
-# The share by which a run may take more memory than its price: nine in ten of the published runs
-# that stated theirs took no more (results/reference/validation/validation.csv, to which a test
-# holds it).
+# The share by which a run may take more memory than its price, where nobody says another:
+# ``benchmarks.report.ratio_errors.memory_room`` has that of every program.
 MEMORY_MARGIN = 0.19
 
 

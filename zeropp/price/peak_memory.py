@@ -287,15 +287,11 @@ def rank_peak(plan: Plan, price: StepBytes, rank: int) -> MemoryBytes:
     return replace(peak, host=state.most_host)
 
 
-def fits(plan: Plan, price: StepBytes, rank: int, limit: int) -> bool:
-    """Whether one pipeline rank never holds more than ``limit`` bytes, nor more of its host's than
-    it may."""
-    room = limit - always_held(plan, price, rank).total
-    state = RankMemory(plan, price, rank)
-    changes = _changes(plan, price, rank, state)
-    return all(c[2] + c[3] + c[4] + c[5] <= room for c in changes) and (
-        state.most_host <= price.host_limit
-    )
+def needed_bytes(plan: Plan, price: StepBytes, rank: int) -> int:
+    """The peak of one pipeline rank in bytes; more than any device has where it needs more of its
+    host's memory than it may."""
+    peak = rank_peak(plan, price, rank)
+    return peak.total + (_TOO_MANY if peak.host > price.host_limit else 0)
 
 
 def always_held(plan: SizedPlan, price: StepBytes, rank: int) -> MemoryBytes:
@@ -350,6 +346,7 @@ def _changes(plan: Plan, price: StepBytes, rank: int, state: RankMemory) -> Iter
 
 
 _Change = tuple[int, bool, int, int, int, int]
+_TOO_MANY = 2**60  # bytes
 _EMPTY: _Change = (0, True, 0, 0, 0, 0)
 GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B, Op.LOAD})
 _BACKWARDS = NEEDS_PARAMETERS - {Op.FORWARD}

@@ -32,6 +32,8 @@ Recompute = Literal["none", "selective", "mlp", "full"]
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
+# The types of gradients in a comparison: those that each program's documents recommend, or fp32.
+Settings = Literal["users", "equal"]
 ReplicateZero = Literal[0, 1, 2]  # the ZeRO stage over the replicas
 
 # How attention sees all tokens where ranks divide sequences. "heads": all-to-alls give each rank

@@ -1,0 +1,109 @@
+"""Whether a case needs tensor parallelism: the last lines of ``zeropp tune`` and ``explain``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from benchmarks.report.display import program_label
+from benchmarks.report.ratio_errors import need_text, priced_runs, ratio_text
+from benchmarks.report.searches import MOST_GAP, Best
+from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
+from benchmarks.validation.stated import cluster_of, measured_s
+from zeropp.choose.contender import describe
+from zeropp.choose.task import Task
+
+_CASE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")
+_WITH = {False: "without tensor parallelism", True: "with it"}
+
+
+def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -> Iterator[str]:
+    """The lines: the fastest plan without tensor parallelism and the fastest with it, their ratio
+    and that question's error, each program's own ratio, memory with its error, published runs of
+    this very case, and the answer. ``bests`` are rows on one side each (``contenders.sides``), or
+    whole programs; ``missing`` are the labels of those whose searches were stopped."""
+    sides: dict[bool, list[Best]] = {False: [], True: []}
+    for best in bests:
+        if best.winner is not None:
+            sides[best.winner.plan.layout.tp > 1].append(best)
+    fastest = {tensor: min(found, key=_step_s) for tensor, found in sides.items() if found}
+    for tensor, best in fastest.items():
+        yield f"Fastest {_WITH[tensor]}: {best.label}, {_numbers(best)}."
+    if len(fastest) == 2:
+        ratio = _step_s(fastest[True]) / _step_s(fastest[False])
+        one = len({program_label(best.name) for best in fastest.values()}) == 1
+        words = ratio_text(ratio, one_program=one, tensor=True)
+        yield (
+            f"Speed without over with: {words}; in brackets, where nine in ten published pairs "
+            f"without and with it are, of {'one program' if one else 'two programs'}."
+        )
+        if told := ", ".join(_own_ratios(sides)):
+            yield f"Of one program, without over with: {told}."
+    yield from _published(task)
+    cut = [*missing, *(best.label for best in bests if not best.gap <= MOST_GAP)]
+    yield f"Do you need tensor parallelism here? {_answer(fastest, cut)}"
+
+
+def _step_s(best: Best) -> float:
+    assert best.winner is not None
+    return best.winner.step_s
+
+
+def _numbers(best: Best) -> str:
+    winner = best.winner
+    assert winner is not None
+    device = best.outcome.task.cluster.device
+    most = winner.peak_bytes * (1 + best.room.share) / 2**30
+    gap = "" if best.gap == 0 else f", gap {best.gap:.1%}" if best.gap > 0 else ", search cut"
+    return (
+        f"{winner.step_s:.3g} s, {winner.result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{gap} "
+        f"({describe(winner.plan)}); {winner.peak_bytes / 2**30:.1f} GiB, with {best.room.words} "
+        f"{most:.1f} of {device.usable_bytes / 2**30:.1f}"
+    )
+
+
+def _own_ratios(sides: dict[bool, list[Best]]) -> Iterator[str]:
+    """Per program, the ratio of its fastest plans of both sides."""
+    steps: defaultdict[str, dict[bool, float]] = defaultdict(dict)
+    for tensor, found in sides.items():
+        for best in sorted(found, key=_step_s, reverse=True):
+            steps[program_label(best.name)][tensor] = _step_s(best)
+    for label, of in steps.items():
+        if len(of) == 2:
+            yield f"{label} {ratio_text(of[True] / of[False], one_program=True, tensor=True)}"
+
+
+def _published(task: Task) -> Iterator[str]:
+    """The published runs of the case's own model, device, number of GPUs and batch: a line per
+    plan, with its fastest run and its price."""
+    found: dict[str, tuple[float, str]] = {}
+    for run in priced_runs():
+        same = all(int(run[name]) == getattr(task.shape, name) for name in _CASE)
+        same &= run["device"] == task.cluster.device.name and run["dtype"] in ("bf16", "fp16")
+        same &= int(run["num_gpus"]) == task.num_gpus
+        same &= int(run["global_batch"]) == task.global_batch
+        if not same or METRICS[run["metric"]].kind not in SPEEDS:
+            continue
+        stated = {name: cell for name, cell in run.items() if name in COLUMNS and cell}
+        row = PublishedRow.model_validate(stated | {"url": run["place"], "table": run["place"]})
+        tokens = row.global_batch * row.seq / row.num_gpus
+        reached = tokens / measured_s(row, cluster_of(row).device)
+        error = float(run["predicted"]) / row.measured
+        priced = reached * (1 / error if row.measure.kind == "time" else error)
+        degrees = " ".join(f"{name}={getattr(row, name)}" for name in ("tp", "pp", "cp"))
+        plan = f"Published run of this case: {row.program} {degrees} zero{row.zero}"
+        words = f"{reached:,.0f} tokens/s/GPU measured, {priced:,.0f} priced ({row.source})."
+        found[plan] = max(found.get(plan, (0.0, "")), (reached, words))
+    yield from (f"{plan}, {words}" for plan, (_, words) in found.items())
+
+
+def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
+    """Yes, no, or that it cannot be told, and why."""
+    steps = {tensor: _step_s(best) for tensor, best in fastest.items()}
+    ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
+    one = len({program_label(best.name) for best in fastest.values()}) == 1
+    text = need_text(ratio, one_program=one)
+    if not cut:
+        return text
+    told = "" if text.startswith("Cannot") else "Cannot be told: "
+    return f"{told}{text} Searches that were cut: {'; '.join(cut)}."

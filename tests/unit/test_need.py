@@ -1,0 +1,103 @@
+"""The last lines of ``zeropp tune`` and ``explain``: whether a case needs tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.explain.need import need_lines
+from benchmarks.records.simulated import shape_named
+from benchmarks.report import searches
+from benchmarks.report.ratio_errors import factor, need_text
+from benchmarks.report.searches import Best, best_of, search_rows
+from benchmarks.specification.contenders import ATLAS, ROWS
+from benchmarks.specification.reading import preset
+from tests.unit.simulated_task import task
+from zeropp.choose.task import Task
+from zeropp.price.cluster import Cluster
+
+SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+SMALL = replace(task(8, 16), shape=SHAPE)
+NAMES = ("fsdp", "megatron_core_tp1", "megatron_core_tp")
+
+
+@cache
+def found() -> tuple[Best, ...]:
+    return tuple(best_of(SMALL, ROWS[name], tolerance=0.05, runner_up=False) for name in NAMES)
+
+
+def lines(bests: Iterable[Best], what: Task = SMALL) -> list[str]:
+    return [*need_lines(what, [*bests])]
+
+
+def test_the_fastest_of_both_sides_are_compared_and_may_exceed_one() -> None:
+    sides = {best.name: best.winner for best in found() if best.winner is not None}
+    assert len(sides) == len(NAMES)
+    having = sides["megatron_core_tp"]
+    lacking = min((sides[name] for name in NAMES[:2]), key=lambda of: of.step_s)
+    assert (having.plan.layout.tp > 1, lacking.plan.layout.tp) == (True, 1)
+    told = lines(found())
+    ratio = having.step_s / lacking.step_s
+    assert ratio > 1  # a model this small
+    assert f"Speed without over with: {ratio:.2f} [" in told[2]
+    own = having.step_s / sides["megatron_core_tp1"].step_s
+    assert f"Megatron-Core {own:.2f} [" in told[3]
+    assert told[-1].startswith("Do you need tensor parallelism here? ")
+
+
+def test_the_answer_is_yes_no_or_cannot_be_told() -> None:
+    reach = factor(one_program=False, tensor=True)
+    assert factor(one_program=False) < reach
+    for ratio, word in ((0.0, "Yes"), (0.99 / reach, "Yes"), (1.01 / reach, "Cannot"),
+                        (0.99 * reach, "Cannot"), (1.01 * reach, "No"), (float("inf"), "No"),
+                        (float("nan"), "Cannot")):  # fmt: skip
+        assert need_text(ratio, one_program=False).startswith(word), ratio
+
+
+def test_a_search_that_was_cut_answers_nothing() -> None:
+    cut = replace(found()[0], searched=(replace(found()[0].outcome, is_complete=False),))
+    (*_, last) = lines([cut, *found()[1:]])
+    assert "Cannot be told: " in last
+    assert last.endswith("Searches that were cut: FSDP2.")
+    (*_, last) = need_lines(SMALL, found(), ["ZeroPP"])
+    assert last.endswith("Searches that were cut: ZeroPP.")
+
+
+def test_published_runs_of_the_very_case_are_named() -> None:
+    case = replace(
+        task(), shape=shape_named("llama_405b"), cluster=preset("cluster", "h100", Cluster),
+        num_gpus=512, global_batch=256,
+    )  # fmt: skip
+    (run, answer) = lines([], case)
+    assert run.startswith("Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens")
+    assert "214 priced" in run
+    assert answer.endswith("Cannot be told: no plan fits.")
+
+
+def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def tell(best: Best) -> None:
+        told.append(best.name)
+        raise KeyboardInterrupt
+
+    given: dict[str, Any] = {"tolerance": 0.05}
+    bests = search_rows(SMALL, ["megatron_core_tp", "fsdp"], 5.0, tell, **given)
+    assert [best.name for best in bests] == told == ["fsdp"]  # the quick one comes first
+    assert bests[0].winner is not None
+    monkeypatch.setattr(searches, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        search_rows(SMALL, ["fsdp"], 5.0, **given)
+
+
+def test_every_program_of_the_atlas_has_both_sides_or_one() -> None:
+    names = {name.removesuffix("_tp1").removesuffix("_tp") for name in ATLAS}
+    assert names == {"zeropp", "fsdp", "megatron_fsdp", "deepspeed", "torchtitan", "megatron_core"}
+    for name, row in ATLAS.items():
+        tensor = {row.allows(row.contender.knobs(tp=tp)) for tp in (1, 8)
+                  if row.contender.space.tensor}  # fmt: skip
+        assert tensor in ({True, False}, set()), name
