@@ -74,7 +74,7 @@ def main() -> int:
             {trace.rank: trace.log for trace in traces},
             cluster,
             options.ranks,
-            kernel_prices=partial(kernel_s, device),
+            kernel_prices=partial(kernel_s, device, host=cluster.host),
             launch_s=device.launch_us * 1e-6,
             title=f"{options.script.name} on {options.ranks} x {cluster.name}",
         )

@@ -12,7 +12,6 @@ from zeropp.choose.planner import (
     check_context,
     check_stages,
     default_chunks,
-    recomputed_of_ranks,
     resolve_degrees,
 )
 from zeropp.choose.space import (
@@ -20,6 +19,7 @@ from zeropp.choose.space import (
     Space,
     at_degrees,
     choices,
+    offload_choices,
     placement_choices,
     recompute_choices,
     wire_choices,
@@ -94,7 +94,12 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         hides_collectives=task.cluster.device.hides_collectives,
     )
     plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
-    return replace(plan, recomputed=recomputed_of_ranks(knobs.recompute_blocks, plan))
+    again, sent = knobs.recompute_blocks, if_auto(knobs.offload_blocks, 0)
+    return replace(
+        plan,
+        recomputed=() if again == "auto" else plan.first_of_ranks(again),
+        offloaded=plan.spread_over_ranks(sent) if sent else (),
+    )
 
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
@@ -116,9 +121,10 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
-    tried where all blocks are recomputed. They are set to what takes the least time: the largest
-    unit, a cap that holds all activations of a step, and gradients that are reduced once per step.
-    So the lower bound on a family's step time holds for all that ``members`` yields.
+    tried where all blocks are recomputed, and full backwards alone where blocks are offloaded. They
+    are set to what takes the least time: the largest unit, a cap that holds all activations of a
+    step, and gradients that are reduced once per step. So the lower bound on a family's step time
+    holds for all that ``members`` yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
@@ -134,7 +140,12 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
             in_all = degrees.pp > 1 and recompute in ("mlp", "full") and blocks == most
-            for split in choices(asked.split_backward, (True, False) if in_all else (True,)):
+            ways = (True, False) if in_all else (True,)
+            backwards = {
+                sent: choices(asked.split_backward, (False,) if sent else ways)
+                for sent in offload_choices(asked.offload_blocks, most, point.task.cluster)
+            }
+            for sent, split in ((n, way) for n, each in backwards.items() for way in each):
                 yield at_degrees(
                     asked,
                     degrees,
@@ -144,6 +155,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                     chunks=chunks,
                     recompute=recompute,
                     recompute_blocks=blocks,
+                    offload_blocks=sent,
                     split_backward=split,
                     compile=if_auto(asked.compile, point.task.shape.dropout == 0),
                     unit=if_auto(asked.unit, m),

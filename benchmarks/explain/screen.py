@@ -150,11 +150,12 @@ def _memory(answer: Answer) -> Table:
         by_total = sorted(ranks, key=lambda rank: rank[1].total)
         ranks = sorted({*by_total[:2], *by_total[-6:]}, key=itemgetter(0))
         table.title = f"{table.title} (the fullest six and the emptiest two)"
-    kinds = list(asdict(ranks[0][1]))
+    kinds = [kind for kind in asdict(ranks[0][1]) if kind != "host"]
     for heading in ("rank", *kinds, "total", "left"):
         table.add_column(heading, justify="right")
     for rank, memory in ranks:
-        values = [*asdict(memory).values(), memory.total, limit - memory.total]
+        values = [getattr(memory, kind) for kind in kinds]
+        values += [memory.total, limit - memory.total]
         style = "red" if memory.total > limit else ""
         table.add_row(str(rank), *(f"{value / 2**30:.1f}" for value in values), style=style)
     return table

@@ -108,7 +108,7 @@ def replayed_plan(plan: Plan, cluster: Cluster, traces: Sequence[Trace]) -> Repl
         {trace.rank: trace.log for trace in traces},
         cluster,
         plan.layout.world,
-        kernel_prices=partial(kernel_s, work.device),
+        kernel_prices=partial(kernel_s, work.device, host=cluster.host),
         launch_s=work.launch_s,
         title=f"{plan.shape.name} {plan.contender} {plan.layout.world} GPUs",
     )

@@ -52,11 +52,13 @@ def _price(point: Point, runs_dir: Path, progress: SweepProgress) -> RunRecord:
     result = simulate(point.plan, spec.cluster, price=price_plan(point.plan, spec.cluster))
     plan = replace(point.plan, memory=result.memory)
     ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
-    if result.peak_bytes > limit:
-        peak, available = result.peak_bytes / 2**30, limit / 2**30
-        ending = Ending(
-            "oom", f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
-        )
+    if not result.fits(limit):
+        host = max(memory.host for memory in result.memory)
+        of, peak, available = "the device", result.peak_bytes, float(limit)
+        if peak <= limit:
+            of, peak, available = "its host", host, result.price.host_limit
+        words = f"predicted peak {peak / 2**30:.1f} GiB, {of} has {available / 2**30:.1f}"
+        ending = Ending("oom", f"{words} for tensors")
     found = {"words": describe(plan), "gap": point.gap}
     rows = result.timeline().to_rows()
     return write_unstarted(

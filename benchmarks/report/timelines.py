@@ -42,6 +42,7 @@ _STRIPS = {
     "reduce": ("#CC79A7", 0.76, "reduce"),
     "replicas": ("#332288", 0.76, "reduce over replicas"),
     "transfer": ("#444444", 0.86, "transfer"),
+    "offload": ("#882255", 0.86, "offload"),
 }
 _OTHER, _BUBBLE = "#999999", "#e9e9e9"
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09

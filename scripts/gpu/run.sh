@@ -63,6 +63,10 @@ step lone_e3 25 ${LONG:-45} python3 "$tools/lone.py" "$specs" e_deepspeed
 step lone_l1 30 ${LONG:-45} python3 "$tools/lone.py" "$specs" l_zeropp
 step lone_l2 30 ${LONG:-45} python3 "$tools/lone.py" "$specs" l_fsdp
 step lone_l3 30 ${LONG:-45} python3 "$tools/lone.py" "$specs" l_megatron
+# Activations in the host's memory: the link, then ranks that send them and ranks that recompute.
+step offload 20 40 python3 "$tools/link.py"
+step offload.8b 40 ${LONG:-70} python3 "$tools/lone.py" "$specs" o_8b_sent o_8b_recomputed
+step offload.70b 80 ${LONG:-150} python3 "$tools/lone.py" "$specs" o_70b_sent o_70b_recomputed
 # 5. Kernels beside the cost model.
 step prices 30 90 python3 "$tools/prices.py"
 # 6. What people run, eager: Hugging Face's Llama, plain, under FSDP2 and under DeepSpeed.

@@ -4,7 +4,8 @@
 
 a_: the verdict's best plans of gpt_6_2b on 64 H100, 256 sequences (no pipeline); e_: the same cell
 at equal degrees (pp=2, TP or ZeRO-3 of 8), where the claim's factors come from; l_: llama_8b with
-sequences of 8,192; b_: best plans with a pipeline of gpt_14_6b. --small: the same on a CPU, tiny.
+sequences of 8,192; o_: activations that are offloaded, or recomputed, of llama_70b on 256 and of
+llama_8b; b_: best plans with a pipeline of gpt_14_6b. --small: the same on a CPU, tiny.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from benchmarks.launch.points import plan_point
@@ -24,6 +26,7 @@ from zeropp.price.simulator import simulate
 A = ["model=gpt_6_2b", "global_batch=256"]
 B = ["model=gpt_14_6b", "global_batch=256"]
 C = ["model=llama_8b", "global_batch=64"]
+D = ["model=llama_70b", "num_gpus=256", "global_batch=1024"]
 ZERO = ["contender=zeropp", "contender.replicate_zero=0", "contender.placement=dp_inner"]
 POINTS: dict[str, tuple[list[str], dict]] = {
     "a_zeropp": (
@@ -213,6 +216,46 @@ POINTS: dict[str, tuple[list[str], dict]] = {
         ],
         {"steps": 3},
     ),
+    "o_70b_sent": (
+        [
+            *D,
+            "microbatch_size=1",
+            *ZERO,
+            "contender.pp=1",
+            "contender.shard=256",
+            "contender.replicate=1",
+            "contender.chunks=82",
+            "contender.unit=1",
+            "contender.activation_cap=82",
+            "contender.recompute=selective",
+            "contender.offload_blocks=54",
+            "contender.reduce_every=unit",
+            "contender.compile=true",
+        ],
+        {"steps": 2},
+    ),
+    "o_70b_recomputed": (
+        [],
+        {
+            "like": "o_70b_sent",
+            "more": [
+                "contender.recompute=mlp",
+                "contender.recompute_blocks=79",
+                "contender.offload_blocks=0",
+            ],
+        },
+    ),
+    "o_8b_sent": (
+        [],
+        {
+            "like": "l_zeropp",
+            "more": ["contender.offload_blocks=24", "contender.reduce_every=unit"],
+        },
+    ),
+    "o_8b_recomputed": (
+        [],
+        {"like": "l_zeropp", "more": ["contender.recompute=mlp", "contender.reduce_every=unit"]},
+    ),
     "b_deepspeed": (
         [
             *B,
@@ -350,7 +393,7 @@ def main() -> int:
             words = [w for w in base if w.partition("=")[0] not in keys] + more["more"]
             more = {}
         words = [
-            "num_gpus=64",
+            *["num_gpus=64"] * ("num_gpus=256" not in words),
             "precision=bf16",
             "data=synthetic",
             "measure.gate=false",
@@ -361,11 +404,8 @@ def main() -> int:
             given = [*words, *(SMALL if small else [])]
             if small:
                 given = [w for w in given if w != "cluster=h100"]
-                given = [
-                    w.replace("chunks=30", "chunks=16").replace("chunks=32", "chunks=16")
-                    for w in given
-                ]
-                given = [w.replace("cap=30", "cap=16").replace("cap=32", "cap=16") for w in given]
+                for count, key in product((30, 32, 82), ("chunks", "cap")):
+                    given = [w.replace(f"{key}={count}", f"{key}=16") for w in given]
             if layers:
                 count = 2 * max(
                     next((int(w.split("=")[1]) for w in given if w.startswith("contender.pp=")), 1),
@@ -383,6 +423,8 @@ def main() -> int:
                     for w in given
                     if not w.startswith(
                         (
+                            "contender.chunks=82",
+                            "contender.activation_cap=82",
                             "contender.chunks=30",
                             "contender.chunks=16",
                             "contender.chunks=32",

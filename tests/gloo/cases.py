@@ -30,7 +30,7 @@ from zeropp.choose.task import Task
 from zeropp.engine.layers.chunk import seed_piece
 from zeropp.engine.loss import Microbatches
 from zeropp.engine.update.update_rules import build_optimizer
-from zeropp.price.cluster import Cluster, Device, Link
+from zeropp.price.cluster import Cluster, Device, Host, Link
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.train.parallel_model import ParallelModel
@@ -64,6 +64,7 @@ CLUSTER = Cluster(
     nics_per_node=1,
     intra=_LINK,
     inter=_LINK,
+    host=Host(bandwidth_gb_s=1.0, memory_gib=4.0),
 )
 
 
@@ -90,6 +91,7 @@ class Case:
     cap: int | str = "auto"
     compile: bool = False
     split_backward: bool = True
+    offload: int = 0
 
     def __str__(self) -> str:
         """What sets it apart from the plainest one."""
@@ -141,6 +143,7 @@ def _plan(case: Case) -> Plan:
         activation_cap=case.cap,  # type: ignore[arg-type]
         compile=case.compile,
         split_backward=case.split_backward,
+        offload_blocks=case.offload,
     )
     task = Task(
         shape=case.shape,

@@ -288,6 +288,12 @@ TRACED_SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 25
             {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 4, "replicate_zero": 1},
             LLAMA | TIED,
         ),
+        (
+            4,
+            {"name": "zeropp", "shard": 2, "chunks": 8, "unit": 2, "recompute": "mlp"}
+            | {"pp": 1, "offload_blocks": 6},
+            SIX | LLAMA,
+        ),
         (32, {"name": "fsdp", "shard": 16}, TIED),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (8, {"name": "deepspeed", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),

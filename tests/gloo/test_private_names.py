@@ -76,6 +76,12 @@ CONTRACTS = {
     "the engine: parameters that are made of others": [
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     ],
+    "the engine: offload of what selective recomputation keeps": [
+        "torch.utils.checkpoint:_CachingTorchDispatchMode#storage",
+        "torch.utils.checkpoint:_VersionWrapper#val",
+        "torch.utils.checkpoint:_VersionWrapper#version",
+        "torch.utils._pytree:tree_leaves",
+    ],
     "the engine: groups' timeouts": ["torch.distributed:ProcessGroup._get_backend"],
     "the engine: the host waits for the device before fused updates": [
         "torch.optim.adam:Adam#_step_supports_amp_scaling",

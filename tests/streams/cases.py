@@ -1,6 +1,6 @@
 """The engine on virtual streams: what a rank runs, and what was found of it; faults to inject into
 the engine, each of which takes one ordering or one reference away, controls, which change an order
-and are none; and twelve configurations that differ in what its streams do."""
+and are none; and thirteen configurations that differ in what its streams do."""
 
 from __future__ import annotations
 
@@ -385,6 +385,13 @@ CASES = {
             2,
             {"pp": 1, "shard": 2, "chunks": 2, "recompute": "full", "precision": "bf16"},
             dropout=0.1,
+        ),
+        Case(
+            "offload",
+            2,
+            {"pp": 1, "shard": 2, "chunks": 4, "unit": 2, "offload_blocks": 2},
+            batch=8,
+            then=("evaluate", "save and load"),
         ),
         Case("weights are passed on", 4, {**_BASE, "chunks": 1}, passes_weights=True),
         Case("reduced once per step", 2, {"pp": 2, "chunks": 2, "reduce_every": "step"}),

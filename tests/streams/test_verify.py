@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext, redirect_stderr
+from contextlib import ExitStack, nullcontext, redirect_stderr
 from datetime import timedelta
 from functools import cache, partial
 from itertools import groupby
@@ -41,6 +41,7 @@ from zeropp.emulate.private_names import FakeTensorMode
 from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.emulate.world import fake_world
 from zeropp.engine.layers import deferred
+from zeropp.engine.layers.offload import HostMemory, Offload
 from zeropp.engine.ranks.collectives import all_gather_single, reduce_scatter_single
 from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.lanes import make_lane
@@ -618,6 +619,48 @@ def test_recording_spans_waits_for_compute_alone() -> None:
     assert str(report) == "no race, no hang"
     waits = [what for what in report.host_waits[0] if "Stream" in what or "synchronize" in what]
     assert waits == ["Stream.synchronize of compute"] * 2 * actions
+
+
+def offloaded_beside_compute(fault: str) -> list[str]:
+    """Two microbatches of one block, of which one is stored while the other is loaded."""
+    with emulate.emulated() as device, ExitStack() as undo:
+        host = HostMemory(torch.device("cpu"), undo)
+        block = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())
+        offload = Offload(host, [block], lambda _: False)
+        inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
+        outputs = []
+        for microbatch, x in enumerate(inputs):
+            with offload.saving(block, microbatch, ()):
+                outputs.append(block(x.tanh()).sum())
+        live = offload._live[0]
+        offload.store(0)
+        if fault == "store":  # whose end compute does not wait for
+            live.stored = mock.Mock()
+        offload.free(0)
+        torch.ones(64)  # where the first ones were
+        offload.load(0)
+        if fault == "slab":  # is given back while it is read
+            host.free += live.slabs
+        offload.store(1)
+        if fault == "load":
+            live.loaded = None
+        offload.use(0)
+        outputs[0].backward()
+        offload.free(1)
+        offload.load(1)
+        offload.use(1)
+        outputs[1].backward()
+        expected = inputs[0].detach().tanh().tanh().tanh()
+        assert torch.equal(outputs[1], expected.sum())
+    return [fault.kind for fault in device.faults]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("", ""), ("store", "reuse"), ("load", "race"), ("slab", "race")]
+)
+def test_copies_to_the_host_are_in_order(fault: str, kind: str) -> None:
+    found = offloaded_beside_compute(fault)
+    assert kind in found if kind else not found
 
 
 @pytest.mark.faults

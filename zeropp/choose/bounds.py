@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
-from zeropp.price.peak_memory import always_held, rank_peak
+from zeropp.price.peak_memory import always_held, needed_bytes
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
@@ -117,9 +117,10 @@ def _filling_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:
     """The least bytes in the forward that fills a rank's memory, before its first backward."""
     ranks, stages = plan.schedule.stage_rank, plan.schedule.stages_of(rank)
     memory = [held.memory[s] for s in stages]
-    gathered = min(m.unsharded + m.forward - m.activations for m in memory)
+    gathered = min(m.unsharded + m.forward - m.activations + m.sent for m in memory)
     if not held.torch_runtime:
-        filled = _least_activations(plan, rank, [m.activations for m in memory]) + gathered
+        sizes = [m.activations - m.sent for m in memory]
+        filled = _least_activations(plan, rank, sizes) + gathered
         return max(filled, _turning_bytes(plan, memory) if plan.schedule.name == "zeropp" else 0)
     # Torch's pipelining has a permanent buffer for every message of a step, in which the inputs of
     # stages are kept, and keeps its 16-bit copies of all chunks if there is nothing to gather.
@@ -143,10 +144,11 @@ def _turning_bytes(plan: SizedPlan, memory: list[StageMemory]) -> int:
     before, copied = 0, 0
     for chunk in range(len(memory) - 1, max(-1, len(memory) - 3), -1):
         m = memory[chunk]
-        before = plan.schedule.unit * sum(other.activations for other in memory[:chunk])
+        others = sum(other.activations - other.sent for other in memory[:chunk])
+        before = plan.schedule.unit * others
         own = max(m.backward_input, m.activations) if split else m.full_backward
         if chunk < len(memory) - 1:  # all microbatches of the unit are still held here
-            before += (plan.schedule.unit - 1) * m.activations
+            before += (plan.schedule.unit - 1) * (m.activations - m.sent)
         most = max(most, before + own + m.unsharded + sums[chunk] + copied)
         copied = min(sums[chunk], m.reduction_copy)
     return most
@@ -171,7 +173,9 @@ def largest_cap(plan: SizedPlan, held: StepBytes, limit_bytes: int) -> int:
     gathered = min(m.unsharded + m.forward - m.activations for m in memory)
     room = limit_bytes - always_held(plan, held, 0).total - gathered
     split = splits(plan)
-    sizes = [min(m.activations, m.deferred) if split else m.activations for m in memory]
+    sizes = [
+        min(m.activations - m.sent, m.deferred) if split else m.activations - m.sent for m in memory
+    ]
     caps = range(plan.activation_cap + 1)
     return bisect_right(caps, room, lo=1, key=lambda cap: _least_live(plan, sizes, cap)) - 1
 
@@ -242,11 +246,12 @@ def order_peak(
             gather=gathers(plan),
             prefetch=plan.prefetch,
             reduce_every=plan.reduce_every,
+            offloaded=plan.offloaded_stages,
         )
         programs: list[RankProgram] = [()] * compute.num_ranks
         programs[rank] = tuple(_with_receives(program, compute))
         ordered = plan.with_programs(replace(compute, programs=tuple(programs)))
-        peaks.append((rank_peak(ordered, held, rank).total, rank))
+        peaks.append((needed_bytes(ordered, held, rank), rank))
     return max(peaks)
 
 
@@ -315,6 +320,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         work, slowed = _work_s(plan, price, stages)
         copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * slowed
         start = max(latency.to[first], first_gather_s(plan, price, first))
+        # A microbatch is stored where a rank has three more chunks to go through before it turns.
+        stored = sum(price.stages[s].store for s in stages[:-3]) * plan.num_microbatches
+        worst = max(worst, stored)
         rank_s = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:

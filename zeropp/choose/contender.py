@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 def any_auto(knobs: Knobs) -> bool:
     """Whether any knob is ``auto``, so that the tuner has something to choose.
 
-    The number of recomputed blocks counts only if there is recomputation.
+    The number of recomputed blocks counts only if there is recomputation, and that of offloaded
+    ones is chosen only where another knob is.
     """
-    settled = {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
+    settled = {"offload_blocks"}
+    settled |= {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
     return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
 
@@ -242,6 +244,8 @@ def describe(plan: SizedPlan) -> str:
             words.append(f"of {sum(plan.recomputed)} blocks")
         elif plan.recomputed:
             words.append(_recomputed(plan))
+    if plan.offload_blocks:
+        words.append(f"{plan.offload_blocks} blocks per rank offloaded")
     return " ".join(words)
 
 

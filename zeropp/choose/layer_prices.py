@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from zeropp.price import StageExtras, StageMemory, StepBytes, StepTimes
-from zeropp.price.cluster import Cluster, Device
+from zeropp.price.cluster import Cluster, Device, host_of
 from zeropp.price.kernels import (
     element_bytes,
     fused_attention_backward_s,
@@ -44,6 +44,7 @@ from zeropp.price.pieces import (
     loss_s,
     passes_of,
 )
+from zeropp.price.price import host_limit, host_network_share
 from zeropp.price.programs import Program, gathers, program_as_run, program_named
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
@@ -231,6 +232,9 @@ class LayerPrices:
                     cost,
                     transfer=transfer_s(cluster, layout, source=here, target=there, size=moved),
                 )
+            if plan.offloaded_stages:
+                sent_s = self._sent(plan, stage) / host_of(cluster).rate
+                cost = replace(cost, store=sent_s, load=sent_s)
             stages.append(cost)
         zero = layout.replicate if layout.replicate_zero else 1
         slowest = among if zero == 1 else replicas
@@ -249,15 +253,19 @@ class LayerPrices:
             extras=(StageExtras(waits=waits_s(cluster, among)),) * len(stages),
             limit_s=0.0,
             overlap_slowdown=cluster.device.overlap_slowdown,
+            network_share=host_network_share(layout, cluster) if plan.offloaded_stages else 0.0,
         )
 
     def memory(self, plan: SizedPlan, cluster: Cluster) -> StepBytes:
         """Bytes of every stage."""
-        del cluster
         return StepBytes(
-            memory=tuple(self._of_stage(plan, begin, end) for begin, end in pairwise(plan.cuts)),
+            memory=tuple(
+                replace(self._of_stage(plan, begin, end), sent=int(self._sent(plan, stage)))
+                for stage, (begin, end) in enumerate(pairwise(plan.cuts))
+            ),
             resident_gradients=program_named(plan.program).resident_gradients,
             flat_chunks=True,
+            host_limit=host_limit(plan, cluster),
         )
 
     def _of_stage(self, plan: SizedPlan, begin: int, end: int) -> StageMemory:
@@ -293,6 +301,11 @@ class LayerPrices:
         }
         of_none = dict.fromkeys(StageMemory.__dataclass_fields__, 0)
         return StageMemory(**of_none | {name: int(size) for name, size in sizes_by_kind.items()})
+
+    def _sent(self, plan: SizedPlan, stage: int) -> float:
+        """What a stage sends to the host of one microbatch."""
+        first = max(plan.cuts[stage], 1)
+        return self._kept(plan, first, first + plan.offloaded_per_stage[stage])[0]
 
     def _kept(self, plan: SizedPlan, begin: int, end: int) -> tuple[float, float]:
         """What a stage keeps of one microbatch, and what it recomputes at a time."""

@@ -180,19 +180,6 @@ def recomputed_blocks(blocks: int | Auto, num_stages: int) -> tuple[int, ...]:
     return () if blocks == "auto" else (blocks,) * num_stages
 
 
-def recomputed_of_ranks(blocks: int | Auto, plan: SizedPlan) -> tuple[int, ...]:
-    """``Plan.recomputed`` for the same number of blocks in every rank of a plan: those of its first
-    chunks, whose activations are held the longest; ``auto`` means all blocks."""
-    if blocks == "auto":
-        return ()
-    left = [blocks] * plan.schedule.num_ranks
-    recomputed = []
-    for rank, count in zip(plan.schedule.stage_rank, plan.blocks, strict=True):
-        recomputed.append(min(left[rank], count))
-        left[rank] -= recomputed[-1]
-    return tuple(recomputed)
-
-
 _step_s = attrgetter("step_s")
 
 
@@ -207,7 +194,7 @@ def fastest(
         return results[0]
     usable = cluster.device.usable_bytes
     limits = (usable if limit_bytes is None else limit_bytes, usable)
-    fitting = (r for limit in limits for r in results if r.peak_bytes <= limit)
+    fitting = (r for limit in limits for r in results if r.fits(limit))
     return next(fitting, results[0])
 
 

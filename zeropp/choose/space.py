@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, g
 
 from zeropp.choose.planner import asked_degrees, most_slices
 from zeropp.choose.task import Candidate, K, Task
+from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout, divisors
 from zeropp.types.literals import (
@@ -113,6 +114,13 @@ def recompute_choices(
             continue
         for count in choices(blocks, halves):
             yield kind, count
+
+
+def offload_choices(blocks: int | Auto, per_rank: int, cluster: Cluster) -> tuple[int, ...]:
+    """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
+    known, all ``per_rank``. For its winner, the search then tries fewer."""
+    known = {0, per_rank} if cluster.host and not cluster.device.is_cpu else {0}
+    return choices(blocks, sorted(known))
 
 
 def chunk_choices(

@@ -12,7 +12,7 @@ from typing import Any
 from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
 from zeropp.choose.contender import Contender
 from zeropp.price import PlanPrice, StepBytes
-from zeropp.price.peak_memory import rank_peak
+from zeropp.price.peak_memory import needed_bytes
 from zeropp.price.simulator import SimResult, simulate_within
 from zeropp.schedule.legality import live_activations
 from zeropp.schedule.plan import Plan, SizedPlan
@@ -137,7 +137,7 @@ class Steps:
         """A rank that holds too much, and its peak."""
         last = whole.schedule.num_ranks - 1
         for rank in sorted(range(last + 1), key=lambda r: 0 < r < last):  # usually an end
-            if (peak := rank_peak(whole, price, rank).total) > self.limit_bytes:
+            if (peak := needed_bytes(whole, price, rank)) > self.limit_bytes:
                 return rank, peak
         return None
 

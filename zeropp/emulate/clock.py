@@ -20,7 +20,7 @@ from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 from zeropp.emulate.log import COMPUTE, STEP, Issued, Kernel, Logs, RankPart, name_of
-from zeropp.price.cluster import Cluster, Device
+from zeropp.price.cluster import Cluster, Device, Host
 from zeropp.price.kernels import fused_attention_backward_s, fused_attention_s, matmul_s, stream_s
 from zeropp.price.network import (
     all_reduce_s,
@@ -62,8 +62,10 @@ class Replay:
     timeline: Timeline
 
 
-def kernel_s(device: Device, kernel: Kernel) -> float:
-    """Seconds of one kernel, at the prices of the simulator."""
+def kernel_s(device: Device, kernel: Kernel, *, host: Host | None = None) -> float:
+    """Seconds of one kernel, at the prices of the simulator; ``host``: for copies to it."""
+    if kernel.with_host and host is not None:
+        return kernel.moved / host.rate
     product = kernel.product
     precision: Precision = "bf16" if kernel.element == 2 else "fp32"
     if isinstance(product, Product):

@@ -81,6 +81,7 @@ class Kernel(NamedTuple):
     product: Product | Attention | None = None
     element: int = 4
     is_backward: bool = False  # of attention
+    with_host: bool = False  # a copy between the device and its host
 
 
 class Issued(NamedTuple):

@@ -32,9 +32,12 @@ from zeropp.emulate.private_names import (
     gradients_of,
 )
 from zeropp.emulate.world import replaced
+from zeropp.engine.layers import offload
 from zeropp.schedule.plan import MemoryBytes
 
-Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
+Kind = Literal[
+    "parameters", "unsharded", "gradients", "optimizer", "activations", "workspace", "host"
+]
 
 
 @dataclass(eq=False)
@@ -55,7 +58,8 @@ class Allocations:
     is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
     unsharded parameters; what optimizers read, and reduce-scatters read and write, are gradients.
     Of the others, a storage that outlives the forward or the run of autograd that allocated it is
-    an activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind
+    an activation. All else, and the copies that reductions make, is workspace, but for the host's
+    memory, to which activations are offloaded, which is apart. ``kind`` is the kind
     of storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
@@ -89,7 +93,9 @@ class Allocations:
         which counts from the beginning of the step."""
         state = {allocation for allocation, _ in self._live.values()}
         state = {allocation for allocation in state if allocation.kind == "optimizer"}
-        events = sorted(self._events, key=lambda event: event[0] not in state)
+        host = sum(size for one, size in self._events if one.kind == "host")
+        events = [event for event in self._events if event[0].kind != "host"]
+        events.sort(key=lambda event: event[0] not in state)
         total = peak = at = 0
         for index, (_, size) in enumerate(events):
             total += size
@@ -99,7 +105,7 @@ class Allocations:
         for allocation, size in events[: at + 1]:
             passing = "workspace" if allocation.first == allocation.last else "activations"
             kinds[allocation.kind or passing] += size
-        return MemoryBytes(**kinds)
+        return MemoryBytes(**kinds, host=host)
 
     def returned(self, operator: object, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         """Record the storages that an operator has allocated, of the tensors that it returned."""
@@ -168,12 +174,21 @@ def observed(allocations: Allocations) -> Iterator[None]:
 
         return owner, name, call
 
+    def of_host(*arguments: Any) -> Tensor:
+        kind, allocations.kind = allocations.kind, "host"
+        try:
+            return new_slab(*arguments)
+        finally:
+            allocations.kind = kind
+
+    new_slab = offload.new_slab
     hooks = (
         register_optimizer_step_pre_hook(before_update),
         register_optimizer_step_post_hook(after_update),
     )
     try:
         with replaced(
+            (offload, "new_slab", of_host),
             labelled(*FSDP_GATHERED, "unsharded", gathered_of),
             *(labelled(*method, "gradients", gradients_of) for method in FSDP_GRADIENTS),
         ):

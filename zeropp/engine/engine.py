@@ -17,6 +17,7 @@ from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.layers.offload import HostMemory, Offload
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
@@ -317,6 +318,7 @@ class Engine:
         _claimed.update(wanted)
         undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
+        host = HostMemory(self._device, undo) if plan.offloaded_stages else None
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
             from zeropp.engine.layers.context import Context
@@ -330,7 +332,7 @@ class Engine:
             )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, undo, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings, undo, host, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -352,6 +354,7 @@ class Engine:
         plan: Plan,
         settings: Settings,
         undo: ExitStack,
+        host: HostMemory | None,
         *,
         splits: bool,
     ) -> Chunk:
@@ -378,7 +381,7 @@ class Engine:
             else None
             for cut in plan.cuts[stage : stage + 2]
         )
-        flats = make_flats(
+        made = make_flats(
             layers,
             deferred if splits else (),
             sizes=sizes,
@@ -388,11 +391,15 @@ class Engine:
             settings=settings,
             keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
         )
+        flats = list(made)
+        sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
+        if host is not None and sent:
+            offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
         indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
         return Chunk(
             list(layers.values()),
-            list(flats),
+            flats,
             self.lanes,
             store,
             names=[sizes[index].names for index in layers],
@@ -405,6 +412,7 @@ class Engine:
             fp32_modules=settings.fp32_modules,
             undo=undo,
             context=self.context,
+            offload=offload,
         )
 
     def _whole(

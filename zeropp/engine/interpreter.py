@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.layers.chunk import Chunk, shown
+from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import Key, Tensors, chosen, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
@@ -87,6 +88,9 @@ class Interpreter(ActionRecorder):
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
+            Op.STORE: self._offload(Offload.store),
+            Op.FREE: self._offload(Offload.free),
+            Op.LOAD: self._offload(Offload.load),
         }
         self._actions = [(action, str(action)) for action in self._program]
 
@@ -150,6 +154,17 @@ class Interpreter(ActionRecorder):
         input_gradients = self._chunks[stage].backward(microbatch, gradients, split=split)
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
+
+    def _offload(self, do: Callable[[Offload, int], None]) -> Callable[[Action, _Step], None]:
+        """What does something with what an action's microbatch has saved in its stage."""
+
+        def run(action: Action, _: _Step) -> None:
+            stage, microbatch = _key(action)
+            offload = self._chunks[stage].offload
+            assert offload is not None
+            do(offload, microbatch)
+
+        return run
 
     def _each(self, action: Action, do: Callable[[FlatParameters], None]) -> None:
         """Do something with every flat buffer of an action's stage."""

@@ -11,12 +11,30 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "as_before", "default_timeout", "is_traceable_wrapper_subclass"]
+__all__ = [
+    "TorchDispatchMode",
+    "as_before",
+    "default_timeout",
+    "is_traceable_wrapper_subclass",
+    "kept_by_selective",
+]
+
+
+def kept_by_selective(context: Any) -> Iterator[Any]:
+    """What keeps a tensor in torch's context of selective recomputation: ``val``, with its
+    ``version``. Torch 2.11 has lists of them by operator, later releases dictionaries."""
+    for kept in context.storage.values():
+        entries = kept.values() if isinstance(kept, dict) else kept
+        for entry in tree_leaves(list(entries)):
+            if isinstance(getattr(entry, "val", None), torch.Tensor):
+                yield entry
 
 
 def default_timeout(device: torch.device) -> timedelta | None:

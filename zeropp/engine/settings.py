@@ -81,6 +81,8 @@ class Settings(StepKnobs):
     replicate: Annotated[int | Auto, AT_LEAST_1] = 1
     chunks: Annotated[int | Auto, AT_LEAST_1] = 1
     recompute: Recompute | Auto = "none"
+    offload_blocks: Annotated[int, AT_LEAST_0] = 0
+    """How many blocks of every rank keep in the host's memory what their backward needs."""
     plan: Plan | None = None
     """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
     ``mesh``, ``precision``, ``weights`` and ``cluster``."""

@@ -32,7 +32,9 @@ class TimeBreakdown:
     imbalance: float  # the busiest rank's compute above the mean of all ranks
     bubble: float  # the busiest rank waits for other ranks
     slow_nodes: float  # every rank waits for the slowest node
-    copies: float  # into and out of collectives' buffers; gradients added outside their product
+    # Into and out of collectives' buffers, and of the host's memory; gradients that are added
+    # outside their product.
+    copies: float
     tensor: float  # tensor-parallel collectives
     transfers: float  # messages between stages
     reductions: float  # of gradients over shards and replicas, and the compute that they slow
@@ -119,6 +121,9 @@ _CAUSES: dict[str, _Cause] = {
         parts={"forward": "transfer_forward", "backward_input": "transfer_backward"},
     ),
     "tensor": _Cause(parts={"forward": "tensor_forward", "backward_input": "tensor_backward"}),
-    "copies": _Cause(durations=("copy_in", "copy_out"), parts={"backward_weight": "accumulation"}),
+    "copies": _Cause(
+        durations=("copy_in", "copy_out", "store", "load"),
+        parts={"backward_weight": "accumulation"},
+    ),
     "slow_nodes": _Cause(stragglers=True),
 }

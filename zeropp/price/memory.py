@@ -219,18 +219,25 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     plain = plan.blocks[stage] - repeated
     return StageMemory(
         buffers=int(buffers),
-        **_of_microbatch(work, plain=plain, repeated=repeated, head=head, message=message),
+        **_of_microbatch(
+            work,
+            plain=plain,
+            repeated=repeated,
+            sent=plan.offloaded_per_stage[stage],
+            head=head,
+            message=message,
+        ),
         **state_memory(plan, work, stage),
     )
 
 
 @lru_cache(maxsize=16384)
 def _of_microbatch(
-    work: Work, *, plain: int, repeated: int, head: bool, message: float
+    work: Work, *, plain: int, repeated: int, sent: int, head: bool, message: float
 ) -> dict[str, int]:
     """The bytes of one microbatch in a stage of ``repeated`` blocks that are recomputed and
-    ``plain`` ones behind them that are not, by the fields of StageMemory; ``message`` is what it
-    holds for messages. Many plans have such stages.
+    ``plain`` ones behind them that are not, of which the first ``sent`` are offloaded, by the
+    fields of StageMemory; ``message`` is what it holds for messages. Many plans have such stages.
 
     A backward goes through the blocks from the last one to the first: blocks that it has not
     reached still keep their tensors, and those that it has passed keep what their weight gradients
@@ -267,6 +274,7 @@ def _of_microbatch(
         split = max(split, later - blocks[0][1] + blocks[0][2])
     return {
         "activations": int(activations),
+        "sent": int(sum(kept for kept, *_ in blocks[:sent])),
         "deferred": int(later),
         "boundary": int(boundary_bytes(work)),
         "forward": int(activations + max(last, again, in_head)),

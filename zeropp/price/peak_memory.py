@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zeropp.price.plan_price import StageMemory, StepBytes
 from zeropp.schedule.plan import MemoryBytes, Plan, SizedPlan
-from zeropp.schedule.program import Op
+from zeropp.schedule.program import NEEDS_PARAMETERS, Op
 
 Moment = tuple[int, int, int]  # gradients, activations, workspace
 
@@ -30,6 +30,7 @@ class RankMemory:
     def __init__(self, plan: Plan, price: StepBytes, rank: int) -> None:
         schedule = plan.schedule
         self.gradients = self.activations = self.copy = 0
+        self.host = self.most_host = 0  # of the host's memory, now and at most so far
         # Parameters that the first and the last stage share are always gathered.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
         self._copied = -1  # the flat chunk to whose last reduction ``copy`` belongs
@@ -59,6 +60,9 @@ class RankMemory:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.FULL_BACKWARD: self._full_backward,
+            Op.STORE: self._store,
+            Op.FREE: lambda stage: self._move(-price.memory[stage].sent),
+            Op.LOAD: lambda stage: self._move(price.memory[stage].sent),
             Op.REDUCE_GRAD: self._reduce,
             Op.REDUCE_REPLICAS: self._reduce_replicas,
             Op.GATHER_WHOLE: lambda _: self._moment(
@@ -85,6 +89,13 @@ class RankMemory:
     def _receive(self, stage: int) -> None:
         if not self._runtime:
             self.activations += self._memory[stage].boundary
+
+    def _store(self, stage: int) -> None:
+        self.host += self._memory[stage].sent
+        self.most_host = max(self.most_host, self.host)
+
+    def _move(self, size: int) -> None:
+        self.activations += size
 
     def _forward(self, stage: int) -> Moment | None:
         if stage in self._due:
@@ -267,18 +278,20 @@ def peak_memory(plan: Plan, price: StepBytes) -> tuple[MemoryBytes, ...]:
 
 def rank_peak(plan: Plan, price: StepBytes, rank: int) -> MemoryBytes:
     """Bytes by kind at the peak of one pipeline rank."""
-    most, fullest = -1, _EMPTY
-    for change in _changes(plan, price, rank):
+    most, fullest, state = -1, _EMPTY, RankMemory(plan, price, rank)
+    for change in _changes(plan, price, rank, state):
         total = change[2] + change[3] + change[4] + change[5]
         if total > most:
             most, fullest = total, change
-    return as_memory(plan, price, rank, MemoryChange._make(fullest))
+    peak = as_memory(plan, price, rank, MemoryChange._make(fullest))
+    return replace(peak, host=state.most_host)
 
 
-def fits(plan: Plan, price: StepBytes, rank: int, limit: int) -> bool:
-    """Whether one pipeline rank never holds more than ``limit`` bytes."""
-    room = limit - always_held(plan, price, rank).total
-    return all(c[2] + c[3] + c[4] + c[5] <= room for c in _changes(plan, price, rank))
+def needed_bytes(plan: Plan, price: StepBytes, rank: int) -> int:
+    """The peak of one pipeline rank in bytes; more than any device has where it needs more of its
+    host's memory than it may."""
+    peak = rank_peak(plan, price, rank)
+    return peak.total + (_TOO_MANY if peak.host > price.host_limit else 0)
 
 
 def always_held(plan: SizedPlan, price: StepBytes, rank: int) -> MemoryBytes:
@@ -307,18 +320,23 @@ def as_memory(plan: Plan, price: StepBytes, rank: int, change: MemoryChange) -> 
 def walk(plan: Plan, price: StepBytes, rank: int) -> Iterator[MemoryChange]:
     """The changes of a rank: for every action that changes memory, its fullest moment and what it
     leaves."""
-    return map(MemoryChange._make, _changes(plan, price, rank))
+    return map(MemoryChange._make, _changes(plan, price, rank, RankMemory(plan, price, rank)))
 
 
-def _changes(plan: Plan, price: StepBytes, rank: int) -> Iterator[_Change]:
+def _changes(plan: Plan, price: StepBytes, rank: int, state: RankMemory) -> Iterator[_Change]:
     """The fields of every change as plain tuples, because a search reads millions of them."""
-    state = RankMemory(plan, price, rank)
     handlers = state.handlers
+    loaded: set[tuple[int, int | None]] = set()  # what its backward has yet to free on the host
     yield _EMPTY
-    for index, (stage, op, _) in enumerate(plan.schedule.programs[rank]):
+    for index, (stage, op, microbatch) in enumerate(plan.schedule.programs[rank]):
         run = handlers.get(op)
         if run is None:
             continue
+        if op is Op.LOAD:
+            loaded.add((stage, microbatch))
+        elif loaded and op in _BACKWARDS and (stage, microbatch) in loaded:
+            loaded.remove((stage, microbatch))
+            state.host -= price.memory[stage].sent
         moment = run(stage)
         if moment is not None:
             yield (index, True, state.unsharded, *moment)
@@ -328,5 +346,7 @@ def _changes(plan: Plan, price: StepBytes, rank: int) -> Iterator[_Change]:
 
 
 _Change = tuple[int, bool, int, int, int, int]
+_TOO_MANY = 2**60  # bytes
 _EMPTY: _Change = (0, True, 0, 0, 0, 0)
-GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B})
+GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B, Op.LOAD})
+_BACKWARDS = NEEDS_PARAMETERS - {Op.FORWARD}

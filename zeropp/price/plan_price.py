@@ -9,6 +9,7 @@ schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from zeropp.schedule.program import StageCost
 
@@ -32,6 +33,7 @@ class StageMemory:
     flat_gradients: int  # a copy during the reduction over the replicas
     whole: int  # values and gradients that come for the update, with what is sent
     activations: int  # from its forward to the end of its input gradient
+    sent: int  # the part of them that is in the host's memory between the two, if it is stored
     deferred: int  # from its input gradient to its weight gradient (x and dY)
     boundary: int  # a message into the stage
     buffers: int  # for messages; always held
@@ -79,6 +81,7 @@ class StepTimes:
     steps_overlap: bool = False  # a rank begins its next step as soon as it has ended this one
     stragglers: float = 1.0  # factor on compute, because a step waits for its slowest node
     overlap_slowdown: float = 0.0  # the share by which compute takes longer during collectives
+    network_share: float = 0.0  # of the host link's rate that collectives take while they run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class StepBytes:
     keeps_sent: bool = False  # torch's pipelining holds what it has sent until a step's end
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     flat_chunks: bool = False  # the buffer of gradients is allocated before a backward adds to it
+    host_limit: float = inf  # of a rank's activations in the host's memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from statistics import NormalDist
 
 from zeropp.price import zero3
-from zeropp.price.cluster import Cluster
+from zeropp.price.cluster import Cluster, host_of
 from zeropp.price.communication import (
     TensorTimes,
     by_heads,
@@ -52,7 +53,7 @@ def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
     return _first(
         plan.cuts,
         plan.shape.num_pieces,
-        plan.recomputed_per_stage,
+        tuple(zip(plan.recomputed_per_stage, plan.offloaded_per_stage, strict=True)),
         _hops(cluster, plan.layout, plan.schedule.stage_rank),
     )
 
@@ -70,16 +71,21 @@ def _hops(cluster: Cluster, layout: Layout, ranks: tuple[int, ...]) -> tuple[int
 
 @lru_cache(maxsize=4096)
 def _first(
-    cuts: tuple[int, ...], pieces: int, recomputed: tuple[int, ...], hops: tuple[int, ...]
+    cuts: tuple[int, ...],
+    pieces: int,
+    treated: tuple[tuple[int, int], ...],  # blocks that are recomputed, and offloaded
+    hops: tuple[int, ...],
 ) -> tuple[int, ...]:
     first: dict[tuple[object, ...], int] = {}
     like = []
     for stage, (begin, end) in enumerate(pairwise(cuts)):
         ends, ways = (begin == 0, end == pieces), hops[stage : stage + 2]
-        key = (end - begin, recomputed[stage], ends, ways)
+        key = (end - begin, treated[stage], ends, ways)
         like.append(first.setdefault(key, stage))
     return tuple(like)
 
+
+_MOST_OF_LINK = 0.9  # two users of a link share it, however much one of them could take
 
 # The standard deviation of nodes' compute times over their mean; a step waits for the slowest node.
 NODE_SPREAD = 0.015
@@ -119,6 +125,13 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
+    network_share = 0.0
+    if plan.offloaded_stages:
+        host = host_of(cluster)
+        for stage, first_like in enumerate(like):
+            sent_s = stage_memory(plan, work, first_like).sent / host.rate
+            costs[stage] = replace(costs[stage], store=sent_s, load=sent_s)
+        network_share = host_network_share(plan.layout, cluster)
     eight_bit = work.program.eight_bit
     limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)
     return StepTimes(
@@ -127,6 +140,7 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         steps_overlap=work.program.post_validation,
         stragglers=slowest,
         overlap_slowdown=cluster.device.overlap_slowdown,
+        network_share=network_share,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit.tokens_per_s_per_gpu),
     )
 
@@ -145,7 +159,26 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
         keeps_sent=program.keeps_sent,
         resident_gradients=program.resident_gradients,
         flat_chunks=program.flat_chunks,
+        host_limit=host_limit(plan, cluster),
     )
+
+
+def host_limit(plan: SizedPlan, cluster: Cluster) -> float:
+    """The bytes of its node's memory that a rank of the plan may take."""
+    if not plan.offloaded_stages:
+        return inf
+    host = host_of(cluster)
+    return host.memory_gib * 2**30 * host.memory_share / cluster.gpus_per_node
+
+
+def host_network_share(layout: Layout, cluster: Cluster) -> float:
+    """The share of a GPU's link to its host that gathers and reductions take while they run, if the
+    NIC sends and receives over it. What is left is the host's."""
+    host = host_of(cluster)
+    if not host.shares_network or group_of(cluster, layout, *layout.shard_axes).nodes == 1:
+        return 0.0
+    of_gpu = cluster.inter.rate * cluster.nics_per_node / cluster.gpus_per_node
+    return min(of_gpu / host.rate, _MOST_OF_LINK)
 
 
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:

@@ -80,6 +80,12 @@ class SimResult:
         """The peak of the fullest rank in bytes."""
         return max(memory.total for memory in self.memory)
 
+    def fits(self, limit_bytes: float) -> bool:
+        """Whether no rank has more bytes on its device than the limit, nor more in the memory of
+        its host than it may."""
+        most = max(memory.host for memory in self.memory)
+        return self.peak_bytes <= limit_bytes and most <= self.price.host_limit
+
     def timeline(self) -> Timeline:
         """The spans of the step."""
         title = f"{self.plan.shape.name} {self.plan.contender} {self.plan.layout.world} GPUs"
@@ -151,6 +157,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         factor = (1.0 + price.overlap_slowdown * share) * price.stragglers
         for s in stages:
             costs[s] = slowed_cost(costs[s], price.extras[s], factor)
+            left = 1.0 - price.network_share * share
+            costs[s] = replace(costs[s], store=costs[s].store / left, load=costs[s].load / left)
     return costs
 
 

@@ -1,16 +1,18 @@
 """The event loop: how long a set of programs takes, given the durations of their actions.
 
-A rank has five lanes that work side by side, each in the order of the program: compute; the link of
-its shard group (gathers and reductions, which share its bandwidth); that of its replicas; and one
+A rank has seven lanes that work side by side, each in the order of the program: compute; the link
+of its shard group (gathers and reductions, which share its bandwidth); that of its replicas; one
 lane for transfers in each direction of the pipeline, or for each other rank, where transfers begin
-once both ranks have come to them (``Schedule.pair_streams``). A gather, reduction or transfer
-starts once the compute actions before it in the program have ended, and a reduction over the
-replicas once the stage's gradients are reduced over the shards. Tied sums, updates and the gathers
-of what is updated whole stand in line with compute, and wait for all reductions of their own rank,
-and for no other rank. The copy that belongs to a gather is done before the first compute action
-that uses the parameters, while that waits for its input; the copy that belongs to a reduction is
-done before it starts. In programs without transfers (compute actions alone) a message takes
-``StageCost.transfer`` from the end of the action that produces it.
+once both ranks have come to them (``Schedule.pair_streams``); and one for copies to the host's
+memory and one for those back. A gather, reduction, transfer or copy starts once the compute actions
+before it in the program have ended, a reduction over the replicas once the stage's gradients are
+reduced over the shards, and a load once its store has ended. Compute waits for a store where the
+device's memory is freed, and for a load at the backward that uses it. Tied sums, updates and the
+gathers of what is updated whole stand in line with compute, and wait for all reductions of their
+own rank, and for no other rank. The copy that belongs to a gather is done before the first compute
+action that uses the parameters, while that waits for its input; the copy that belongs to a
+reduction is done before it starts. In programs without transfers (compute actions alone) a message
+takes ``StageCost.transfer`` from the end of the action that produces it.
 
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
@@ -26,6 +28,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from zeropp.schedule.program import (
+    OFFLOAD,
     STEP_END,
     Action,
     ActionSequence,
@@ -54,6 +57,9 @@ LANES: dict[Op, Lane] = {
     Op.SEND_B: "transfer",
     Op.RECV_F: "transfer",
     Op.RECV_B: "transfer",
+    Op.STORE: "offload",
+    Op.FREE: "offload",
+    Op.LOAD: "offload",
 }
 
 
@@ -124,7 +130,8 @@ _UNKNOWN = -1.0
 _NO_LANE: list[float] = []
 _PARTS = 16  # how often a run that may give up looks whether it should
 _ROUNDING = 1e-9  # sums of durations are exact to this share at least
-_USE, _WEIGHT, _SEND, _MEET, _RECEIVE, _OTHER, _END = range(7)  # kinds of actions
+# Kinds of actions; the first is a use whose tensors may have to come from the host.
+_LOADED, _USE, _WEIGHT, _SEND, _MEET, _RECEIVE, _OTHER, _END, _HOST = range(9)
 
 
 class _How(NamedTuple):
@@ -174,6 +181,9 @@ class _Loop:
         self._compute = [0.0] * ranks
         self._shard_link, self._replica_link = [0.0] * ranks, [0.0] * ranks
         self._link_f, self._link_b = [0.0] * ranks, [0.0] * ranks
+        self._host_out, self._host_in = [0.0] * ranks, [0.0] * ranks
+        self._stored: dict[int, float] = {}  # when a copy ends, by the place of its backward
+        self._loaded: dict[int, float] = {}
         self._busy = [0.0] * ranks
         self._stall_gather, self._stall_wait = [0.0] * ranks, [0.0] * ranks
         self._unsharded = [0.0] * stages
@@ -203,7 +213,7 @@ class _Loop:
         """Run what has not been run, and sum up."""
         self._run(len(self._sequence.actions))
         updated = tuple(map(max, self._compute, self._replica_link))
-        lanes = (updated, self._shard_link, self._link_f, self._link_b)
+        lanes = (updated, self._shard_link, self._link_f, self._link_b, self._host_in)
         return EventResult(
             programs=self._programs,
             stage_rank=tuple(self._stage_rank),
@@ -228,8 +238,10 @@ class _Loop:
             kind, seconds, place, moves, after, lane = table[op]
             rank = ranks[stage]
             start = compute[rank]
-            if kind == _USE:
+            if kind <= _USE:
                 place += stage * m + (microbatch or 0)
+                if kind == _LOADED:
+                    start = max(start, self._loaded.pop(place, start))
                 if copy_out[stage]:  # parameters are copied once they are gathered
                     begin_copy, copied = max(start, unsharded[stage]), copy_out[stage]
                     self._stall_gather[rank] += begin_copy - start
@@ -263,6 +275,9 @@ class _Loop:
                 start = end = start if arrived < 0.0 else arrived
             elif kind == _OTHER:
                 start, end = self._collective(stage, op, rank)
+            elif kind == _HOST:
+                key = self._back + stage * m + (microbatch or 0)
+                start, end = self._copied(stage, op, rank, key)
             else:
                 start, end = self._end_of_step(stage, op, rank)
             add_start(start)
@@ -284,6 +299,19 @@ class _Loop:
         end = link[rank] = self._reduced[stage] = start + cost.reduce_grad
         if cost.waits_for_reduction:
             self._compute[rank] = end
+        return start, end
+
+    def _copied(self, stage: int, op: Op, rank: int, place: int) -> tuple[float, float]:
+        """The times of a copy to the host's memory or back, or of a release behind one."""
+        cost, compute = self._costs[stage], self._compute
+        if op is Op.STORE:
+            start = max(self._host_out[rank], compute[rank])
+            end = self._host_out[rank] = self._stored[place] = start + cost.store
+        elif op is Op.LOAD:
+            start = max(self._host_in[rank], compute[rank], self._stored[place])
+            end = self._host_in[rank] = self._loaded[place] = start + cost.load
+        else:
+            start = end = compute[rank] = max(compute[rank], self._stored[place])
         return start, end
 
     def _end_of_step(self, stage: int, op: Op, rank: int) -> tuple[float, float]:
@@ -321,12 +349,14 @@ class _Loop:
         up = [-m, *(unread - back if hop is None else -m for hop in hops)]
         later = [hop or 0.0 for hop in hops]
         backward = (back, up, [0.0, *later])
+        use = _LOADED if self._sequence.has_loads else _USE
+        kinds = dict.fromkeys(STEP_END, _END) | dict.fromkeys(OFFLOAD, _HOST)
         return {
-            **{op: _How(_END if op in STEP_END else _OTHER) for op in Op},
+            **{op: _How(kinds.get(op, _OTHER)) for op in Op},
             **self._how_to_time_messages(),
             Op.FORWARD: _How(_USE, [c.forward for c in costs], 0, down, [*later, 0.0]),
-            Op.BACKWARD_INPUT: _How(_USE, input_, *backward),
-            Op.FULL_BACKWARD: _How(_USE, full, *backward),
+            Op.BACKWARD_INPUT: _How(use, input_, *backward),
+            Op.FULL_BACKWARD: _How(use, full, *backward),
             Op.BACKWARD_WEIGHT: _How(_WEIGHT, weight),
         }
 

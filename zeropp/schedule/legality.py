@@ -11,6 +11,7 @@ from zeropp.schedule.program import (
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
     OF_RANK,
+    OFFLOAD,
     STEP_END,
     Action,
     DeadlockError,
@@ -40,7 +41,8 @@ def validate(
     gradient is there exactly once; dependencies are kept and there is no deadlock; no rank has more
     than ``activation_cap`` live chunk-activations. In a lowered program also: parameters are
     gathered wherever they are used, at most once per chunk, unit and phase, and never while they
-    are gathered already; and all gradients are reduced once they are complete. In the programs of
+    are gathered already; all gradients are reduced once they are complete; and what is stored in
+    the host's memory was computed, and is freed and loaded before it is used. In the programs of
     a whole step also: every rank updates once, after all reductions; and where the plan's ``end``
     is given, every rank has what it asks for, and no more.
     """
@@ -60,6 +62,8 @@ def validate(
         _check_gathers(schedule)
     if any(a.op is Op.REDUCE_GRAD for program in schedule.programs for a in program):
         _check_reductions(schedule)
+    if any(a.op in OFFLOAD for program in schedule.programs for a in program):
+        _check_offload(schedule)
     if any(a.op in STEP_END for program in schedule.programs for a in program):
         _check_step_end(schedule)
     if end is not None:
@@ -154,6 +158,26 @@ def _check_reductions(schedule: Schedule) -> None:
             raise _error(
                 schedule, rank, len(program) - 1, f"gradients of stages {left} are never reduced"
             )
+
+
+_AFTER = {Op.STORE: Op.FORWARD, Op.FREE: Op.STORE, Op.LOAD: Op.FREE}  # what comes just before each
+
+
+def _check_offload(schedule: Schedule) -> None:
+    """Check that whatever is stored has been computed and is freed once, then loaded once, and then
+    used."""
+    for rank, program in enumerate(schedule.programs):
+        last: dict[tuple[int, int | None], Op] = {}  # that concerned a stage's microbatch
+        for index, action in enumerate(program):
+            stage, op, microbatch = action
+            before = last.get((stage, microbatch))
+            if op in OFFLOAD and before is not _AFTER[op]:
+                why = f"{action} must follow {stage}{_AFTER[op]}{microbatch}"
+                raise _error(schedule, rank, index, why)
+            if op in NEEDS_PARAMETERS and before in (Op.STORE, Op.FREE):
+                raise _error(schedule, rank, index, f"{action} without {stage}LOAD{microbatch}")
+            if op in COMPUTE or op in OFFLOAD:
+                last[stage, microbatch] = op
 
 
 def _check_step_end(schedule: Schedule) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -40,19 +40,27 @@ def lower(
     prefetch: int = 1,
     reduce_every: ReduceEvery = "unit",
     kept: frozenset[Op] = frozenset(),
+    offloaded: Collection[int] = (),
 ) -> Schedule:
     """The programs of a schedule up to the end of its passes.
 
     ``gather``: parameters are sharded, so they are gathered ``prefetch`` windows ahead of their
     use and released as soon as their window ends (see ``parameter_windows``, also for ``kept``).
     ``reduce_every``: gradients of a stage are reduced after its last weight gradient in a unit, or
-    in the step. Raises ValueError on a schedule that is lowered already.
+    in the step. ``offloaded``: the stages whose tensors wait for their backward in the host's
+    memory. Raises ValueError on a schedule that is lowered already.
     """
     if any(action[1] not in COMPUTE for program in schedule.programs for action in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
     programs = [
         with_collectives(
-            schedule, rank, gather=gather, prefetch=prefetch, reduce_every=reduce_every, kept=kept
+            schedule,
+            rank,
+            gather=gather,
+            prefetch=prefetch,
+            reduce_every=reduce_every,
+            kept=kept,
+            offloaded=offloaded,
         )
         for rank in range(schedule.num_ranks)
     ]
@@ -67,14 +75,16 @@ def with_collectives(
     prefetch: int,
     reduce_every: ReduceEvery,
     kept: frozenset[Op] = frozenset(),
+    offloaded: Collection[int] = (),
 ) -> RankProgram:
-    """One rank's program of compute actions with gathers, releases and reductions, as in ``lower``.
-    The program may be the beginning of a step; then gradients that are not complete in it are not
-    reduced."""
+    """One rank's program of compute actions with offload, gathers, releases and reductions, as in
+    ``lower``. The program may be the beginning of a step; then gradients that are not complete in
+    it are not reduced."""
     m = schedule.num_microbatches
     span = schedule.unit if reduce_every == "unit" else m
     program = add_reductions(schedule.programs[rank], span, m)
-    return add_gathers(program, schedule.unit, prefetch, kept=kept) if gather else program
+    program = add_gathers(program, schedule.unit, prefetch, kept=kept) if gather else program
+    return add_offload(program, offloaded) if offloaded else program
 
 
 @dataclass
@@ -151,6 +161,39 @@ def add_reductions(program: RankProgram, span: int, num_microbatches: int) -> Ra
         if len(places) == min(span, num_microbatches - part * span):
             after[places[-1]].append(Action(stage, Op.REDUCE_GRAD))
     return _insert(program, {}, after)
+
+
+_BESIDE = 2  # the most compute actions beside which a store runs before compute waits for it
+
+
+def add_offload(program: RankProgram, stages: Collection[int]) -> RankProgram:
+    """Stores, releases and loads of what microbatches keep in these ``stages`` of a rank.
+
+    A store begins behind its forward, and its memory is freed behind the next forward of these
+    stages, or a little sooner. A load begins before the backward that precedes its own. So at most
+    two of each are on the device, one that is copied and one that is used. A microbatch that turns
+    at once stays.
+    """
+    places = [index for index, action in enumerate(program) if action.op in COMPUTE]
+    compute = [program[index] for index in places]
+    backwards: dict[tuple[int, int | None], int] = {}  # to the place of the one before it
+    before_it = 0
+    for number, (stage, op, microbatch) in enumerate(compute):
+        if op in NEEDS_PARAMETERS and op is not Op.FORWARD:
+            backwards[stage, microbatch] = before_it
+            before_it = number
+    before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    forwards = [n for n, a in enumerate(compute) if a.op is Op.FORWARD and a.stage in stages]
+    for number, following in zip(forwards, (*forwards[1:], len(compute)), strict=False):
+        stage, _, microbatch = compute[number]
+        freed = min(following, number + _BESIDE, len(compute) - 1)
+        loaded = backwards.get((stage, microbatch), len(compute))
+        if loaded > freed + 1:
+            after[places[number]].append(Action(stage, Op.STORE, microbatch))
+            after[places[freed]].insert(0, Action(stage, Op.FREE, microbatch))
+            if loaded < len(compute):
+                before[places[loaded]].append(Action(stage, Op.LOAD, microbatch))
+    return _insert(program, before, after)
 
 
 def add_transfers(programs: Sequence[RankProgram], compute: Schedule) -> tuple[RankProgram, ...]:

@@ -34,10 +34,11 @@ class MemoryBytes:
     optimizer: int = 0
     activations: int = 0  # kept for backward, with stage inputs and outputs
     workspace: int = 0  # logits, temporaries, communication buffers
+    host: int = 0  # of the host: the most that activations take there, at whatever moment
 
     @property
     def total(self) -> int:
-        """Sum over kinds: the peak."""
+        """Sum over the device's kinds: the peak."""
         return (
             self.parameters
             + self.unsharded
@@ -69,6 +70,9 @@ class SizedPlan:
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
+    # How many blocks of each stage, which are its first ones, keep their tensors in the host's
+    # memory between forward and backward; empty: none.
+    offloaded: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
     sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
@@ -135,6 +139,46 @@ class SizedPlan:
             return (0,) * len(self.blocks)
         return tuple(map(min, self.blocks, self.recomputed)) if self.recomputed else self.blocks
 
+    @cached_property
+    def offloaded_per_stage(self) -> tuple[int, ...]:
+        """The number of blocks whose tensors wait in the host's memory, per stage."""
+        return tuple(map(min, self.blocks, self.offloaded)) or (0,) * len(self.blocks)
+
+    @property
+    def offload_blocks(self) -> int:
+        """The number of these blocks on the rank that has the most."""
+        ranks = range(self.schedule.num_ranks)
+        counts = self.offloaded_per_stage
+        return max(sum(counts[s] for s in self.schedule.stages_of(rank)) for rank in ranks)
+
+    def first_of_ranks(self, count: int) -> tuple[int, ...]:
+        """Per stage, those blocks that are among the first ``count`` of their rank: those of its
+        first chunks, whose activations are held the longest."""
+        left = [count] * self.schedule.num_ranks
+        firsts = []
+        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
+            firsts.append(min(left[rank], blocks))
+            left[rank] -= firsts[-1]
+        return tuple(firsts)
+
+    def spread_over_ranks(self, count: int) -> tuple[int, ...]:
+        """Per stage, those blocks that are among ``count`` of their rank, evenly spread, so that
+        what is done for them is, too."""
+        spread = []
+        for stage, rank in enumerate(self.schedule.stage_rank):
+            held = self.schedule.stages_of(rank)
+            before = sum(self.blocks[s] for s in held if s < stage)
+            whole = sum(self.blocks[s] for s in held)
+            share = min(1.0, count / whole) if whole else 0.0
+            ends = (int(share * n + _ROUNDING) for n in (before, before + self.blocks[stage]))
+            spread.append(-next(ends) + next(ends))
+        return tuple(spread)
+
+    @property
+    def offloaded_stages(self) -> tuple[int, ...]:
+        """The stages that have such blocks."""
+        return tuple(s for s, count in enumerate(self.offloaded_per_stage) if count)
+
     def recomputes(self, stage: int, piece: int) -> bool:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
@@ -187,6 +231,7 @@ class Plan(SizedPlan):
         validate(self.schedule, activation_cap=self.activation_cap or None, end=self.step_end)
 
 
+_ROUNDING = 1e-9
 TooLarge = Callable[[Schedule], bool]
 
 

@@ -41,6 +41,9 @@ class Op(StrEnum):
     RECV_F = "RECV_F"  # activation from the previous stage
     SEND_B = "SEND_B"  # gradient to the previous stage
     RECV_B = "RECV_B"  # gradient from the next stage
+    STORE = "STORE"  # begin to copy what a forward has left to the host's memory
+    FREE = "FREE"  # once that is done, free the device's
+    LOAD = "LOAD"  # begin to copy it back
 
     @property
     def is_compute(self) -> bool:
@@ -54,13 +57,14 @@ class Op(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """True for compute and transfers; the other actions concern all microbatches."""
-        return self in COMPUTE or self in TRANSFER
+        """True for compute, transfers and offload; other actions concern all microbatches."""
+        return self in COMPUTE or self in TRANSFER or self in OFFLOAD
 
 
 # Forwards and backwards. Tied sums and updates stand in line with them, but are no passes.
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+OFFLOAD = frozenset({Op.STORE, Op.FREE, Op.LOAD})  # of activations, to the host's memory and back
 COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD, Op.REDUCE_REPLICAS})  # run beside compute
 OF_RANK = frozenset({Op.GATHER_WHOLE, Op.UPDATE, Op.GATHER_UPDATED})  # for all of its stages
 STEP_END = OF_RANK | {Op.REDUCE_REPLICAS, Op.REDUCE_TIED}
@@ -148,6 +152,7 @@ class ActionSequence:
     num_microbatches: int  # one more than the largest number of a microbatch
     has_transfers: bool  # False: compute actions alone, whose outputs reach the next stage anyway
     pair_streams: bool = False  # see ``Schedule.pair_streams``; sends then stand before receives
+    has_loads: bool = False  # some activations come back from the host's memory
 
 
 class _OrderSearch:
@@ -164,7 +169,8 @@ class _OrderSearch:
         self._back = (len(stage_rank) + 1) * self._m
         self._inputs = bytearray(2 * self._back)
         self._inputs[: self._m] = bytes([_HERE]) * self._m
-        self._lowered = any(a.op in TRANSFER for program in programs for a in program)
+        kinds = {action.op for program in programs for action in program}
+        self._lowered, self._loads = bool(kinds & TRANSFER), Op.LOAD in kinds
         # Whether a stage's output reaches the next stage without a send, and the other way round.
         self._direct = [not self._lowered or a == b for a, b in pairwise(stage_rank)]
         self._waiting: dict[int, int] = {}  # input -> rank that waits for it
@@ -181,7 +187,9 @@ class _OrderSearch:
         ]
         if where:
             raise DeadlockError(f"deadlock: {', '.join(where)}", stuck)
-        return ActionSequence(tuple(self._order), self._m, self._lowered, self._pair_streams)
+        return ActionSequence(
+            tuple(self._order), self._m, self._lowered, self._pair_streams, self._loads
+        )
 
     def _advance(self, rank: int) -> None:
         """Run one rank until its program ends or it has to wait for another rank."""
@@ -189,7 +197,7 @@ class _OrderSearch:
         program, place = self._programs[rank], begin
         while place < len(program):
             stage, op, microbatch = program[place]
-            if microbatch is not None:
+            if microbatch is not None and op not in OFFLOAD:
                 key = stage * m + microbatch
                 if op in _SENDS:  # what is sent before its receive is posted is kept
                     key = key + m if op is Op.SEND_F else self._back + key - m
@@ -240,7 +248,8 @@ class StageCost:
     gather of the stage's parameters and one reduce-scatter of its gradients. ``transfer`` is one
     boundary tensor between this stage and the next, in either direction. ``copy_out`` and
     ``copy_in`` are the time that a gather and a reduction take away from compute, to move
-    parameters out of the collective's buffer and gradients into it.
+    parameters out of the collective's buffer and gradients into it. ``store`` and ``load`` are one
+    copy of what a microbatch leaves in the stage to the host's memory, and back.
 
     ``reduce_replicas`` is the reduction of the stage's gradients over the replicas (an all-reduce,
     or a reduce-scatter with ZeRO-1), and ``reduce_tied`` the sum of those that it shares with
@@ -256,6 +265,8 @@ class StageCost:
     transfer: float = 0.0
     copy_out: float = 0.0
     copy_in: float = 0.0
+    store: float = 0.0
+    load: float = 0.0
     reduce_replicas: float = 0.0
     reduce_tied: float = 0.0
     gather_whole: float = 0.0
@@ -355,8 +366,9 @@ class Schedule(ScheduleSizes):
 
 
 def for_torch(program: RankProgram) -> RankProgram:
-    """The actions that torch's runtime knows, which leaves the end of a step to its caller."""
-    return tuple(action for action in program if action.op not in STEP_END)
+    """The actions that torch's runtime knows, which leaves the end of a step to its caller and
+    sends nothing to the host."""
+    return tuple(action for action in program if action.op not in STEP_END | OFFLOAD)
 
 
 @lru_cache(maxsize=1024)

@@ -88,6 +88,7 @@ def drafts(
         gather=plan.layout.shards > 1 or plan.precision == "bf16",
         prefetch=plan.prefetch,
         reduce_every=plan.reduce_every,
+        offloaded=plan.offloaded_stages,
     )
     # Orders depend on no other durations, and without these more plans share cached orders.
     of_passes = tuple(

@@ -203,6 +203,7 @@ class StepSizes(OrderSizes):
     gather: bool
     prefetch: int = 1
     reduce_every: ReduceEvery = "unit"
+    offloaded: tuple[int, ...] = ()
 
     @property
     def order(self) -> OrderSizes:
@@ -250,5 +251,9 @@ def _complete(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) -> S
     """The programs of the order for equal durations, or of the one planned with ``costs``."""
     order = equal_order(sizes.order) if costs is None else planned_order(sizes.order, costs)
     return lower(
-        order, gather=sizes.gather, prefetch=sizes.prefetch, reduce_every=sizes.reduce_every
+        order,
+        gather=sizes.gather,
+        prefetch=sizes.prefetch,
+        reduce_every=sizes.reduce_every,
+        offloaded=sizes.offloaded,
     )

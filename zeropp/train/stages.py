@@ -222,7 +222,9 @@ def cut_plan(plan: SizedPlan, settings: Settings, weights: Sequence[float]) -> S
     """The plan with cuts. ``weights`` are the layers' relative costs where the settings have
     none."""
     weights = weights if settings.weights is None else settings.weights
-    return replace(plan, cuts=cut_layers(weights, plan.schedule.stage_rank))
+    plan = replace(plan, cuts=cut_layers(weights, plan.schedule.stage_rank))
+    sent = settings.offload_blocks
+    return replace(plan, offloaded=plan.spread_over_ranks(sent)) if sent else plan
 
 
 def shape_of(sizes: Sequence[LayerSizes]) -> ModelShape:

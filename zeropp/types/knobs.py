@@ -38,6 +38,7 @@ class StepKnobs:
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
     recompute: Recompute | Auto = "auto"  # what backwards compute again: none, selective, mlp, full
+    offload_blocks: Annotated[int | Auto, AT_LEAST_0] = "auto"  # per rank, kept by the host
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Lane = Literal["compute", "gather", "reduce", "replicas", "transfer", "memory"]
+Lane = Literal["compute", "gather", "reduce", "replicas", "transfer", "memory", "offload"]
 Provenance = Literal["measured", "traced", "replayed", "simulated", "published"]
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
+from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -105,8 +106,19 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _selective(policy: Callable[..., CheckpointPolicy], kept: Callable[[Any], None] | None) -> Any:
+    contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    if kept is not None:
+        kept(contexts[0])
+    return contexts
+
+
 def run_recomputed(
-    function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
+    function: Callable[..., Result],
+    *inputs: Tensor,
+    recompute: Recompute,
+    random: bool,
+    kept: Callable[[Any], None] | None = None,
 ) -> Result:
     """``function(*inputs)``, whose backward computes again what ``recompute`` does not keep; all
     contenders call this.
@@ -114,7 +126,7 @@ def run_recomputed(
     Full keeps the inputs only; selective also keeps the outputs of matrix products and of
     attention, and mlp of these only what is no wider than the first input, and made of what is no
     wider. ``random``: the function may draw random numbers, and the second run must draw the
-    same ones.
+    same ones. ``kept`` gets torch's context in which selective recomputation keeps tensors.
     """
     if recompute == "none":
         return function(*inputs)
@@ -122,15 +134,17 @@ def run_recomputed(
     if recompute != "full":
         widest = inputs[0].shape[-1] if recompute == "mlp" else inf
         policy = partial(_policy, widest)
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = partial(_selective, policy, kept)
     return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
 @dataclass
 class _Live:
-    """What a microbatch keeps until its backward: of outputs, where gradients enter the graph."""
+    """What a microbatch keeps until its backward: the gradients of its inputs, once they are there,
+    and of outputs, where gradients enter the graph."""
 
-    inputs: tuple[Tensor, ...]
+    gradients: dict[int, Tensor]  # by the input's place
+    tokens: int  # of its rows
     outputs: Sequence[GradientEdge | None]  # one per output that may have a gradient
     losses: Sequence[GradientEdge | None] = ()
 
@@ -146,7 +160,8 @@ class Chunk:
     numbers, so that what is recomputed need not draw the same ones again. ``compute``:
     floating-point inputs of a module are cast to this type, but for the ``fp32_modules`` inside,
     until ``undo``; None leaves them as they are.
-    ``context``: the ranks that divide sequences, if there are several.
+    ``context``: the ranks that divide sequences, if there are several. ``offload``: what sends to
+    the host what blocks save, if anything does.
     """
 
     def __init__(
@@ -166,9 +181,10 @@ class Chunk:
         fp32_modules: tuple[type[nn.Module], ...],
         undo: ExitStack,
         context: Context | None,
+        offload: Offload | None = None,
     ) -> None:
         self.modules, self.flats, self.recomputed = modules, flats, recomputed
-        self.arriving, self.leaving = arriving, leaving
+        self.arriving, self.leaving, self.offload = arriving, leaving, offload
         self._lanes, self._store, self._recompute = lanes, store, recompute
         self._seed, self._compute, self._context = seed, compute, context
         self._recomputed = {id(block) for block in recomputed}
@@ -193,21 +209,24 @@ class Chunk:
         shape than the next stage expects.
         """
         self._wait()
-        begin = inputs
+        gradients: dict[int, Tensor] = {}
+        tokens = inputs[0].shape[1] if self._context else 0
+        stays = [*keywords.values(), *(inputs if self.arriving is None else ())]
         if self.arriving is not None:
-            inputs = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
-            begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
-        value: Value = tuple(begin)
+            inputs = [_begin(x, gradients, place) for place, x in enumerate(inputs)]
+        value: Value = tuple(inputs)
+        del inputs  # which the graph keeps, or sends away
         losses = []
         for index, module in enumerate(self.modules):
             if self._seed is not None:
                 self._seed(index, microbatch)
-            with self._exchanging(inputs):
+            with self._exchanging(tokens), self._saving(module, microbatch, stays) as kept:
                 value = run_recomputed(
                     partial(module, **self._chosen(keywords, index)),
                     *cast(tensors_of(value), self._compute),
                     recompute=self._recompute if id(module) in self._recomputed else "none",
                     random=self._seed is not None,
+                    kept=kept,
                 )
             value, loss = without_scalars(value)
             losses += [] if loss is None else [loss]
@@ -220,7 +239,7 @@ class Chunk:
                     f"{expected}: shapes may not depend on values"
                 )
             value = self._cast_leaving(value)
-        self._live[microbatch] = _Live(tuple(inputs), _edges(tensors_of(value)))
+        self._live[microbatch] = _Live(gradients, tokens, _edges(tensors_of(value)))
         return value, torch.stack(losses).sum() if losses else None
 
     @torch.no_grad()
@@ -234,13 +253,14 @@ class Chunk:
         ``watch``, which gets every module and what it is given, on whole sequences."""
         self._wait()
         value: Value = tuple(inputs)
+        tokens = inputs[0].shape[1] if self._context else 0
         losses = []
         for index, module in enumerate(self.modules):
             arguments = cast(tensors_of(value), self._compute)
             named = self._chosen(keywords, index)
             if watch is not None:
                 watch(module, arguments, named)
-            with nullcontext() if watch is not None else self._exchanging(inputs):
+            with nullcontext() if watch is not None else self._exchanging(tokens):
                 value, loss = without_scalars(module(*arguments, **named))
             losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
@@ -264,6 +284,8 @@ class Chunk:
         stage's inputs are the batch and have no gradients.
         """
         self._wait()
+        if self.offload is not None:
+            self.offload.use(microbatch)
         live = self._live.pop(microbatch)
         seeds = [(edge, g) for edge, g in zip(live.outputs, gradients, strict=True) if edge]
         pairs = [*seeds, *((edge, None) for edge in live.losses if edge)]
@@ -271,13 +293,15 @@ class Chunk:
             self._make_gradients(deferred=not split)
             if split:
                 self._store.begin(microbatch)
-            with backward_of_chunk(), self._exchanging(live.inputs):
+            with backward_of_chunk(), self._exchanging(live.tokens):
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self._store.end()
-        if self.arriving is None:
-            return []
-        inputs = (x for x in live.inputs if may_have_gradient(x.dtype))
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        device = self._lanes.device
+        return [
+            live.gradients[place] if place in live.gradients else torch.zeros_like(x.empty(device))
+            for place, x in enumerate(self.arriving or ())
+            if x.has_gradient
+        ]
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
@@ -295,10 +319,17 @@ class Chunk:
             if deferred or not flat.deferred:
                 flat.make_gradients()
 
-    def _exchanging(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def _exchanging(self, tokens: int) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
-        context = self._context
-        return nullcontext() if context is None else context.exchanging(inputs[0].shape[1])
+        return nullcontext() if self._context is None else self._context.exchanging(tokens)
+
+    def _saving(
+        self, module: nn.Module, microbatch: int, stays: Sequence[Tensor]
+    ) -> AbstractContextManager[Callable[[Any], None] | None]:
+        """Inside this context a module's forward may save tensors that are sent to the host."""
+        if self.offload is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.offload.saving(module, microbatch, stays)
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""
@@ -355,18 +386,30 @@ def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None
             hook.remove()
 
 
-class _Alias(torch.autograd.Function):
+def _begin(x: Tensor, gradients: dict[int, Tensor], place: int) -> Tensor:
+    """An input as the graph's beginning, which keeps no hold of it and puts its gradient into
+    ``gradients``."""
+    if not may_have_gradient(x.dtype):
+        return x.detach()
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    return _Begin.apply(x, anchor, gradients, place)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Begin(torch.autograd.Function):
     """The same values and memory, neither leaf nor view, with torch's count of changes in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, gradients: dict[int, Tensor], place: int
+    ) -> Tensor:
+        del anchor
+        ctx.gradients, ctx.place = gradients, place
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients[ctx.place] = gradient
+        return None, None, None, None
 
 
 def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:

@@ -1,0 +1,116 @@
+"""Offload in programs, prices and the search: legal orders, the host's link and its memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
+from tests.unit.simulated_task import task
+from zeropp.choose.search import search
+from zeropp.price.cluster import Cluster, Host
+from zeropp.price.simulator import SimResult, simulate
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.legality import ScheduleError, validate
+from zeropp.schedule.program import Op, Schedule, StageCost, parse_action
+from zeropp.types.layout import InfeasibleError
+
+HOST = Host(bandwidth_gb_s=64, memory_gib=2048)
+
+
+def program(words: str) -> Schedule:
+    actions = tuple(parse_action(word) for word in words.split())
+    return Schedule(name="test", num_microbatches=2, unit=2, stage_rank=(0, 0), programs=(actions,))
+
+
+LEGAL = "0F0 0STORE0 0F1 0FREE0 1F0 1F1 1B0 0LOAD0 1B1 0B0 0B1"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (LEGAL, ""),
+        (LEGAL.replace("0LOAD0 ", ""), "0B0 without 0LOAD0"),
+        (LEGAL.replace("0LOAD0 ", "").replace("0B0", "0B0 0LOAD0"), "0B0 without 0LOAD0"),
+        (LEGAL.replace("0FREE0 ", ""), "0LOAD0 must follow 0FREE0"),
+        ("0STORE0 " + LEGAL.replace("0STORE0 ", ""), "0STORE0 must follow 0F0"),
+        (LEGAL.replace("0STORE0", "0STORE0 0STORE0"), "0STORE0 must follow 0F0"),
+    ],
+)
+def test_what_is_stored_was_computed_and_is_loaded_before_it_is_used(words: str, why: str) -> None:
+    with pytest.raises(ScheduleError, match=why) if why else nullcontext():
+        validate(program(words))
+
+
+def test_compute_waits_for_a_store_where_it_frees_and_for_a_load_where_it_uses() -> None:
+    costs = [StageCost(store=3.0, load=5.0)] * 2
+    result = run(program(LEGAL), costs)
+    ends = dict(zip(map(str, result.sequence), result.ends, strict=True))
+    assert ends["0STORE0"] == 4.0  # behind the forward, beside the next one
+    assert ends["0FREE0"] == 4.0
+    assert ends["1B0"] == ends["0FREE0"] + 1 + 1 + 2
+    assert ends["0LOAD0"] == ends["1B0"] + 5.0
+    assert ends["0B0"] == ends["0LOAD0"] + 2.0
+    assert result.step_s == ends["0B1"] == ends["0B0"] + 2.0
+
+
+def on(host: Host | None = HOST, **device: Any) -> Cluster:
+    cluster = task().cluster
+    return replace(cluster, host=host, device=replace(cluster.device, **device))
+
+
+def simulated(cluster: Cluster, **knobs: Any) -> SimResult:
+    asked = ZeroppKnobs(pp=2, shard=32, chunks=20, unit=2, split_backward=False, **knobs)
+    plan = ZEROPP.size(replace(task(64, 128), cluster=cluster), asked, 1)
+    price = ZEROPP.prices.of(plan, cluster)
+    planned = next(ZEROPP.plans(plan, price))
+    planned.check()
+    return simulate(planned, cluster, price=price)
+
+
+def test_offload_moves_bytes_to_the_host_and_costs_what_the_link_cannot_hide() -> None:
+    none, half, every = (simulated(on(), offload_blocks=n) for n in (0, 10, 20))
+    assert none.memory[0].host == 0
+    assert half.memory[0].host < every.memory[0].host
+    assert every.memory[0].activations < half.memory[0].activations < none.memory[0].activations
+    # Twice a chunk's tensors stay: what is copied, and what is computed.
+    moved = none.peak_bytes - every.peak_bytes
+    assert 0.8 * every.memory[0].host < moved <= every.memory[0].host
+    assert none.step_s <= half.step_s <= every.step_s
+    slow = simulated(on(replace(HOST, bandwidth_gb_s=4)), offload_blocks=20)
+    stored = sum(slow.price.stages[s].store for s in slow.plan.schedule.stages_of(0)[:-3])
+    assert slow.step_s > slow.plan.num_microbatches * stored
+    assert slow.breakdown.copies > slow.step_s / 4
+    shared = on(replace(HOST, shares_network=True))
+    assert simulated(shared, offload_blocks=20).step_s >= every.step_s
+
+
+def test_more_than_the_share_of_the_hosts_memory_does_not_fit() -> None:
+    every = simulated(on(), offload_blocks=20)
+    needed = every.memory[0].host * every.plan.layout.world / 8 / 2**30
+    small = simulated(on(replace(HOST, memory_gib=0.9 * needed)), offload_blocks=20)
+    assert every.fits(every.peak_bytes)
+    assert not small.fits(small.peak_bytes)
+    with pytest.raises(InfeasibleError, match="says nothing of its hosts"):
+        simulated(on(None), offload_blocks=1)
+
+
+def test_the_search_takes_it_where_memory_is_short() -> None:
+    asked = ZeroppKnobs(pp=1, shard=64, replicate=1, chunks=42, split_backward=True)
+
+    def found(cluster: Cluster, blocks: Any = "auto") -> Any:
+        wanted = replace(asked, offload_blocks=blocks)
+        outcome = search(replace(task(64, 256), cluster=cluster), ZEROPP, wanted, 4)
+        assert outcome.winner is not None
+        return outcome.winner
+
+    short = on(memory_gib=24.0)
+    without, taken = found(short, 0), found(short)
+    assert taken.plan.offload_blocks > 0
+    assert taken.step_s < without.step_s
+    assert taken.result.fits(taken.result.peak_bytes)
+    assert found(replace(short, host=None)).plan == without.plan
+    assert any(a.op is Op.LOAD for a in taken.plan.schedule.programs[0])
