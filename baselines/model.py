@@ -106,6 +106,8 @@ def make_norm(shape: ModelShape) -> nn.Module:
 class Block(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    counts_from_zero = True  # which zeropp asks where sequences are divided
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
@@ -140,6 +142,8 @@ def initial_std(std: float) -> Iterator[None]:
 
 class Embedding(nn.Module):
     """Token embedding; GPT adds learned positions."""
+
+    counts_from_zero = True
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeropp.price.cluster import Cluster
     from zeropp.train.api import parallelize
     from zeropp.train.auto import degrees
+    from zeropp.train.check import DifferenceError, check
     from zeropp.train.parallel_model import ParallelModel
     from zeropp.types.layout import InfeasibleError
     from zeropp.types.training import OptimizerConfig, StepResult
@@ -35,20 +36,24 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Cluster",
+    "DifferenceError",
     "InfeasibleError",
     "OptimizerConfig",
     "ParallelModel",
     "StepResult",
+    "check",
     "degrees",
     "parallelize",
 ]
 _HOMES = {
     "CheckpointError": "zeropp.engine.checkpoint",
     "Cluster": "zeropp.price.cluster",
+    "DifferenceError": "zeropp.train.check",
     "InfeasibleError": "zeropp.types.layout",
     "OptimizerConfig": "zeropp.types.training",
     "StepResult": "zeropp.types.training",
     "ParallelModel": "zeropp.train.parallel_model",
+    "check": "zeropp.train.check",
     "degrees": "zeropp.train.auto",
     "parallelize": "zeropp.train.api",
 }

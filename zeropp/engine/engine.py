@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         layout, schedule, divisor = plan.layout, plan.schedule, _divisor(plan, settings)
         self._layout, self._device = layout, device
-        self._layers = dict(sorted(layers.items()))
+        self.loss, self.layers = loss, dict(sorted(layers.items()))
         self.steps_done, self._global_batch = 0, plan.global_batch
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
@@ -130,7 +130,6 @@ class Engine:
                 barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
-                layers=self._layers,
             )
             self._undo = undo.pop_all()
 
@@ -263,7 +262,7 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
-        return persistent_buffers(self._layers.items())
+        return persistent_buffers(self.layers.items())
 
     def settle(self) -> None:
         """Let compute wait until the parameters are those of the last update."""
@@ -307,7 +306,7 @@ class Engine:
         # A second model of the same layers would put its buffers into the place of the first one's,
         # which would never see its own updates.
         wanted: dict[int, nn.Parameter] = {}
-        for index, layer in self._layers.items():
+        for index, layer in self.layers.items():
             for name, parameter in layer.named_parameters():
                 if id(parameter) in _claimed:
                     raise InfeasibleError(
@@ -359,7 +358,7 @@ class Engine:
         splits: bool,
     ) -> Chunk:
         """The chunk of one stage; ``splits``: backwards delay weight gradients."""
-        layers = {index: self._layers[index] for index in plan.pieces_of(stage)}
+        layers = {index: self.layers[index] for index in plan.pieces_of(stage)}
         # The first and the last layer of the model are neither delayed nor recomputed.
         ends = {0, len(sizes) - 1}
         blocks = [layer for index, layer in layers.items() if index not in ends]

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from zeropp.engine.layers.chunk import Chunk, persistent_buffers, shown
+from zeropp.engine.layers.chunk import Chunk, shown
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
 from zeropp.engine.ranks.errors import ErrorBarrier, refusal, together
 from zeropp.engine.ranks.given_rows import RowsError
-from zeropp.engine.trial import unchanged
 from zeropp.schedule.program import Op, Schedule
-from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.layout import Layout
 
 if TYPE_CHECKING:
     from zeropp.engine.layers.context import Context
@@ -48,13 +47,11 @@ class Evaluator:
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
         context: Context | None = None,
-        layers: Mapping[int, nn.Module],
     ) -> None:
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
         self._roots = [module for chunk in chunks.values() for module in chunk.modules]
-        self._names = {id(layer): f"layers[{index}]" for index, layer in layers.items()}
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
@@ -69,7 +66,7 @@ class Evaluator:
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
-        with unchanged(self._roots, self._channels.device, whole=False), self._evaluating():
+        with self._unchanged(), self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
@@ -111,50 +108,19 @@ class Evaluator:
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
-        first one of a batch, which all ranks run forward. What the loss function raises for it,
-        and what is said of its halves, reaches all ranks. It leaves no trace."""
+        first one of a batch, which all ranks run forward."""
         passed: Passed = {}
-        outputs: list[Value] = []
-
-        def compare() -> None:
-            for output in outputs:
-                self._loss.compare_halves(output, batch)
-
         batch = batch.first()
-        with self._trial(), self._evaluating():
-            for _, output, _ in self._run_unit(batch, range(1), passed):
-                outputs += [] if output is None else [output]
-            together(compare)
-            if self._context is not None:
-                self._compare_slices(self._context, batch)
+        if not self._last:  # one stage
+            return passed
+        with self._unchanged(), self._evaluating():
+            for _ in self._run_unit(batch, range(1), passed):
+                pass
         return passed
 
-    def _compare_slices(self, context: Context, batch: Microbatches) -> None:
-        """Raise InfeasibleError, on every rank, if slices give something else than all."""
-        few = context.sample(batch.whole, len(batch.inputs[0]))
-        small = Microbatches([few.pop("inputs")], [few.pop("targets")], [few])
-        wrong, is_mean = list[str](), self._loss.reduction == "mean"
-
-        def watch(module: Any, inputs: Tensors, keywords: Mapping[str, Tensor]) -> None:
-            try:
-                what = context.compare(module, inputs, keywords, mean=is_mean)
-            except Exception as error:  # on all ranks of the group, so that they stay together
-                what = f"raises {type(error).__name__} for a slice of a sequence: {error}"
-            wrong.extend([f"{self._names[id(module)]}: {what}"] if what else [])
-
-        for _, output, _ in self._run_unit(small, range(1), {}, watch):
-            if output is not None:
-                wrong += self._loss.compare_slices(output, small, context.size)
-
-        def check() -> None:
-            if wrong:
-                raise InfeasibleError(f"context={context.size}: {wrong[0]}")
-
-        together(check)
-
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk of this rank forward and backward once, with zeros for messages. It
-        leaves no trace, but the last step's gradients are dropped.
+        """Run every chunk of this rank forward and backward once, with zeros for messages; the last
+        step's gradients are dropped.
 
         The first use of a kernel, and of a library's workspace, may make the host wait for the
         whole device. In a step on CUDA that could be for ever, because receives are posted that
@@ -163,7 +129,7 @@ class Evaluator:
         device, chunks = self._channels.device, self.chunks
         splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
         batch = batch.first()
-        with self._trial(), shown(chunks.values()):
+        with self._unchanged(), shown(chunks.values()):
             for stage, chunk in chunks.items():
                 for flat in chunk.flats:
                     flat.unshard()
@@ -183,11 +149,29 @@ class Evaluator:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
-    def _trial(self) -> AbstractContextManager[None]:
-        """Inside, modules and the loss leave no trace; what is recomputed may fill caches."""
-        again = [root for chunk in self.chunks.values() for root in chunk.recomputed]
-        roots = [*self._roots, self._loss.function, *(persistent_buffers([(0, x)]) for x in again)]
-        return unchanged(roots, self._channels.device, apart=again)
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Afterwards modules have the buffers and numbers of before, and torch draws as before."""
+        modules = [module for root in self._roots for module in root.modules()]
+        numbers = [
+            {k: v for k, v in vars(module).items() if isinstance(v, int | float | complex)}
+            for module in modules
+        ]
+        buffers = [(dict(module._buffers), module._buffers) for module in modules]
+        values = [(x, x.clone()) for own, _ in buffers for x in own.values() if x is not None]
+        device = self._channels.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                yield
+            finally:
+                for module, own in zip(modules, numbers, strict=True):
+                    vars(module).update(own)
+                for before, held in buffers:
+                    held.update(before)
+                with torch.no_grad():
+                    for value, kept in values:
+                        if 0 not in value.stride():  # else nothing can write to it
+                            value.copy_(kept)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -207,7 +191,6 @@ class Evaluator:
         batch: Microbatches,
         unit: range,
         passed: Passed,
-        watch: Callable[..., None] | None = None,
     ) -> Iterator[tuple[int, Value | None, Tensor | None]]:
         """(microbatch, the model's output, a stage's own loss) of a unit; fills ``passed``."""
         local: dict[Key, Tensors] = {}
@@ -220,7 +203,7 @@ class Evaluator:
                 else:
                     inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
                     passed[stage] = _shapes(inputs)
-                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch), watch)
+                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
                 if loss is not None:
                     yield microbatch, None, loss
                 if stage < self._last:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,9 +11,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zeropp.engine.layers.values import Value, alike, chosen, keywords_of, takes_all, tensors_of
-from zeropp.engine.walk import Layer, OperationWatch, Stages, owners_of
-from zeropp.types.layout import InfeasibleError
+from zeropp.engine.layers.values import chosen, keywords_of, takes_all
+from zeropp.engine.walk import Layer, OperationWatch, owners_of
 from zeropp.types.literals import LossReduction
 
 # From the output of the last layer, targets and the keyword inputs that it names to a loss, or to
@@ -38,22 +36,12 @@ class Microbatches:
         return self.keywords[microbatch] if self.keywords else {}
 
     def first(self) -> Microbatches:
-        """The first microbatches, two where a trial may need two, as copies that it may change."""
-        count = 1 if len(self.inputs) and len(self.inputs[0]) > 1 else 2
-        rows = sum(len(part) for part in self.inputs[:count])
-        copied = {name: part[:rows].clone() for name, part in self.whole.items()}
+        """The first microbatch, as copies that may be changed."""
         return Microbatches(
-            [part.clone() for part in self.inputs[:count]],
-            [part.clone() for part in self.targets[:count]],
-            [{n: x.clone() for n, x in part.items()} for part in self.keywords[:count]],
-            copied,
+            [part.clone() for part in self.inputs[:1]],
+            [part.clone() for part in self.targets[:1]],
+            [{n: x.clone() for n, x in part.items()} for part in self.keywords[:1]],
         )
-
-    def one(self, make: Callable[[Sequence[Tensor]], Tensor]) -> Microbatches:
-        """One microbatch: what ``make`` gives for those of the inputs, of the targets and of every
-        keyword input."""
-        named = {name: make([x[name] for x in self.keywords]) for name in self.keywords_of(0)}
-        return Microbatches([make(self.inputs)], [make(self.targets)], [named])
 
     def digest(self) -> int:
         """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
@@ -64,9 +52,8 @@ class Microbatches:
 
 class Loss:
     """The user's loss function, which is called with the keyword inputs that it names, or with all
-    that are ``given`` if it takes ``**kwargs`` and can be called with them. In its first
-    call it is refused if it reads a parameter of one of the ``layers``: no rank would
-    add up that part of the gradient; or calls collectives beyond one of the ``stages``."""
+    that are ``given`` if it takes ``**kwargs``. In its first call it is refused if it reads a
+    parameter of one of the ``layers``: no rank would add up that part of the gradient."""
 
     def __init__(
         self,
@@ -74,12 +61,9 @@ class Loss:
         reduction: LossReduction,
         layers: Sequence[Layer] = (),
         given: Iterable[str] = (),
-        stages: Stages = (),
     ) -> None:
-        self.function, self._named = function, keywords_of(function)
-        self.keywords = self._named.union(given if takes_all(function) else ())
-        self.reduction, self._unread, self._stages = reduction, owners_of(layers), stages
-        self._is_compared = False
+        self.function, self.reduction, self._unread = function, reduction, owners_of(layers)
+        self.keywords = keywords_of(function).union(given if takes_all(function) else ())
 
     def __call__(
         self, output: object, batch: Microbatches, microbatch: int
@@ -91,7 +75,7 @@ class Loss:
         watched, self._unread = self._unread, {}
         given = (id(output), id(targets))
         owners = {key: owner for key, owner in watched.items() if key not in given}
-        with OperationWatch(owners, "loss_fn", stages=self._stages) if owners else nullcontext():
+        with OperationWatch(owners, "loss_fn") if owners else nullcontext():
             loss: Any = self.function(output, targets, **keywords)
         if self.reduction != "tokens":
             return _number(loss), None
@@ -104,102 +88,6 @@ class Loss:
         if isinstance(count, int | float):  # a kernel fills it in, so that the host does not wait
             count = torch.full((), count, dtype=torch.float64, device=_number(total).device)
         return _number(total), _number(count).detach().double()
-
-    def compare_halves(self, output: Value, batch: Microbatches) -> None:
-        """Raise InfeasibleError if the loss of the first microbatch, for which the model gives
-        ``output``, is not what its halves make it, so that it would depend on how a batch is cut.
-
-        Only the first call compares, and only where the output has rows; a single row is taken with
-        the next microbatch's. Losses that draw random numbers, or take no halves, are not compared.
-        """
-        if check := getattr(self.function, "check_targets", None):
-            check(batch.inputs[0], batch.targets[0])
-        try:
-            whole = self._values(output, batch)
-        except TypeError:
-            if self.keywords == self._named:
-                raise
-            self.keywords = self._named  # ``**kwargs`` are handed on to what names some of them
-            whole = self._values(output, batch)
-        outputs = tensors_of(output)
-        rows = len(batch.inputs[0])
-        is_single = rows == 1 < len(batch.inputs)
-        has_rows = (rows > 1 or is_single) and all(x.dim() and len(x) == rows for x in outputs)
-        if self._is_compared or not has_rows or not all(map(math.isfinite, whole)):
-            return
-        self._is_compared = True
-        try:
-            if is_single:  # the rows of two microbatches, both with the first one's output
-                outputs = tuple(torch.cat([x, x]) for x in outputs)
-                batch = batch.one(lambda parts: torch.cat([*parts[:2]]))
-                output, rows = alike(output, outputs), 2
-                whole = self._values(output, batch)
-            again = self._values(output, batch)
-            first, second = (
-                self._values(
-                    alike(output, [x[part] for x in outputs]),
-                    batch.one(lambda parts, part=part: parts[0][part]),  # type: ignore[misc]
-                )
-                for part in (slice(0, rows // 2), slice(rows // 2, rows))
-            )
-        except Exception:  # the loss of a whole microbatch is all that is asked of it
-            return
-        floats = [x.dtype for x in outputs if x.is_floating_point()]
-        tolerance = max([1e-3, *(torch.finfo(dtype).eps ** 0.5 for dtype in floats)])
-        share = (rows // 2) / rows if self.reduction == "mean" else 1.0
-        other = 1.0 - share if self.reduction == "mean" else 1.0
-        for ours, repeated, a, b in zip(whole, again, first, second, strict=True):
-            bound = tolerance * max(abs(ours), abs(a), abs(b))
-            if abs(ours - repeated) > bound or (is_single and ours == a):  # of the first row alone
-                return
-            if not abs(ours - (share * a + other * b)) <= bound:  # also where a half is NaN
-                raise InfeasibleError(
-                    f"loss_fn: is not what loss_reduction={self.reduction!r} says of rows: the "
-                    f"first rows give {ours:.6g}, and their halves {a:.6g} and {b:.6g} (where "
-                    "tokens are ignored, give (sum, count) with loss_reduction='tokens'; a loss "
-                    "between rows would change with the size of microbatches)"
-                )
-
-    def compare_slices(self, output: Value, batch: Microbatches, count: int) -> list[str]:
-        """What is wrong with the loss of ``count`` slices of the first microbatch's tokens, for
-        which the model gives ``output``, by the loss of all of them; empty if nothing is."""
-        length = batch.inputs[0].shape[1]
-
-        def cut(x: Tensor) -> Sequence[Tensor]:
-            return x.chunk(count, 1) if x.dim() > 1 and x.shape[1] == length else [x] * count
-
-        outputs = [x.float() if x.itemsize < 4 else x for x in tensors_of(output)]
-        share = count if self.reduction == "mean" else 1
-        try:
-            whole = self._values(alike(output, outputs), batch)
-            slices = [
-                self._values(
-                    alike(output, part),
-                    batch.one(lambda parts, index=index: cut(parts[0])[index]),  # type: ignore[misc]
-                )
-                for index, part in enumerate(zip(*map(cut, outputs), strict=True))
-            ]
-        except Exception as error:
-            return [f"loss_fn: raises {type(error).__name__} for a slice of a sequence: {error}"]
-        for ours, *parts in zip(whole, *slices, strict=True):
-            if not abs(ours - sum(parts) / share) <= 1e-4 * max(map(abs, (ours, *parts))):
-                shown = ", ".join(f"{part:.6g}" for part in parts)
-                return [
-                    f"loss_fn: gives {ours:.6g} for sequences, and {shown} for slices of them, of "
-                    f"which that is not the {'mean' if share > 1 else 'sum'} (targets [rows, "
-                    "tokens] must be those of the inputs' own tokens, shifted beforehand; where "
-                    "tokens are ignored, give (sum, count) with loss_reduction='tokens')"
-                ]
-        return []
-
-    def _values(self, output: Value, batch: Microbatches) -> list[float]:
-        """The first microbatch's loss and count, of copies; refuses a backward."""
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors_of(output)]
-        with torch.enable_grad():
-            values = self(alike(output, [x.clone() for x in leaves]), batch.first(), 0)
-        if any(x.grad is not None for x in leaves):
-            raise InfeasibleError("loss_fn: calls backward, as train_step does (leave it out)")
-        return [float(value) for value in values if value is not None]
 
 
 def _number(value: object) -> Tensor:

@@ -96,7 +96,7 @@ class Settings(StepKnobs):
     unless ``elementwise`` is set."""
     elementwise: bool = False
     """Optimizers of your own update every element by itself, whatever the shape it is in: their
-    tensors are flat shards, too, where a trial does not show otherwise."""
+    tensors are flat shards, too."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
     down to it. 0: no clipping, except that of an ``OptimizerConfig``."""

@@ -12,23 +12,21 @@ checkpointing refuses some layers only in their first backward, when other ranks
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from gc import get_referrers
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zeropp.engine.layers.chunk import run_recomputed
+from zeropp.engine.layers.chunk import run_recomputed, seed_piece
 from zeropp.engine.layers.values import (
+    POSITIONS,
     TensorShape,
     Value,
     alike,
@@ -42,7 +40,6 @@ from zeropp.engine.layers.values import (
 from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_subclass
 from zeropp.engine.ranks.errors import free_frames, refusal
 from zeropp.engine.settings import GroupOf, ParameterName, one_group
-from zeropp.engine.trial import unchanged
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
 
@@ -62,7 +59,6 @@ class Owner(NamedTuple):
     name: str
 
 
-Stages = Sequence[frozenset[int]]  # the ranks that run the same stages, where there are several
 Owners = Mapping[int, Owner]  # by the parameter's identity
 
 
@@ -110,7 +106,6 @@ def walk(
     measure_saved: bool = True,
     tied: tuple[ParameterName, ParameterName] | None = None,
     context: Context | None = None,
-    stages: Stages = (),
     group_of: GroupOf = one_group,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
@@ -118,7 +113,7 @@ def walk(
     ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
     there are no ``operators``. Layers that use ``torch.func`` can run only without
     ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
-    object. ``stages``: as in ``OperationWatch``; ``group_of``: as in ``Settings``.
+    object. ``group_of``: as in ``Settings``.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
@@ -129,7 +124,7 @@ def walk(
     def walked(inputs: Tensor, named: Mapping[str, Tensor]) -> list[LayerSizes]:
         with (
             context.exchanging(sample.shape[1]) if context else nullcontext(),
-            unchanged(layers, None if inputs.is_meta else inputs.device),
+            torch.random.fork_rng([inputs.device] if inputs.is_cuda else []),
         ):
             return _walk(
                 layers,
@@ -138,7 +133,7 @@ def walk(
                 recompute=recompute,
                 recorder=recorder,
                 tied=tied,
-                stages=stages,
+                context=context,
                 group_of=group_of,
                 hooks=saved_tensors_hooks if measure_saved else lambda *_: nullcontext(),
             )
@@ -200,14 +195,12 @@ def _walk(
     recompute: Recompute,
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
-    stages: Stages,
+    context: Context | None,
     group_of: GroupOf,
     hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
     value: Value = sample
     walked, owners = [], owners_of(layers)
-    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
-    uses = Counter(id(buffer) for module in modules for buffer in module.buffers())
     refused = partial(refusal, kind=_NeedsValuesError)
     for index, layer in enumerate(layers):
         is_module, where = isinstance(layer, nn.Module), f"layers[{index}]"
@@ -218,30 +211,30 @@ def _walk(
             else "a layer is a module, or a function without arguments that makes one: put a "
             "function of tensors into a module",
         ):
-            made = layer if isinstance(layer, nn.Module) else _made(layer, index, sample.device)
+            with torch.device(sample.device.type if sample.is_meta else "cpu"):
+                made = made_layer(layer, index, 0)
             if not is_module:  # modules were looked at before
                 _own(made, index, owners, tied)
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
         module.to(sample.device)
-        names = _named(module, value, keywords)
+        with refused(f"{where}: cannot be called with the keyword inputs"):
+            names = _named(module, value, keywords)
+        counts_itself = POSITIONS in names and not getattr(made, "counts_from_zero", False)
+        if context is not None and counts_itself and not context.packs:
+            raise InfeasibleError(
+                f"{where}: names {POSITIONS!r}, and without them would count a slice of a sequence "
+                f"from its own begin with context={context.size} (give sample_keywords them, or "
+                "set counts_from_zero = True on the layer if None means 0, 1, 2 ...)"
+            )
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            shared = [name for name, one in made.named_buffers() if stages and uses[id(one)] > 1]
             given, inputs = value, _leaves_of(value)
-            watch = OperationWatch(elsewhere, where, module, stages, shared)
-            if stages:
-                uses_of = Counter(x.untyped_storage() for x in tensors_of(value))
-                twice = [
-                    n for n, x in enumerate(tensors_of(value)) if uses_of[x.untyped_storage()] > 1
-                ]
-                watch.given = chosen(keywords, names) | {f"input {n}": inputs[n] for n in twice}
+            watch = OperationWatch(elsewhere, where, module)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, inputs, module, watches, hooks)
         _check_outputs(value, index)
-        if stages:
-            watch.check_kept(tensors_of(value))
         value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
             with refused(
@@ -270,7 +263,7 @@ def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> f
     try:
         with torch.no_grad():
             copy.deepcopy(module)(*_leaves_of(value), **keywords)
-    except Exception:
+    except TypeError:  # something inside takes no such name
         return names
     return names | keywords.keys()
 
@@ -278,29 +271,14 @@ def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> f
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators inside of it that read one of ``owners``, which are parameters of other
     layers than ``reader``, as no rank would add up their gradients; and those that write to a
-    parameter of the ``reader`` itself, as the masters would never see it; and collectives to which
-    only some ranks of their group would come, as the others run other ``stages``; and those that
-    write to a buffer that another stage may have, too, of the names ``shared``, or to an input of
-    which it may have a copy, one of ``given``. ``draws``: whether any of them took numbers of
-    torch's default generators."""
+    parameter of the ``reader`` itself, as the masters would never see it. ``draws``: whether any of
+    them took numbers of torch's default generators."""
 
-    given: Mapping[str, Tensor] = {}
-
-    def __init__(
-        self,
-        owners: Owners,
-        reader: str,
-        module: nn.Module | None = None,
-        stages: Stages = (),
-        shared: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, owners: Owners, reader: str, module: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stages = stages
-        self._numbers: list[ref[Tensor]] = []  # that operators have given
         self._owners, self._reader = owners, reader
         self.draws = False
         self._module = nn.Module() if module is None else module
-        self._shared = shared
         self._held = self._storages()
 
     def __torch_dispatch__(
@@ -317,8 +295,6 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, Tensor):
                 self._check_written(value.untyped_storage())
-        if function.namespace == "c10d":
-            self._check_collective(next(x for x in args if isinstance(x, torch.ScriptObject)))
         if _draws(function, args, kwargs or {}):
             self.draws = True
             from zeropp.engine.layers.context import active  # not loaded for others
@@ -329,24 +305,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"sequence with context={context.size} (draw with F.dropout alone, which is "
                     "for all tokens, or take context=1)"
                 )
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and not made.dim():
-            self._numbers.append(ref(made))
-        return made
-
-    def check_kept(self, outputs: Sequence[Tensor]) -> None:
-        """Refuse a layer that keeps a number with its graph, other than one of its ``outputs``, as
-        those do whose loss function looks for it: on another rank it would not find it."""
-        given = [x.untyped_storage() for x in outputs]
-        for number in self._numbers:
-            if (kept := number()) is None or not kept.requires_grad or _is_of_a_graph(kept):
-                continue
-            if kept.untyped_storage() not in given:
-                raise InfeasibleError(
-                    f"{self._reader}: keeps a number that has a gradient, which a loss on another "
-                    "rank would not find (return it beside the output, as (output, number): it is "
-                    "added to the loss; or keep it detached)"
-                )
+        return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
         """Look also for parameters that have other memory than before."""
@@ -354,38 +313,19 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if error[0] is None:
             now = self._storages()
             for name, storage in self._held.items():
-                if now.get(name) is not storage and name not in self._shared:
+                if now.get(name) is not storage:
                     self._check_written(storage)
-
-    def _check_collective(self, group: Any) -> None:
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        if self._stages and not any(stage.issuperset(ranks) for stage in self._stages):
-            raise InfeasibleError(
-                f"{self._reader}: calls a collective of ranks {ranks}, and not all of them run the "
-                f"same stage (take pp=1, or a group among {[sorted(x) for x in self._stages]})"
-            )
 
     def _check_written(self, written: torch.UntypedStorage) -> None:
         for name, storage in self._held.items():
             if storage is written:  # torch keeps one object of it, whatever the view
-                why = (
-                    "which another layer has, too, perhaps on another rank (give each its own)"
-                    if name in self._shared
-                    else "which no rank would keep (compute with the changed value, or normalise "
-                    "what the layer gives)"
-                )
-                raise InfeasibleError(f"{self._reader}: its forward changes {name!r}, {why}")
-        for name, one in self.given.items():
-            if one.untyped_storage() is written:
                 raise InfeasibleError(
-                    f"{self._reader}: its forward changes {name!r} in place, which other inputs or "
-                    "layers have in the same memory, but not on another rank (change a copy)"
+                    f"{self._reader}: its forward changes {name!r}, which no rank would keep "
+                    "(compute with the changed value, or normalise what the layer gives)"
                 )
 
     def _storages(self) -> dict[str, torch.UntypedStorage]:
-        buffers = ((name, self._module.get_buffer(name)) for name in self._shared)
-        named = (*self._module.named_parameters(), *buffers)
-        return {name: one.untyped_storage() for name, one in named}
+        return {n: one.untyped_storage() for n, one in self._module.named_parameters()}
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -424,16 +364,6 @@ def _forward(
     outputs = value if isinstance(value, tuple) else (value,)
     once = {id(x): x.detach() if isinstance(x, Tensor) else x for x in outputs}
     return alike(value, [once[id(x)] for x in outputs]), size
-
-
-def _is_of_a_graph(number: Tensor) -> bool:
-    """Whether only a graph, a hook of saved tensors or an autograd function holds a number."""
-    holders = get_referrers(number)
-    for holder in holders:
-        owners = (owner for owner in get_referrers(holder) if owner is not holders)
-        if not all(isinstance(owner, torch.autograd.function.FunctionCtx) for owner in owners):
-            return False
-    return True
 
 
 @torch.enable_grad()
@@ -551,10 +481,15 @@ def _shared_parameter(index: int, name: str, other: ParameterName) -> Infeasible
     )
 
 
-def _made(layer: Callable[[], object], index: int, device: torch.device) -> nn.Module:
-    """The layer that a function makes, on the meta device or with values."""
-    with torch.device(device.type if device.type == "meta" else "cpu"):
-        made = layer()
+def made_layer(layer: Layer, index: int, seed: int) -> nn.Module:
+    """A layer, or what a function makes. That draws its weights by torch's default generators as a
+    function of ``seed`` and of the layer, so that every topology has the same."""
+    if isinstance(layer, nn.Module):
+        return layer
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        seed_piece(seed, 0, 0, index)
+        made: object = layer()
     if not isinstance(made, nn.Module):
         raise InfeasibleError(
             f"layers[{index}]: must be a module, or a function that makes one, but the function "

@@ -44,6 +44,9 @@ class Piece(nn.Module):
         self.whole, self.flow, self.paths = whole, flow, paths
         self._called, self._is_head = called, not called
         self._takes_places, self._pools, self._pad = cut.takes_places, cut.pools, cut.pad
+        # Others (RoBERTa, OPT) begin at another place, or count what is no padding.
+        own = ("create_position_ids_from_input_ids", "offset")
+        self.counts_from_zero = not any(hasattr(m, n) for m in self.modules() for n in own)
 
     def forward(
         self,

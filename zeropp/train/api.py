@@ -72,7 +72,6 @@ def parallelize(
         settings.loss_reduction,
         [held.get(index, layer) for index, layer in enumerate(layers)],
         settings.sample_keywords,
-        plan.layout.stage_ranks(),
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
     model = ParallelModel(engine, planned, frozenset(settings.sample_keywords))
@@ -106,7 +105,7 @@ def _planned(
 ) -> tuple[tuple[Settings, Sequence[LayerSizes], Planned], dict[str, str]]:
     """Measure the layers, and choose a plan for them; and what must be equal on all ranks."""
     num_ranks = dist.get_world_size()
-    sizes_of = partial(measure, layers, auto=auto, num_ranks=num_ranks)
+    sizes_of = partial(measure, layers, auto=auto)
     if "microbatch_size" in auto:
         from zeropp.train.auto import sized_microbatch
 

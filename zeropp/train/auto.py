@@ -21,7 +21,6 @@ from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
 from zeropp.engine.settings import Settings, read
-from zeropp.engine.update.users_optimizer import Trial
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.price.flops import layer_flops
 from zeropp.schedule.plan import SizedPlan
@@ -33,12 +32,12 @@ from zeropp.train.stages import (
     measure,
     shape_of,
     size_layers,
-    trial,
     whole_groups,
 )
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
+from zeropp.types.training import OptimizerConfig
 
 Sizes = Sequence[LayerSizes]
 _CHUNKS = (1, 2, 4)
@@ -64,7 +63,7 @@ def degrees(layers: Sequence[Layer], num_ranks: int, /, **keywords: Any) -> dict
     settings, auto_names = read(keywords, layers)
     if not auto_names:
         return {}
-    sizes_of = partial(measure, layers, auto=auto_names, num_ranks=num_ranks)
+    sizes_of = partial(measure, layers, auto=auto_names)
     settings, sizes = sized_microbatch(settings, auto_names, sizes_of, num_ranks)
     chosen, _, _ = choose(settings, auto_names, sizes, num_ranks)
     return {name: getattr(chosen, name) for name in sorted(auto_names)}
@@ -184,9 +183,9 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        found = trial(settings, sizes)
-        self._whole = found.whole
-        self._prices = _prices_of(LayerPrices(sizes, _states(found, sizes)))
+        self._whole = whole_groups(settings, sizes)
+        states = _states(self._whole, sizes, settings.optimizer)
+        self._prices = _prices_of(LayerPrices(sizes, states))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in auto_names}
@@ -248,14 +247,15 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(trial: Trial, sizes: Sequence[LayerSizes]) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state, by the groups of its parameters."""
+def _states(whole: tuple[str, ...], sizes: Sequence[LayerSizes], asked: object) -> list[LayerState]:
+    """The bytes of every layer's gradients and optimizer state: two fp32 numbers per element, but
+    none with plain SGD."""
+    each = 0 if isinstance(asked, OptimizerConfig) and asked.kind == "sgd" else 8
     states = []
     for layer in sizes:
         counts = [(kind.group, prod(kind.shape)) for kind in layer.kinds.values() if kind.trained]
-        kept = sum(trial.state_bytes[group] * n for group, n in counts)
-        whole = sum(n for group, n in counts if group in trial.whole)
-        states.append(LayerState(4 * sum(n for _, n in counts), kept, 4 * whole))
+        count, held = sum(n for _, n in counts), sum(n for g, n in counts if g in whole)
+        states.append(LayerState(4 * count, each * count, 4 * held))
     return states
 
 

@@ -57,6 +57,28 @@ class RowsOfSteps(Sampler[list[int]]):
         return epoch, max(0, seen - self._model.plan.global_batch)
 
 
+class StepLoader(DataLoader[Any]):
+    """Batches of which each is for one step. Where its place is to be that of the model, which goes
+    by steps, raises ValueError if there were several steps with a batch, since a run that
+    goes on from a checkpoint would leave rows out."""
+
+    def __init__(self, model: ParallelModel, resume: bool, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._model, self._resume = model, resume
+
+    def __iter__(self) -> Any:
+        """Yields batches."""
+        done = -1
+        for batch in super().__iter__():
+            if self._resume and done >= 0 and self._model.steps_done > done + 1:
+                raise ValueError(
+                    f"loader: {self._model.steps_done - done} steps were done with a batch, but "
+                    "its place goes by steps (take resume=False, and keep the place yourself)"
+                )
+            done = self._model.steps_done
+            yield batch
+
+
 def make_loader(
     model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
 ) -> DataLoader[Any]:
@@ -74,7 +96,7 @@ def make_loader(
             )
         rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
         described = {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
-        loader = DataLoader(dataset, batch_sampler=rows, **options)
+        loader = StepLoader(model, resume, dataset, batch_sampler=rows, **options)
         return loader, described | {"resume": str(resume)}
 
     return agree(made)

@@ -50,7 +50,7 @@ class ParallelModel:
         rows = plan.num_microbatches * plan.microbatch_size
         first = rows * self.data_parallel_rank
         self.rows = slice(first, first + rows)
-        self._keywords = keywords
+        self._keywords, self._has_looked = keywords, False
         self._save_to: Path | str | None = None
         self._stepped_at = 0.0  # when the last step returned
         self._calls = -1  # how many calls there had been by then
@@ -73,7 +73,7 @@ class ParallelModel:
         and its launcher ends the others; on it every further call raises RuntimeError.
         """
         batch = self.engine.agree(
-            "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
+            "train_step", lambda: self.training_batch(inputs, targets, **keyword_inputs)
         )
         result = self.engine.step(batch)
         if self._save_to is not None and self.engine.agreed_signal:
@@ -117,9 +117,12 @@ class ParallelModel:
         same as one without. Raises ValueError where ranks of one pipeline have different rows, and
         otherwise what ``train_step`` does.
         """
-        parts = self.engine.agree(
-            "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
-        )
+
+        def given() -> Microbatches:
+            self._check_targets(inputs, targets)
+            return self._evaluation_batch(inputs, targets, keyword_inputs)
+
+        parts = self.engine.agree("eval_step", given)
         loss, value = self.engine.evaluate(parts, outputs)
         return loss if outputs is None else (loss, value)
 
@@ -274,13 +277,15 @@ class ParallelModel:
                 "for precision='bf16', or enter it inside the layers' forward)"
             )
 
-    def _training_batch(
-        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
+    def training_batch(
+        self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor
     ) -> Microbatches:
+        """This rank's microbatches of a step; raises as ``train_step`` does."""
         self._check_ready()
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         self.engine.updater.check_rates()
+        self._check_targets(inputs, targets)
         parts = self._microbatches(inputs, targets, keyword_inputs)
         rows = self.rows.stop - self.rows.start
         for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
@@ -295,6 +300,15 @@ class ParallelModel:
                     "computed from into the first layer, or detach the batch)"
                 )
         return parts
+
+    def _check_targets(self, inputs: Tensor, targets: Tensor) -> None:
+        """Let a loss function that can look at the first targets do so."""
+        look = getattr(self.engine.loss.function, "check_targets", None)
+        are_given = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
+        if look is not None and are_given and len(inputs) and not self._has_looked:
+            self._has_looked = True
+            few = self.plan.microbatch_size
+            look(inputs[:few], targets[:few])
 
     def _evaluation_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
-from zeropp.engine.walk import Layer, LayerSizes, check_values, walk
+from zeropp.engine.walk import Layer, LayerSizes, check_values, made_layer, walk
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
@@ -30,9 +30,6 @@ from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import if_auto
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
-
-if TYPE_CHECKING:
-    from zeropp.engine.update.users_optimizer import Trial
 
 
 class Planned(NamedTuple):
@@ -49,7 +46,7 @@ Planner = Callable[[Settings, frozenset[str], Sequence[LayerSizes], int], Planne
 
 
 def measure(
-    layers: Sequence[Layer], settings: Settings, *, auto: frozenset[str], num_ranks: int
+    layers: Sequence[Layer], settings: Settings, *, auto: frozenset[str]
 ) -> list[LayerSizes]:
     """The sizes of all layers, with what they compute where that is priced."""
     recorder = None
@@ -57,9 +54,6 @@ def measure(
         from zeropp.emulate.recorder import Recorder
 
         recorder = Recorder
-    stages = settings.layout.stage_ranks()
-    if "pp" in auto and num_ranks > 1:  # each may have a stage of its own
-        stages = [frozenset([rank]) for rank in range(num_ranks)]
     return walk(
         layers,
         *settings.microbatch,
@@ -68,7 +62,6 @@ def measure(
         measure_saved=bool(auto),
         tied=settings.tied,
         context=settings.slicing,
-        stages=stages,
         group_of=settings.group_of,
     )
 
@@ -167,20 +160,16 @@ def plan_layers(
 
 
 def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, ...]:
-    """The groups whose parameters the optimizer needs whole; raises InfeasibleError for one that
-    cannot update parts of a model."""
-    return () if isinstance(settings.optimizer, OptimizerConfig) else trial(settings, sizes).whole
-
-
-def trial(settings: Settings, sizes: Sequence[LayerSizes]) -> Trial:
-    """What a trial of the optimizer shows; raises InfeasibleError as ``whole_groups`` does."""
-    from zeropp.engine.update.users_optimizer import try_optimizer
+    """The groups whose parameters the optimizer gets whole; raises InfeasibleError for what makes
+    no optimizer."""
+    if isinstance(settings.optimizer, OptimizerConfig) or settings.elementwise:
+        return ()
+    from zeropp.engine.update.users_optimizer import groups_whole
 
     shapes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for kind in (kind for layer in sizes for kind in layer.kinds.values() if kind.trained):
         shapes[kind.group].append(kind.shape)
-    device = torch.device(settings.device or "cpu")
-    return try_optimizer(settings.optimizer, shapes, device, elementwise=settings.elementwise)
+    return groups_whole(settings.optimizer, shapes, torch.device(settings.device or "cpu"))
 
 
 def check_ranks(settings: Settings, num_ranks: int) -> None:
@@ -244,8 +233,10 @@ def own_layers(
     """The layers of this rank's stages, on its device, by their index in the model; refuses ranks
     that hold the same layer with other values. All ranks must call it."""
 
+    seed = gathered(torch.initial_seed())[0]
+
     def made() -> tuple[dict[int, nn.Module], dict[int, dict[str, object]]]:
-        held = _held(layers, plan, device, tied)
+        held = _held(layers, plan, device, tied, seed)
         return held, {index: _values(index, layer) for index, layer in held.items()}
 
     held, own = together(made)
@@ -282,13 +273,13 @@ def _held(
     plan: Plan,
     device: torch.device,
     tied: tuple[ParameterName, ParameterName] | None,
+    seed: int,
 ) -> dict[int, nn.Module]:
     """The layers of this rank's stages; a tied parameter of two stages is copied for the second."""
     held: dict[int, nn.Module] = {}
     for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"]):
         for index in plan.pieces_of(stage):
-            layer = layers[index]
-            module = layer if isinstance(layer, nn.Module) else layer()
+            module = made_layer(layers[index], index, seed)
             check_values(module, index)
             tensors = (*module.parameters(), *module.buffers())
             if any(tensor.device != device for tensor in tensors):  # fake tensors cannot be moved

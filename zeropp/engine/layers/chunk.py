@@ -197,7 +197,7 @@ class Chunk:
         inner = {part for module in wide for part in module.modules() if part is not module}
         for module in wide:
             if compute is not None and module not in inner:
-                undo.enter_context(_computing_in_fp32(module, compute))
+                undo.enter_context(computing_in_fp32(module, compute))
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
@@ -247,10 +247,8 @@ class Chunk:
         self,
         inputs: Sequence[Tensor],
         keywords: Mapping[str, Tensor],
-        watch: Callable[..., None] | None = None,
     ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``. With a
-        ``watch``, which gets every module and what it is given, on whole sequences."""
+        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``."""
         self._wait()
         value: Value = tuple(inputs)
         tokens = inputs[0].shape[1] if self._context else 0
@@ -258,9 +256,7 @@ class Chunk:
         for index, module in enumerate(self.modules):
             arguments = cast(tensors_of(value), self._compute)
             named = self._chosen(keywords, index)
-            if watch is not None:
-                watch(module, arguments, named)
-            with nullcontext() if watch is not None else self._exchanging(tokens):
+            with self._exchanging(tokens):
                 value, loss = without_scalars(module(*arguments, **named))
             losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
@@ -362,7 +358,7 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
+def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
     """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
     the type ``outside``."""
 

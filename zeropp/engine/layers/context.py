@@ -12,20 +12,17 @@ than the slice's is refused at any length.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn import functional
 
-from zeropp.engine.layers.values import POSITIONS, Value, tensors_of, without_scalars
+from zeropp.engine.layers.values import POSITIONS
 from zeropp.engine.ranks.collectives import all_gather_single, as_sent
 from zeropp.types.layout import InfeasibleError
 
@@ -82,54 +79,6 @@ class Context:
         places = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])
         every = {POSITIONS: places, **whole} if self._positions else whole
         return {name: self.part(one, first.shape[1]) for name, one in every.items()}
-
-    def sample(self, whole: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Some rows of a batch with its first few tokens, by name, for ``compare``."""
-        length = whole["inputs"].shape[1]
-        few = min(length, self.size * max(32, _COMPARED // (self.size * rows)))
-        given = {POSITIONS: torch.arange(length).expand(rows, -1)} if self._positions else {}
-        cut = {name: one[:rows] for name, one in (given | dict(whole)).items()}
-        for name, one in cut.items():
-            for dim in (d for d in range(1, one.dim()) if one.shape[d] == length):
-                cut[name] = cut[name].narrow(dim, 0, few)
-        return {name: one.to(whole["inputs"].device) for name, one in cut.items()}
-
-    def compare(
-        self,
-        module: nn.Module,
-        inputs: Sequence[Tensor],
-        keywords: Mapping[str, Tensor],
-        mean: bool,
-    ) -> str:
-        """What is wrong with what a layer gives for slices of its inputs, by what it gives for all
-        of their tokens; nothing if nothing is. ``mean``: losses of its own are means. Collective.
-
-        It computes in fp32 where it can, since in 16 bits rounding hides a wrong position.
-        """
-        length = inputs[0].shape[1]
-        wide: Callable[..., Value] = partial(_in_fp32, module)
-        try:
-            whole = wide(inputs, keywords)
-        except Exception:  # a layer, or a hook, may need its own type
-            wide = lambda given, named: module(*given, **named)  # noqa: E731
-            whole = wide(inputs, keywords)
-        parts = [self.part(x, length) for x in inputs]
-        named = {name: self.part(x, length) for name, x in keywords.items()}
-        with self.exchanging(parts[0].shape[1]):
-            own, beside = without_scalars(wide(parts, named))
-        expected, loss = without_scalars(whole)
-        pairs = zip(tensors_of(own), tensors_of(expected), strict=True)
-        far = [_apart(x, self.part(y, length)) for x, y in pairs]
-        if loss is not None and beside is not None:
-            dist.all_reduce(beside, group=self.group)
-            far.append(_apart(beside / (self.size if mean else 1), loss))
-        if max(far) <= 1.0:
-            return ""
-        return (
-            "gives something else for a slice of a sequence than for all of it: what it computes "
-            "between tokens has to be F.scaled_dot_product_attention, and positions an input "
-            f"{POSITIONS!r} that its forward names (or take context=1)"
-        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self, part: Tensor, dim: int = 1) -> Tensor:
@@ -248,32 +197,6 @@ class Context:
         if mask.dim() == 4 and mask.shape[1] == heads > 1:
             mask = mask.chunk(self.size, 1)[self.rank]
         return mask
-
-
-def _in_fp32(module: nn.Module, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> Value:
-    """What a layer gives in fp32 for what it has, and is given, in 16 bits."""
-
-    def widened(x: Tensor) -> Tensor:
-        return x.float() if x.is_floating_point() and x.itemsize < 4 else x
-
-    parameters = {name: widened(one) for name, one in module.named_parameters()}
-    keywords = {name: widened(one) for name, one in named.items()}
-    with torch.compiler.set_stance("force_eager"):
-        output: Value = functional_call(module, parameters, tuple(map(widened, given)), keywords)
-    return output
-
-
-def _apart(x: Tensor, y: Tensor) -> float:
-    """How far two tensors are apart, token by token, over what rounding explains."""
-    if x.shape != y.shape:
-        return math.inf
-    if not x.is_floating_point():
-        return 0.0 if bool((x == y).all()) else math.inf
-    width = x.shape[-1] if x.dim() else 1
-    a, b = (one.double().reshape(-1, width) for one in (x, y))
-    size = b.norm(dim=-1)
-    far = (a - b).norm(dim=-1) / size.clamp(min=max(1e-30, 1e-2 * float(size.mean())))
-    return float(far.max() / torch.finfo(x.dtype).eps ** 0.6)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from zeropp.engine.parameters.tied import TiedWeights
 
 
+_GROUPED = "_group_tensors_by_device_and_dtype"  # by which torch takes norms and clips
+_grouped = getattr(clip_grad, _GROUPED)
+
+
 @dataclass
 class Updater:
     """The optimizer of one rank. ``groups``: the name of the optimizer group of a tensor, by the
@@ -142,9 +146,23 @@ class Updater:
                 optimizer.step()
             else:
                 return
+            if not self.has_updated:
+                self._check_state()
             self.has_updated = True
         finally:
             self.is_updating = False
+
+    def _check_state(self) -> None:
+        """Refuse, in the first update, what an optimizer keeps and no checkpoint could hold."""
+        for part in parts_of(self.optimizer):
+            for values in part.state.values():
+                for name, value in values.items() if isinstance(values, dict) else ():
+                    if not (value is None or isinstance(value, bool | int | float | Tensor)):
+                        raise InfeasibleError(
+                            f"optimizer: {type(part).__name__} keeps {name!r} of a parameter, a "
+                            f"{type(value).__name__}, so that no checkpoint could hold it (take "
+                            "one that keeps tensors and numbers)"
+                        )
 
 
 def _refuse_group(*_: object) -> NoReturn:
@@ -157,12 +175,15 @@ def _refusing_to_clip() -> Iterator[None]:
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(
-            "torch.nn.utils.clip_grad_norm_: has the norm of this rank's shards alone (call "
-            "model.clip_grad_norm_ in the hook, or give parallelize clip_norm=)"
+            "torch.nn.utils.clip_grad_norm_, get_total_norm: has the norm of this "
+            "rank's shards alone (call model.clip_grad_norm_ in the hook, or give parallelize clip_norm=)"
         )
 
-    # Which it reads when it is called, under whatever name its caller has imported it.
-    with mock.patch.object(clip_grad, "_get_total_norm", refuse):
+    # Which are read when they are called, under whatever name their caller has imported them.
+    with (
+        mock.patch.object(clip_grad, "_get_total_norm", refuse),
+        mock.patch.object(clip_grad, _GROUPED, refuse),
+    ):
         yield
 
 
@@ -229,7 +250,8 @@ class ParameterUpdate:
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
             )
-        total = square_norm(self._gradients(), self.lanes.device)
+        with mock.patch.object(clip_grad, _GROUPED, _grouped):
+            total = square_norm(self._gradients(), self.lanes.device)
         if self.world is not None:
             dist.all_reduce(total, group=self.world)
         norm = total.sqrt()

@@ -1,0 +1,435 @@
+"""Some real steps against the uncut layers in one process, before a long run.
+
+What no look at layers can tell (what they say to each other beside their outputs, what they compute
+between tokens, what they keep, a loss that is no mean) shows as other numbers. So a few steps are
+trained on every rank's own copy of the whole model, too, and compared: after every step the plain
+loop goes on from the trained parameters, and its optimizer gets the trained gradients, so that
+rounding does not add up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.engine.layers.chunk import computing_in_fp32
+from zeropp.engine.layers.values import (
+    cut_rows,
+    may_have_gradient,
+    split_rows,
+    tensors_of,
+    without_scalars,
+)
+from zeropp.engine.loss import Loss, LossFunction, Microbatches
+from zeropp.engine.ranks.errors import gathered, refusal
+from zeropp.engine.settings import Settings, read
+from zeropp.engine.update.update_rules import clip_factor, made_optimizer
+from zeropp.engine.walk import Layer, made_layer
+from zeropp.train.api import parallelize
+from zeropp.train.one_process import OneProcess, parameters_of
+from zeropp.train.parallel_model import ParallelModel
+from zeropp.train.placing import meet
+
+_ENGINES = ("training", "early")  # which modules keep for torch and the engine
+Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
+_NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
+_FLOOR = 0.02  # a tensor's share of a mean tensor's gradient below which rounding is all of it
+_UPDATE = 1e-4  # of an update of fp32 numbers by the same gradient
+
+
+class DifferenceError(RuntimeError):
+    """Training in parallel gives something else than one process."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was the same: the number of ``steps``, and of ``tensors`` in each; ``largest``: the
+    largest difference found, over the one that is allowed."""
+
+    steps: int
+    tensors: int
+    largest: float
+
+
+def check(
+    layers: Sequence[Layer], loss_fn: LossFunction, batches: Iterable[Batch], /, **keywords: Any
+) -> Checked:
+    """Train and evaluate copies of the layers on some ``batches``, once as
+    ``parallelize(layers, loss_fn, **keywords)`` does and once in a plain loop on every rank, from
+    weights that are moved off their initial values. All ranks must call it, with the same batches
+    ``(inputs, targets)`` or ``(inputs, targets, keyword inputs by name)``, of ``global_batch`` rows
+    each; three are enough. The layers stay as they were; what they keep in objects of others (a
+    closure, a global variable) does not. Layers that are functions are called. Each rank needs
+    memory for the whole model: take one with few layers.
+
+    Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes
+    of them, and without data parallelism the buffers and numbers that layers keep.
+
+    Raises DifferenceError, the same on all ranks, with the first layer and tensor that differ and
+    what is likely to be the cause, and what ``parallelize`` and its model raise.
+    """
+    meet(keywords)
+    asked = dict(keywords)
+    if tied := getattr(layers, "tied", None):
+        asked.setdefault("tied", tied)
+    settings, _ = read(asked, layers, loss_fn)
+    seed = gathered(torch.initial_seed())[0]
+    with torch.random.fork_rng(), refusal("layers: cannot be copied, to be compared"):
+        ours: Sequence[Layer] = copy.deepcopy([*layers])
+        plain = [made_layer(x, i, seed) for i, x in enumerate(copy.deepcopy([*layers]))]
+    with torch.random.fork_rng():
+        model = parallelize(ours, loss_fn, **asked)
+        try:
+            comparison = _Comparison(model, settings, loss_fn, plain)
+            for inputs, targets, *named in batches:
+                batch = _Rows(model, inputs, targets, *named)
+                comparison.step(batch)
+                comparison.evaluation(batch)
+        except DifferenceError:  # which all ranks raise
+            model.close()
+            raise
+        model.close()
+    return Checked(comparison.steps, len(comparison.masters), max(gathered(comparison.largest)))
+
+
+class _Rows:
+    """A batch on a model's device: all of it in microbatches, and this rank's rows."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        inputs: Tensor,
+        targets: Tensor,
+        named: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        device, size = model.engine.lanes.device, model.plan.microbatch_size
+        given = {"inputs": inputs, "targets": targets, **named}
+        for name, one in given.items():
+            if len(one) != model.plan.global_batch:
+                raise ValueError(
+                    f"check: {name} have {len(one)} rows, but global_batch="
+                    f"{model.plan.global_batch} are needed, the same on all ranks"
+                )
+        self.own = {name: one[model.rows].to(device) for name, one in given.items()}
+        x, y, *_ = whole = [one.to(device).clone() for one in given.values()]
+        keywords = split_rows(dict(zip(named, whole[2:], strict=True)), size)
+        self.all = Microbatches(cut_rows(x, size), cut_rows(y, size), keywords)
+
+
+class _Difference(NamedTuple):
+    """Where something differs: the phase of a step, and the layer by the order there."""
+
+    phase: int
+    layer: int
+    text: str
+
+
+class _Comparison:
+    """A model, and the same layers in one process. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        settings: Settings,
+        loss_fn: LossFunction,
+        plain: Sequence[nn.Module],
+    ) -> None:
+        self._model, self._settings, self._plain = model, settings, plain
+        self.largest, self.steps = 0.0, 0
+        self._found: list[_Difference] = []
+        if settings.tied is not None:
+            (first, name), (last, other) = settings.tied
+            path, _, attribute = other.rpartition(".")
+            shared = plain[first].get_parameter(name)
+            setattr(plain[last].get_submodule(path), attribute, shared)
+        for layer in plain:
+            layer.to(model.engine.lanes.device)
+        self._working = parameters_of(plain)
+        self.masters = {
+            name: nn.Parameter(
+                one.detach().float() if one.itemsize < 4 else one.detach().clone(),
+                one.requires_grad,
+            )
+            for name, one in self._working.items()
+        }
+        compute = torch.bfloat16 if settings.precision == "bf16" else None
+        self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
+        if compute is not None:
+            self._compute_in(compute)
+        loss = Loss(loss_fn, settings.loss_reduction, given=settings.sample_keywords)
+        self._alone = OneProcess(
+            plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
+        )
+        self._compare_parameters("begins with other values")
+        groups = defaultdict[str, list[nn.Parameter]](list)
+        for name, one in self.masters.items():
+            vars(one).update(vars(self._working[name]))
+            index, _, own = name.partition(".")
+            if one.requires_grad:
+                groups[settings.group_of((int(index), own), one)].append(one)
+        self._move()
+        self._optimizer = made_optimizer(settings.optimizer, groups)
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    def _compute_in(self, compute: torch.dtype) -> None:
+        wide = self._settings.fp32_modules
+        parts = [part for layer in self._plain for part in layer.modules()]
+        kept = {id(x) for part in parts if isinstance(part, wide) for x in part.parameters()}
+        self._undo = ExitStack()
+        for part in parts:
+            if isinstance(part, wide):
+                self._undo.enter_context(computing_in_fp32(part, compute))
+        for one in self._working.values():
+            if one.is_floating_point() and id(one) not in kept:
+                one.data = one.data.to(compute)
+
+    def _compare_parameters(self, what: str) -> None:
+        for name, one in self._model.full_parameters():
+            cause = "a function must make the same layer at every call"
+            self._compare(0, name, _apart(one, self.masters[name]) / 1e-6, what, cause)
+        self._raise_first()
+
+    def _move(self) -> None:
+        """Move trained parameters off their initial values, which are often zero."""
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for one in self.masters.values():
+                if may_have_gradient(one.dtype) and one.numel() and one.requires_grad:
+                    size = one.detach().double().abs().square().mean().sqrt().clamp(0.2, 1.0)
+                    noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
+                    one.add_((_NOISE * float(size) * noise).to(one))
+        names = {id(one): name for name, one in self._working.items()}
+        state = {
+            f"{index}.{name}": self.masters[names[id(one)]] if id(one) in names else one
+            for index, layer in enumerate(self._plain)
+            for name, one in layer.state_dict(keep_vars=True).items()
+            if isinstance(one, Tensor)
+        }
+        self._model.load_state_dict({name: one.detach().cpu() for name, one in state.items()})
+        self._compare_parameters("has not got the values that it was given")
+
+    def step(self, batch: _Rows) -> None:
+        """Train a step here and there, and compare."""
+        self.steps += 1
+        engine, own = self._model.engine, batch.own
+        ready = engine.agree("train_step", lambda: self._model.training_batch(**own))
+        with _Outputs(self._model) as outputs:
+            result = engine.step(ready)
+        gradients = _of_all(self._model.gradients())
+        trained = _of_all(self._model.full_parameters())
+        loss = self._alone.gradients(batch.all, self.steps - 1, outputs=True)
+        self._compare_outputs(outputs)
+        self._compare_losses(result.loss, loss)
+        self._compare_gradients(gradients)
+        self._raise_first()
+        self._compare_update(gradients, trained)
+        self._compare_kept()
+        self._raise_first()
+        with torch.no_grad():
+            for name, one in self.masters.items():
+                one.copy_(trained.get(name, one))
+
+    def evaluation(self, batch: _Rows) -> None:
+        """Evaluate here and there, and compare."""
+        ours = self._model.eval_step(**batch.own)
+        self._compare_losses(ours, self._alone.evaluate(batch.all), "of an evaluation ")
+        self._compare_kept()
+        self._raise_first()
+
+    def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
+        far = abs(float(ours) - float(alone)) / (abs(float(alone)) + 1e-30) / self._tolerance
+        cause = (
+            "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
+            "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
+            "those of the inputs' own tokens; loss_fn reads nothing beside its arguments"
+        )
+        what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
+        self._compare(2, "loss_fn", far, what, cause)
+
+    def _compare_outputs(self, outputs: _Outputs) -> None:
+        """Compare what a layer has given with what it gives for the microbatch that is nearest."""
+        context = self._model.engine.context
+        for index, calls in outputs.kept.items():
+            for call in calls:
+                far = math.inf
+                for whole in self._alone.outputs[index]:
+                    own = [
+                        y if context is None or x.shape == y.shape else context.part(y, y.shape[1])
+                        for x, y in zip(call, whole, strict=False)
+                    ]
+                    if len(whole) == len(call):
+                        far = min(far, max(map(_apart, call, own)))
+                what = "gives another output for a microbatch"
+                self._compare(1, f"{index}", far / self._tolerance, what, self._cause())
+
+    def _cause(self) -> str:
+        """What may make a layer give something else, with these settings."""
+        plan, causes = self._model.plan, []
+        if plan.layout.context > 1:
+            causes.append(
+                f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
+                "between tokens must be F.scaled_dot_product_attention, and positions an input "
+                "'position_ids'"
+            )
+        if plan.schedule.num_stages > 1:
+            causes.append(
+                "what layers tell each other beside their outputs does not reach another stage, "
+                "or is another microbatch's: return it, or give it as a keyword input"
+            )
+        if plan.recompute != "none":
+            causes.append(
+                f"recompute={plan.recompute!r} runs its forward twice, so that what it counts, or "
+                "draws by a generator of its own, changes twice"
+            )
+        causes.append(
+            "what it keeps from one microbatch to the next, or draws by another generator than "
+            "torch's, depends on which it has seen before"
+        )
+        return "; or ".join(causes)
+
+    def _compare_gradients(self, ours: Mapping[str, Tensor]) -> None:
+        """Compare gradients after clipping."""
+        trained = {name: one for name, one in self.masters.items() if one.requires_grad}
+        grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in trained.items()}
+        zero = torch.zeros((), dtype=torch.float64)
+        squares = sum((g.double().abs().square().sum().cpu() for g in grads.values()), zero)
+        norm = squares.sqrt()
+        clip = self._settings.clip_norm
+        factor = float(clip_factor(norm, clip)) if clip else 1.0
+        typical = float(norm) * factor / max(1, sum(g.numel() for g in grads.values())) ** 0.5
+        cause = (
+            "a hook or function that acts on a gradient; a hook of the optimizer that sees the "
+            "shards of one rank; a layer that changes in place what others read"
+        )
+        for name, gradient in grads.items():
+            expected = gradient.cpu().double() * factor
+            size = float(expected.norm()) + _FLOOR * typical * expected.numel() ** 0.5
+            far = math.inf
+            if name in ours:
+                far = float((ours[name].double() - expected).norm()) / (size + 1e-30)
+            self._compare(3, name, far / self._tolerance, "has another gradient", cause)
+
+    def _compare_update(self, grads: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
+        """Compare what the optimizer makes of the trained gradients."""
+        before = {name: one.detach().clone() for name, one in self.masters.items()}
+        for name, one in self.masters.items():
+            one.grad = grads[name].to(one) if name in grads else None
+        if self._settings.lr_schedule is not None:
+            factor = self._settings.lr_schedule(self.steps - 1)
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+        self._optimizer.step()
+        cause = (
+            "the optimizer, or its hook, looks at other parameters or at the shards of one rank, "
+            "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
+        )
+        for name, one in self.masters.items():
+            expected = one.detach().cpu().double()
+            change = float((expected - before[name].cpu().double()).norm())
+            rounding = 4 * torch.finfo(torch.float32).eps * float(expected.norm())
+            far = float((ours[name].double() - expected).norm())
+            far /= _UPDATE * change + rounding + 1e-30
+            self._compare(4, name, far, "is updated otherwise by the same gradient", cause)
+
+    def _compare_kept(self) -> None:
+        """Compare buffers and numbers that layers keep, where each rank has all rows."""
+        layout = self._model.plan.layout
+        if layout.dp * layout.context > 1:
+            return
+        for index, layer in self._model.engine.layers.items():
+            own = _numbers(layer)
+            for name, value in _numbers(self._plain[index]).items():
+                far = _apart(own[name], value) if name in own else math.inf
+                what = "which the layer keeps, is another number"
+                self._compare(5, f"{index}.{name}", far / self._tolerance, what, self._cause())
+
+    def _compare(self, phase: int, name: str, far: float, what: str, cause: str) -> None:
+        """Note a difference that is larger than what is allowed, 1, or not a number."""
+        if far <= 1.0:
+            self.largest = max(self.largest, far)
+            return
+        index, _, own = name.partition(".")
+        where = f"layers[{index}]: " if index.isdigit() else ""
+        text = (
+            f"check: {where}{own and repr(own) + ' '}{what}" if where else f"check: {name}: {what}"
+        )
+        layer = int(index) if where else 0
+        self._found.append(
+            # A backward begins with the last layer.
+            _Difference(
+                phase,
+                -layer if phase == 3 else layer,
+                f"{text}, in step {self.steps} (likely: {cause})",
+            )
+        )
+
+    def _raise_first(self) -> None:
+        """Raise, on all ranks, what differs first on any."""
+        every = gathered(min(self._found, default=None))
+        if found := [one for one in every if one is not None]:
+            raise DifferenceError(min(found).text)
+
+
+class _Outputs:
+    """What this rank's layers give inside of it, by their index in the model, in ``kept``; nothing
+    of those that torch compiles."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._layers = {} if model.plan.compile else model.engine.layers
+        self.kept: dict[int, list[tuple[Tensor, ...]]] = {index: [] for index in self._layers}
+        self._undo = ExitStack()
+
+    def __enter__(self) -> _Outputs:
+        for index, layer in self._layers.items():
+            handle = layer.register_forward_hook(partial(self._keep, self.kept[index]))
+            self._undo.callback(handle.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    @staticmethod
+    def _keep(kept: list[tuple[Tensor, ...]], layer: object, given: object, output: Any) -> None:
+        del layer, given
+        tensors = tensors_of(without_scalars(output)[0])
+        kept.append(tuple(x.detach().clone() for x in tensors))
+
+
+def _of_all(own: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The named tensors of all ranks."""
+    return {name: one for part in gathered(dict(own)) for name, one in part.items()}
+
+
+def _numbers(layer: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a layer and the numbers that it keeps, by name."""
+    kept = {name: one.detach() for name, one in layer.named_buffers()}
+    for path, part in layer.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES:
+                kept[f"{path}.{name}".lstrip(".")] = torch.tensor(value, dtype=torch.float64)
+    return kept
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The distance of two tensors over the size of the second."""
+    if one.shape != other.shape:
+        return math.inf
+    if not may_have_gradient(other.dtype):
+        return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
+    a, b = (
+        x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64)
+        for x in (one, other)
+    )
+    if torch.equal(a.nan_to_num(), b.nan_to_num()):  # infinite ones, too
+        return 0.0
+    return float((a - b).norm() / (b.norm() + 1e-30))
