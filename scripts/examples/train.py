@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         "lr": 3e-4, "steps": 100, "every": 50, "keep": 2,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=type(default), default=default, help="(%(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare three steps with one process")
     asked = parser.parse_args(arguments)
     dist.init_process_group()
     device = f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu"
@@ -51,14 +52,22 @@ def main(arguments: list[str] | None = None) -> list[float]:
     last = len(inputs) - max(asked.batch, len(inputs) // 100)  # rows from here on are held out
     if last < asked.batch:
         raise SystemExit(f"{asked.text}: {len(inputs)} rows, fewer than two batches of --batch")
-    with zeropp.parallelize(
-        layers, huggingface.token_loss,  # the mean over the tokens of a batch
+    settings = dict(
         sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp,
         shard=dist.get_world_size() // asked.pp, recompute="selective", device=device,
         microbatch_size=asked.microbatch, global_batch=asked.batch,
         optimizer=zeropp.OptimizerConfig(lr=asked.lr, weight_decay=0.1, clip_norm=1.0),
         lr_schedule=lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5),  # with a warm-up
-    ) as model:  # fmt: skip
+    )  # fmt: skip
+    if asked.check:
+        cuts = [
+            slice(i * asked.batch, (i + 1) * asked.batch)
+            for i in range(min(3, last // asked.batch))
+        ]
+        batches = [(inputs[at], targets[at], {"position_ids": places[at]}) for at in cuts]
+        say(zeropp.check(layers, huggingface.token_loss, batches, **settings))
+    # The loss is the mean over the tokens of a batch.
+    with zeropp.parallelize(layers, huggingface.token_loss, **settings) as model:
         loader = model.loader(TensorDataset(inputs[:last], targets[:last], places[:last]))
         own = slice(last + model.data_parallel_rank, None, model.data_parallel_size)
         held_out = [part[own].to(device) for part in (inputs, targets, places)]

@@ -176,7 +176,8 @@ def _refusing_to_clip() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             "torch.nn.utils.clip_grad_norm_, get_total_norm: has the norm of this "
-            "rank's shards alone (call model.clip_grad_norm_ in the hook, or give parallelize clip_norm=)"
+            "rank's shards alone (call model.clip_grad_norm_ in the hook, or give parallelize "
+            "clip_norm=)"
         )
 
     # Which are read when they are called, under whatever name their caller has imported them.
