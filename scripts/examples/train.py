@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     last = len(inputs) - max(asked.batch, len(inputs) // 100)  # rows from here on are held out
     if last < asked.batch:
         raise SystemExit(f"{asked.text}: {len(inputs)} rows, fewer than two batches of --batch")
-    settings = dict(
+    settings = dict(  # noqa: C408
         sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp,
         shard=dist.get_world_size() // asked.pp, recompute="selective", device=device,
         microbatch_size=asked.microbatch, global_batch=asked.batch,

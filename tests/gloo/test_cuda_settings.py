@@ -40,7 +40,6 @@ from zeropp.engine.ranks import collectives, cuda_settings, errors, given_rows
 from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
-from zeropp.engine.trial import unchanged
 from zeropp.engine.update.optimizer import Updater
 from zeropp.train import placing
 from zeropp.train.parallel_model import ParallelModel
@@ -248,15 +247,13 @@ def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> 
     here: Any = stand_in(
         _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
         _loss=Loss(lambda output, _: output, "mean"), _roots=[],
-        _trial=lambda: Evaluator._trial(here),
+        _unchanged=lambda: Evaluator._unchanged(here),
     )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
         with StepSeeds(3, 0, GPU).drawing(0):
             pass
-        with unchanged([], GPU, whole=False):
-            pass
         Evaluator.warm_up(here, Microbatches([], []))
-    assert [call.args for call in forked.call_args_list] == [([GPU],)] * 3
+    assert [call.args for call in forked.call_args_list] == [([GPU],)] * 2
 
 
 def test_short_factors_are_added_to_a_wide_sum_in_one_kernel() -> None:

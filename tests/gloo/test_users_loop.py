@@ -39,7 +39,6 @@ from tests.gloo.world import WorkerError, World, on_ranks
 from tests.waiting import wait_until
 from zeropp import huggingface
 from zeropp.engine.ranks import errors
-from zeropp.engine.trial import unchanged
 from zeropp.train.parallel_model import ParallelModel
 
 MICROBATCH, STEPS = 3, 3
@@ -156,19 +155,6 @@ def test_a_loop_is_that_of_one_process(world: World, pp: int) -> None:
     for name in LOOPS:
         for losses in world.run(trained, name, pp, size=pp):
             assert losses == pytest.approx(plain(name), rel=1e-5), name
-
-
-def test_what_a_reader_noted_in_an_evaluation_stays() -> None:
-    layer = Moving()
-    with unchanged([layer], whole=False):
-        layer(torch.ones(2, WIDTH))
-    assert len(layer.history) == 1
-    assert layer.calls == 0
-    assert not layer.get_buffer("mean").any()
-    assert not layer.get_buffer("seen").any()
-    with unchanged([layer]):
-        layer(torch.ones(2, WIDTH))
-    assert len(layer.history) == 1
 
 
 # Labels.

@@ -115,10 +115,6 @@ class Layout:
         place = self.coordinates(rank)
         return tuple(self.rank_at(place | {"pp": p}) for p in range(self.pp))
 
-    def stage_ranks(self) -> list[frozenset[int]]:
-        """The ranks that run the same stages, by pipeline rank; empty without a pipeline."""
-        return [frozenset(ranks) for ranks in zip(*self.pipelines(), strict=True) if self.pp > 1]
-
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The global ranks of every pipeline, in the order of the pipelines' first ranks."""
         return tuple(sorted({self.pipeline(rank) for rank in range(self.world)}))
