@@ -22,9 +22,10 @@ from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
-from zeropp.engine.layers.chunk import seed_piece
+from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price import parameter_count
+from zeropp.train import one_process
 from zeropp.types.literals import Precision
 from zeropp.types.training import OptimizerConfig
 
@@ -79,8 +80,8 @@ class Trajectory:
 
 
 class OneProcess:
-    """The whole model of a spec on one device, in the given types. Nothing in it is distributed;
-    gradients come from one backward per microbatch, and the optimizer is torch's.
+    """The whole model of a spec on one device, in the given types: ``zeropp.check``'s plain loop
+    over its microbatches, and torch's optimizer.
 
     ``halves``: every matrix product of a linear layer is computed in halves, each of them rounded,
     as two tensor-parallel ranks round what they then add up. It is as right as the whole product,
@@ -97,7 +98,6 @@ class OneProcess:
         halves: bool = False,
     ) -> None:
         self._spec, self._batches, self._device = spec, batches, device
-        self._sums = types.sums
         self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
         self._working = build_model(spec.model, spec.seed, device).to(types.compute)
         if spec.model.dropout:
@@ -108,6 +108,13 @@ class OneProcess:
             for module in self._working.modules():
                 if isinstance(module, nn.Linear):
                     module.forward = partial(_in_halves, module)  # type: ignore[method-assign]
+        self._plain = one_process.OneProcess(
+            list(self._working),
+            list(self._masters.parameters()),
+            Loss(cross_entropy, "mean"),
+            sums=types.sums,
+            seed=spec.seed if spec.model.dropout else None,
+        )
 
     def first_gradient(self) -> tuple[float, float, float]:
         """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
@@ -152,35 +159,12 @@ class OneProcess:
     def _accumulate(self, step: int) -> float:
         """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
         takes one microbatch at a time, so that memory does not grow with the batch."""
-        self._masters.zero_grad()
-        pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
-        for master, working in pairs:
-            working.data.copy_(master.data)
-        inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
-        count = self._spec.global_batch // self._spec.candidate.microbatch_size
-        total, sums = 0.0, dict[int, Tensor]()
-        for number, (x, y) in enumerate(
-            zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        ):
-            loss = cross_entropy(self._forward(x, step, number), y) / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            for index, (_, working) in enumerate(pairs):
-                if working.grad is not None:
-                    fresh, working.grad = working.grad.to(self._sums), None
-                    sums[index] = sums[index] + fresh if index in sums else fresh
-        for index, gradient in sums.items():
-            master, _ = pairs[index]
-            master.grad = gradient.to(master.dtype)
-        return total
-
-    def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
-        hidden = tokens
-        for index, piece in enumerate(self._working):
-            if self._spec.model.dropout:
-                seed_piece(self._spec.seed, step, microbatch, index)
-            hidden = piece(hidden)
-        return hidden
+        size = self._spec.candidate.microbatch_size
+        inputs, targets = (
+            torch.from_numpy(part).to(self._device).split(size)
+            for part in self._batches.batch(step)
+        )
+        return float(self._plain.gradients(Microbatches(inputs, targets, []), step))
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -239,80 +239,12 @@ def test_every_optimizer_is_that_of_one_process_through_checkpoints(
                 )
 
 
-class Coupled(torch.optim.SGD):
-    """Scales all gradients by the norm of all."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        norm = nn.utils.get_total_norm([one.grad for one in parameters])
-        for one in parameters:
-            one.grad.div_(norm)
-        super().step(closure)
-
-
-class OneNumber(torch.optim.SGD):
-    """Keeps one number made of all parameters, which moves slowly, as Prodigy's does."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
-        for group in self.param_groups:
-            seen = sum(float(one.grad.sum()) for one in group["params"])
-            group["d"] = group.get("d", 1.0) + 1e-9 * seen
-        super().step(closure)
-
-
-class Outer(torch.optim.SGD):
-    """Has another one inside, as Lookahead has."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.inner = torch.optim.AdamW(self.param_groups)
-
-
-class OwnDict(torch.optim.SGD):
-    """Saves more than numbers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """With a list."""
-        return {**super().state_dict(), "seen": [1, 2]}
-
-
-class Listing(torch.optim.SGD):
-    """Keeps a list of each parameter, as some have of their preconditioners."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["factors"] = [parameter.grad.clone()]
-        super().step(closure)
-
-
 _CANNOT_BE_MADE = (
     "cannot be made from groups of tensors (as in lambda groups: torch.optim.AdamW(groups['all'])):"
 )
 WRONG: dict[str, Any] = {
     "LBFGS cannot take a step": lambda groups: torch.optim.LBFGS(groups["all"]),
     "Adam cannot take a step": lambda groups: torch.optim.Adam(groups["all"], capturable=True),
-    "Coupled updates a parameter in another way beside others than alone": (
-        lambda groups: Coupled(groups["all"], lr=0.5)
-    ),
-    "OneNumber updates a parameter in another way beside others than alone": (
-        lambda groups: OneNumber(groups["all"], lr=0.5)
-    ),
-    "Outer keeps 'inner', which is of type AdamW, beside the state of its parameters": (
-        lambda groups: Outer(groups["all"])
-    ),
-    "OwnDict keeps 'own seen', which is of type list, beside the state of its parameters": (
-        lambda groups: OwnDict(groups["all"], lr=0.5)
-    ),
-    "Listing keeps 'factors' of a parameter, which is of type list": (
-        lambda groups: Listing(groups["all"], lr=0.5)
-    ),
     f"{_CANNOT_BE_MADE} Muon only supports 2D parameters whereas we found": (
         lambda groups: torch.optim.Muon(groups["all"])
     ),

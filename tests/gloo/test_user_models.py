@@ -27,9 +27,7 @@ from tests.gloo.layers import (
     GivesComplex,
     GivesParameter,
     Kind,
-    Overwriting,
     Saving,
-    Sharing,
     TakesComplex,
     TakesTwo,
     TwoTypes,
@@ -198,10 +196,6 @@ def refused() -> dict[str, str]:
         "group": lambda: built(
             pp=2, group_of=group_of, optimizer=lambda groups: torch.optim.SGD(groups["all"])
         ),
-        "mask": lambda: built(
-            seeded([linear, Overwriting, linear]), sample_keywords={"other": data()[1][:1]}, pp=2
-        ),
-        "auto": lambda: built(seeded([linear, Sharing, Sharing]), pp="auto", cluster="a800"),
         "made lazy": lambda: built([lambda: nn.LazyLinear(WIDTH)], shard=2),
     }
 
@@ -222,8 +216,6 @@ def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     for name, words in {
         **{name: words for name, (_, words) in REFUSED.items()},
         "group": "optimizer: asks for group 'all', but there is 'narrow' and 'wide'",
-        "mask": "layers[1]: its forward changes 'other' in place, which other inputs or",
-        "auto": "layers[1]: its forward changes 'mean', which another layer has, too",
         "made lazy": "layers[0]: 'weight' has no shape yet",
         "loss": "loss_fn: has the parameter 'weight', which nothing would train",
     }.items():
@@ -238,15 +230,7 @@ def test_an_empty_state_and_numbers_of_a_graph_are_no_reason() -> None:
     built(seeded([linear, Saving, linear]), sample=data()[0][:MICROBATCH], pp=2)
 
 
-def backward_by_itself(output: Tensor, target: Tensor) -> Tensor:
-    """A loss function as in a loop of its own."""
-    loss = F.mse_loss(output, target)
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    return loss
-
-
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "backward": (backward_by_itself, "InfeasibleError: loss_fn: calls backward, as train_step"),
     "rows": (
         lambda output, target: (output - target).square().mean(1),
         "TypeError: loss_fn: gives (2,), but a tensor of one number is needed",
@@ -467,113 +451,3 @@ def test_a_checksum_is_of_values_and_their_order(kind: torch.dtype) -> None:
     assert len({int(checksum(part)) for part in (rows, *others)}) == 7
     assert int(checksum(rows.t())) == int(checksum(rows.t().contiguous()))
     assert int(checksum(torch.empty(0, 2))) != 0  # which would not be compared
-
-
-CUT = 3  # of a microbatch, whose halves are one row and two
-
-
-def labels(target: Tensor) -> Tensor:
-    """A class per row; unequally many of each half are ignored."""
-    return (torch.arange(len(target)) % WIDTH).masked_fill(target[:, 0] > 0.3, -100)
-
-
-def contrastive(output: Tensor, target: Tensor) -> Tensor:
-    """Every row against all others of its microbatch."""
-    return F.cross_entropy(output @ target.mT, torch.arange(len(output)))
-
-
-def shaped(output: Tensor, target: Tensor) -> Tensor:
-    """A mean that takes whole microbatches only."""
-    return F.mse_loss(output.view(CUT, WIDTH), target)
-
-
-def drawing(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over rows with noise of torch's generator."""
-    return F.mse_loss(output + torch.randn_like(output), target)
-
-
-class Counting(nn.Module):
-    """A mean over rows that counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.get_buffer("calls").add_(1)
-        return F.mse_loss(output, target)
-
-
-def weighted(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over classes; some count more."""
-    weight = torch.arange(1.0, WIDTH + 1, dtype=output.dtype)
-    return F.cross_entropy(output, target.argmax(-1), weight=weight)
-
-
-REFUSED_LOSSES: dict[str, tuple[Callable[..., Any], str, int]] = {
-    "contrastive": (contrastive, "mean", CUT),
-    "norm": (lambda output, target: (output - target).norm(), "sum", CUT),
-    "sum as mean": (lambda output, target: F.mse_loss(output, target, reduction="sum"), "mean", 3),
-    "mean as sum": (F.mse_loss, "sum", CUT),
-    "ignored labels": (lambda output, target: F.cross_entropy(output, labels(target)), "mean", 3),
-    "no count": (lambda output, target: ((output - target).square().sum(), 1), "tokens", CUT),
-    "weights of one row": (weighted, "mean", 1),
-}
-ACCEPTED_LOSSES: dict[str, tuple[Callable[..., Any], str, int]] = {
-    "mean": (F.mse_loss, "mean", CUT),
-    "sum": (lambda output, target: F.mse_loss(output, target, reduction="sum"), "sum", CUT),
-    "count": (lambda output, target: ((output - target).square().sum(), len(output)), "tokens", 3),
-    "one row": (F.mse_loss, "mean", 1),
-    "the first row": (lambda output, target: F.mse_loss(output[0], target[0]), "mean", 1),
-    "whole microbatches": (shaped, "mean", CUT),
-    "noise": (drawing, "mean", CUT),
-}
-
-
-def with_loss(loss_fn: Callable[..., Any], reduction: str, rows: int, **more: Any) -> ParallelModel:
-    """Four linear layers in two stages."""
-    given = {"loss_fn": loss_fn, "loss_reduction": reduction, "sample": data()[0][:rows]}
-    return built(pp=2, **given, **more)
-
-
-@pytest.mark.parametrize("name", REFUSED_LOSSES | ACCEPTED_LOSSES)
-@on_ranks(2)
-def test_losses_that_depend_on_how_a_batch_is_cut_are_refused(name: str) -> None:
-    model = with_loss(*(REFUSED_LOSSES | ACCEPTED_LOSSES)[name])
-    said = error_of(lambda: model.train_step(*data()))
-    if name in ACCEPTED_LOSSES:
-        assert said == ""
-    else:
-        assert said.startswith("InfeasibleError: loss_fn: is not "), said
-        assert f"loss_reduction='{REFUSED_LOSSES[name][1]}'" in said
-        assert "\n" not in said
-
-
-@on_ranks(2)
-def test_the_comparison_is_made_once_and_leaves_no_trace() -> None:
-    seen, counted, module = [0], [], Counting()
-
-    def watched(output: Tensor, target: Tensor) -> Tensor:
-        seen[0] += 1
-        return F.mse_loss(output, target)
-
-    calls = []
-    with with_loss(watched, "mean", CUT) as model, with_loss(module, "mean", CUT) as other:
-        for number in range(2):
-            model.train_step(*data(number))
-            other.train_step(*data(number))
-            calls.append(seen[0])
-            counted.append(int(module.get_buffer("calls")))
-    torch.manual_seed(7)
-    with with_loss(drawing, "mean", CUT, dropout_seed=None) as model:
-        drawn = torch.get_rng_state()
-        model.train_step(*data())
-        ours = torch.get_rng_state()
-        torch.set_rng_state(drawn)
-        for _ in range(ROWS // CUT):
-            torch.randn(CUT, WIDTH, dtype=torch.float64)
-    if dist.get_rank() == 1:  # which computes the loss, and draws what its microbatches draw
-        microbatches = ROWS // CUT
-        assert calls == [microbatches, 2 * microbatches]
-        assert counted == [microbatches, 2 * microbatches]
-        assert torch.equal(ours, torch.get_rng_state())

@@ -299,31 +299,6 @@ def test_what_differs_between_ranks_is_refused(what: str, expected: str) -> None
 # Faults.
 
 
-class Contrastive(nn.Module):
-    """A layer, or a loss, that gathers over all ranks, as CLIP's does."""
-
-    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        every = x.detach().clone()
-        dist.all_reduce(every)
-        return x - 0.1 * every if target is None else F.mse_loss(x - 0.1 * every, target)
-
-
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}], ids=str)
-@pytest.mark.parametrize("where", ["layers[1]", "loss_fn"])
-@on_ranks(2)
-def test_a_collective_to_which_only_some_ranks_come_is_refused(
-    where: str, degrees: dict[str, int]
-) -> None:
-    """In a layer or in a loss; data-parallel ranks all come."""
-    layers = seeded([linear] * 3)
-    if where == "layers[1]":
-        layers[1] = Contrastive()
-    loss_fn = Contrastive() if where == "loss_fn" else F.mse_loss
-    said = error_of(lambda: step(built(layers, loss_fn=loss_fn, **degrees)))
-    words = "calls a collective of ranks [0, 1], and not all of them run the same stage"
-    assert words in said and where in said if "pp" in degrees else said == ""
-
-
 @on_ranks(1)
 def test_a_weight_that_is_made_of_others_is_named() -> None:
     layer = nn.Linear(WIDTH, WIDTH)

@@ -57,7 +57,8 @@ class OneProcess:
         for index, (master, _) in enumerate(pairs):
             total = sums.get(index)
             master.grad = None if total is None else total.to(master.dtype) / divisor
-        return torch.stack(losses).double().sum() / divisor
+        loss: Tensor = torch.stack(losses).double().sum() / divisor
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatches) -> Tensor:
@@ -74,7 +75,8 @@ class OneProcess:
             counts += [] if count is None else [count]
         for part, mode in zip(parts, modes, strict=True):
             part.training = mode
-        return torch.stack(losses).double().sum() / self._divisor(batch, counts)
+        mean: Tensor = torch.stack(losses).double().sum() / self._divisor(batch, counts)
+        return mean
 
     def forward(
         self, batch: Microbatches, number: int, step: int | None
