@@ -463,65 +463,6 @@ class Balanced(One):
         return y
 
 
-class Notes:
-    """Holds what layers keep for a loss function."""
-
-    balance: Tensor
-
-
-class Noting(One):
-    """Keeps a number in an object that is no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes = Notes()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        self.notes.balance = y.square().mean()
-        return y
-
-
-MEAN = torch.zeros(WIDTH, dtype=torch.float64)
-
-
-class Twice(One):
-    """Gives one tensor twice, or a view of it beside it."""
-
-    def __init__(self, rows: slice = slice(None)) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.linear(x)
-        return x, x if self.rows == slice(None) else x[:, self.rows]
-
-
-def passing() -> nn.Module:
-    """Passes on what it is given."""
-    return Calling(lambda *given: given)
-
-
-class Overwriting(One):
-    """Changes its last input, which may be a mask, in place."""
-
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        other[:, 1:].mul_(2)
-        return self.linear(x) + other.sum(-1, keepdim=True)
-
-
-class Sharing(One):
-    """Changes a buffer that every such layer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", MEAN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.get_buffer("mean").mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return self.linear(x) - self.get_buffer("mean")
-
-
 def scripted() -> nn.Module:
     """A layer that is compiled already."""
     return torch.jit.script(linear())

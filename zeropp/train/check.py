@@ -12,15 +12,17 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from zeropp.engine.layers.chunk import computing_in_fp32
 from zeropp.engine.layers.values import (
@@ -31,7 +33,7 @@ from zeropp.engine.layers.values import (
     without_scalars,
 )
 from zeropp.engine.loss import Loss, LossFunction, Microbatches
-from zeropp.engine.ranks.errors import gathered, refusal
+from zeropp.engine.ranks.errors import LostRankError, gathered, refusal
 from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer
 from zeropp.engine.walk import Layer, made_layer
@@ -40,6 +42,7 @@ from zeropp.train.one_process import OneProcess, parameters_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import meet
 
+T = TypeVar("T")
 _ENGINES = ("training", "early")  # which modules keep for torch and the engine
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
@@ -70,7 +73,8 @@ def check(
     ``(inputs, targets)`` or ``(inputs, targets, keyword inputs by name)``, of ``global_batch`` rows
     each; three are enough. The layers stay as they were; what they keep in objects of others (a
     closure, a global variable) does not. Layers that are functions are called. Each rank needs
-    memory for the whole model: take one with few layers.
+    memory for the whole model: take one with few layers. A rank may come two minutes late, or
+    ``timeout``.
 
     Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes
     of them, and without data parallelism the buffers and numbers that layers keep.
@@ -79,7 +83,7 @@ def check(
     what is likely to be the cause, and what ``parallelize`` and its model raise.
     """
     meet(keywords)
-    asked = dict(keywords)
+    asked = {"timeout": timedelta(minutes=2)} | keywords
     if tied := getattr(layers, "tied", None):
         asked.setdefault("tied", tied)
     settings, _ = read(asked, layers, loss_fn)
@@ -224,7 +228,7 @@ class _Comparison:
         engine, own = self._model.engine, batch.own
         ready = engine.agree("train_step", lambda: self._model.training_batch(**own))
         with _Outputs(self._model) as outputs:
-            result = engine.step(ready)
+            result = self._run(lambda: engine.step(ready))
         gradients = _of_all(self._model.gradients())
         trained = _of_all(self._model.full_parameters())
         loss = self._alone.gradients(batch.all, self.steps - 1, outputs=True)
@@ -241,10 +245,27 @@ class _Comparison:
 
     def evaluation(self, batch: _Rows) -> None:
         """Evaluate here and there, and compare."""
-        ours = self._model.eval_step(**batch.own)
+        ours = self._run(lambda: self._model.eval_step(**batch.own))
         self._compare_losses(ours, self._alone.evaluate(batch.all), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """What ``work`` of the model gives; where it fails on a rank, all raise DifferenceError."""
+        failed = None
+        try:
+            done = work()
+        except Exception as error:
+            lost, line = isinstance(error, LostRankError), str(error).partition("\n")[0]
+            text = f"raises {type(error).__name__} on rank {get_rank()}: {line}"
+            failed = lost, "has ranks that wait for others in vain" if lost else text
+            with suppress(Exception):  # so that ranks that wait for this one see that it has gone
+                self._model.close()
+        if found := [one for one in gathered(failed) if one is not None]:
+            raise DifferenceError(
+                f"check: step {self.steps} in parallel {min(found)[1]} (likely: {self._cause()})"
+            )
+        return done
 
     def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
         far = abs(float(ours) - float(alone)) / (abs(float(alone)) + 1e-30) / self._tolerance
@@ -278,8 +299,8 @@ class _Comparison:
         if plan.layout.context > 1:
             causes.append(
                 f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
-                "between tokens must be F.scaled_dot_product_attention, and positions an input "
-                "'position_ids'"
+                "between tokens must be F.scaled_dot_product_attention, called alike on all ranks "
+                "whatever their tokens are, and positions an input 'position_ids'"
             )
         if plan.schedule.num_stages > 1:
             causes.append(
