@@ -40,10 +40,40 @@ class Listener(nn.Linear):
         return super().forward(x) * (1.0 if Teller.told is None else 1.0 + Teller.told)
 
 
-def found(kind: str, degrees: dict[str, int]) -> str:
+class Late(nn.Linear):
+    """Raises where it runs after the stage before in another process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.is_meta and Teller.told is None:
+            raise ValueError("nothing was told")
+        return super().forward(x)
+
+
+class Coupled(torch.optim.SGD):
+    """Scales all gradients by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+        for one in parameters:
+            if one.grad is not None:
+                one.grad.div_(norm)
+        super().step(closure)
+
+
+def found(kind: str, degrees: dict[str, Any]) -> str:
     torch.manual_seed(0)
-    inner = [Teller(WIDTH, WIDTH), Listener(WIDTH, WIDTH)] if kind == "told" else [Shift()]
-    inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))] if kind == "right" else inner
+    Teller.told = None
+    listener = Late if kind == "raises" else Listener
+    inner: list[nn.Module] = [Teller(WIDTH, WIDTH), listener(WIDTH, WIDTH)]
+    if kind == "slice":
+        inner = [Shift()]
+    elif kind in ("right", "norm"):
+        inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
+    if kind == "norm":
+        degrees = {**degrees, "optimizer": lambda groups: Coupled(groups["all"], lr=0.1)}
     layers = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
     batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
     try:
@@ -63,6 +93,8 @@ def found(kind: str, degrees: dict[str, int]) -> str:
         ("right", {"shard": 2}, "2 steps"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
+        ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
+        ("norm", {"pp": 2}, "is updated otherwise by the same gradient"),
     ],
 )
 def test_what_differs_is_named(

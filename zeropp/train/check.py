@@ -245,7 +245,8 @@ class _Comparison:
 
     def evaluation(self, batch: _Rows) -> None:
         """Evaluate here and there, and compare."""
-        ours = self._run(lambda: self._model.eval_step(**batch.own))
+        evaluated: Callable[..., float] = self._model.eval_step
+        ours = self._run(lambda: evaluated(**batch.own))
         self._compare_losses(ours, self._alone.evaluate(batch.all), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
