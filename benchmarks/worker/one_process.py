@@ -159,9 +159,9 @@ class OneProcess:
     def _accumulate(self, step: int) -> float:
         """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
         takes one microbatch at a time, so that memory does not grow with the batch."""
-        size = self._spec.candidate.microbatch_size
+        count = self._spec.global_batch // self._spec.candidate.microbatch_size
         inputs, targets = (
-            torch.from_numpy(part).to(self._device).split(size)
+            torch.from_numpy(part).to(self._device).chunk(count)
             for part in self._batches.batch(step)
         )
         return float(self._plain.gradients(Microbatches(inputs, targets, []), step))

@@ -55,11 +55,10 @@ class Coupled(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-        for one in parameters:
-            if one.grad is not None:
-                one.grad.div_(norm)
+        gradients = [one.grad for group in self.param_groups for one in group["params"]]
+        norm = sum(float(one.square().sum()) for one in gradients) ** 0.5
+        for one in gradients:
+            one.div_(norm)
         super().step(closure)
 
 

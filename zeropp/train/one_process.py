@@ -57,8 +57,8 @@ class OneProcess:
         for index, (master, _) in enumerate(pairs):
             total = sums.get(index)
             master.grad = None if total is None else total.to(master.dtype) / divisor
-        loss: Tensor = torch.stack(losses).double().sum() / divisor
-        return loss
+        mean: Tensor = torch.stack(losses).double().sum() / divisor
+        return mean
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatches) -> Tensor:
