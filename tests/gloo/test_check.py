@@ -93,7 +93,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("slice", {"context": 2}, "layers[1]: gives another output"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
-        ("norm", {"pp": 2}, "is updated otherwise by the same gradient"),
+        ("norm", {"pp": 2}, "has another gradient, in step 1 (likely: a hook"),
     ],
 )
 def test_what_differs_is_named(

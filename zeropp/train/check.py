@@ -226,7 +226,8 @@ class _Comparison:
         """Train a step here and there, and compare."""
         self.steps += 1
         engine, own = self._model.engine, batch.own
-        ready = engine.agree("train_step", lambda: self._model.training_batch(**own))
+        agreed = partial(engine.agree, "train_step", lambda: self._model.training_batch(**own))
+        ready = self._run(agreed)  # which runs layers, to learn what passes between stages
         with _Outputs(self._model) as outputs:
             result = self._run(lambda: engine.step(ready))
         gradients = _of_all(self._model.gradients())
