@@ -76,14 +76,9 @@ class Family(Generic[K]):
     def __lt__(self, other: Family[K]) -> bool:
         """Whether this entry comes first: by its turn, by its bound, or as the older one. One that
         takes long to simulate comes a little later."""
-        return (self.turn, self._rank_s, self.number) < (other.turn, other._rank_s, other.number)
-
-    @property
-    def _rank_s(self) -> float:
-        order = self.plan and self.plan.schedule
-        return self.bound_s * (
-            1 + _DEFERRED * order.num_microbatches * order.num_stages if order else 1
-        )
+        mine = self.bound_s * (1 + _DEFERRED * self.forwards)
+        others = other.bound_s * (1 + _DEFERRED * other.forwards)
+        return (self.turn, mine, self.number) < (other.turn, others, other.number)
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with its durations, if any member may
