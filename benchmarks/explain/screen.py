@@ -20,7 +20,6 @@ from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, Better, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
-from benchmarks.report.display import program_label
 from benchmarks.report.network import network_words
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
