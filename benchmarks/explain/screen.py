@@ -20,6 +20,7 @@ from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, Better, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
+from benchmarks.report.network import network_words
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
 from zeropp.choose.contender import describe, overrides
@@ -80,6 +81,8 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     console.print(_speed(answer))
     errors = ratio_errors.error_text(contender.name, contender.label)
     indented(f"simulated; {errors}", console)
+    if answer.network_s:
+        indented(network_words(answer.network_s), console)
     console.print(memory_text(answer.asked, task))
     console.print(_memory(answer))
     alone = seconds_by_kind(result)["limit"] / result.step_s

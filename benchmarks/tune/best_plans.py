@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks.explain.need import need_lines
 from benchmarks.explain.screen import PlanLine, lost, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
+from benchmarks.report.network import network_answer
 from benchmarks.report.searches import Best, search_rows
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable
@@ -115,6 +116,8 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
         f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
         f"at {limit.microbatch_size} sequences per microbatch."
     )
+    if words := network_answer(bests):
+        tell(words)
     for best in bests:
         words = f"{best.label}: no plan fits with {best.room.words}"
         if best.winner:
