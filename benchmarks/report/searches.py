@@ -63,6 +63,11 @@ class Best:
         """The share by which an unopened plan may be faster than the best, by its bound."""
         return max(outcome.gap for outcome in self.searched)
 
+    @property
+    def none(self) -> str:
+        """What a search that has no plan says: that none fits only where it has tried all."""
+        return "no plan fits" if self.is_complete else "no plan found in time"
+
     def refusals(self) -> Iterator[str]:
         """Per published plan that was refused, the plan and by how much it exceeds the limit."""
         limit = self.outcome.task.limit_bytes

@@ -65,7 +65,7 @@ def searched(spec: TuneSpec) -> tuple[list[Best], list[str]]:
     those whose searches were stopped."""
 
     def tell(best: Best) -> None:
-        words = f"no plan fits with {best.room.words}"
+        words = f"{best.none} with {best.room.words}"
         if best.winner is not None:
             speed = best.winner.result.tokens_per_s_per_gpu
             words = f"{best.winner.step_s:.3g} s, {speed:,.0f} tokens/s/GPU"
@@ -119,7 +119,7 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
     if words := network_answer(bests):
         tell(words)
     for best in bests:
-        words = f"{best.label}: no plan fits with {best.room.words}"
+        words = f"{best.label}: {best.none} with {best.room.words}"
         if best.winner:
             words = f"{best.label} loses {lost(best.winner.result, 0.0005)}"
         reasons = Counter[str]()
@@ -179,7 +179,7 @@ def write_pictures(task: Task, out: Path, outcomes: list[Best]) -> None:
 
     records, timelines = [], []
     for outcome in outcomes:
-        known: dict[str, Any] = {"words": "no plan fits"}
+        known: dict[str, Any] = {"words": outcome.none}
         if (winner := outcome.winner) is not None:
             known = {"words": describe(winner.plan), "setting": setting_of(winner.candidate)}
             known["predicted"] = prediction(winner.result)
