@@ -300,7 +300,8 @@ class _Search(Generic[K]):
     def __init__(self, task: Task, contender: Contender[K], asked: K, runner_up: bool) -> None:
         self.task, self.contender, self._asked = task, contender, asked
         self._wants_runner_up, self._limit = runner_up, task.limit_bytes
-        asks_cap = getattr(asked, "activation_cap", None) == "auto"
+        self._climbs = contender.space.climbs
+        asks_cap = self._climbs and getattr(asked, "activation_cap", None) == "auto"
         self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
@@ -326,7 +327,8 @@ class _Search(Generic[K]):
             for entry in heapq.nsmallest(_SETTLED, told):
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
                     self.evaluate(entry)
-        self._climb(microbatch_size, budget)
+        if self._climbs:
+            self._climb(microbatch_size, budget)
         return self.outcome
 
     def begin(self, known: Iterable[Candidate[K]]) -> None:

@@ -66,6 +66,8 @@ class Space(Generic[K]):
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     shards: tuple[int, int] = (1, 1)  # fewest and most ranks of a ZeRO-3 group; 0: all that remain
     contexts: bool = False  # ranks may divide sequences
+    # What is beside the winner is tried, and activation caps are as large as memory holds.
+    climbs: bool = True
 
 
 def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
