@@ -228,7 +228,9 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
     summed before they are reduced."""
     asked, degrees, layers = point.asked, point.degrees, point.task.shape.layers
-    most = layers - isinstance(asked, MegatronFSDPKnobs)
+    numbers: tuple[int, ...] = (layers,)
+    if isinstance(asked, MegatronFSDPKnobs):  # which cannot recompute the other blocks
+        numbers = tuple((layers - 1) * quarters // 4 for quarters in (1, 2, 3, 4))
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, layers)
     # Parameters that are not sharded take no time to gather, and after a single microbatch's
     # backward a release does nothing.
@@ -238,7 +240,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         wire_choices(asked.reduce_dtype, point.task.precision),
         choices(asked.reshard_after_forward, again),
         choices(asked.reshard_after_backward, again if point.num_microbatches > 1 else (True,)),
-        offload_choices(asked.offload_blocks, most, point.task.cluster),
+        offload_choices(asked.offload_blocks, numbers, point.task.cluster),
         list(recomputed),
     ):
         yield at_degrees(
