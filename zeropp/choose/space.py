@@ -118,10 +118,12 @@ def recompute_choices(
             yield kind, count
 
 
-def offload_choices(blocks: int | Auto, per_rank: int, cluster: Cluster) -> tuple[int, ...]:
+def offload_choices(
+    blocks: int | Auto, numbers: Iterable[int], cluster: Cluster
+) -> tuple[int, ...]:
     """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
-    known, all ``per_rank``. For its winner, the search then tries fewer."""
-    known = {0, per_rank} if cluster.host and not cluster.device.is_cpu else {0}
+    known, these ``numbers``. For its winner, the search then tries others."""
+    known = {0, *numbers} if cluster.host and not cluster.device.is_cpu else {0}
     return choices(blocks, sorted(known))
 
 
