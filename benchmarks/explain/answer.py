@@ -53,8 +53,9 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within the device's memory for tensors."""
-        return self.asked.peak_bytes <= self.question.task.cluster.device.usable_bytes
+        """Whether every rank's peak is within the device's memory for tensors, and what it sends
+        within its host's."""
+        return self.asked.result.fits(self.question.task.cluster.device.usable_bytes)
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,14 @@ def memory_text(plan: Evaluated[Any], task: Task) -> str:
     tensors, what most of them are, their error, and what torch's allocator reserves."""
     has, program = task.cluster.device.usable_bytes, program_named(plan.plan.program)
     rank, memory = max(enumerate(plan.result.memory), key=lambda rank: rank[1].total)
-    kind, most = max(asdict(memory).items(), key=itemgetter(1))
+    kinds = {kind: size for kind, size in asdict(memory).items() if kind != "host"}
+    kind, most = max(kinds.items(), key=itemgetter(1))
     likely = (1 + MEMORY_MARGIN) * plan.peak_bytes
     reserved = reserved_bytes(plan.peak_bytes, program)
     verdict = "It fits" if likely <= has else "It may fit" if plan.peak_bytes <= has else "Too much"
+    host, may = max(m.host for m in plan.result.memory), plan.result.price.host_limit
+    if host > may:
+        verdict = f"Too much for the host ({_gib(host)} of {_gib(may)} GiB per GPU)"
     text = (
         f"{verdict}: pipeline rank {rank} allocates {_gib(memory.total)} of {_gib(has)} GiB, "
         f"{_gib(most)} of them {kind}. Nine in ten published runs took at most "

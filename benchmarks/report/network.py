@@ -13,8 +13,8 @@ from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import NETWORK_PRIOR, network_range
 
 _MEASURE = (
-    "Measure this first (all_reduce_perf of nccl-tests over your nodes) and give its busbw, or its "
-    "last line: cluster.busbw_gb_s=N."
+    "Measure this first (all_reduce_perf of nccl-tests over your nodes) and give its busbw, or a "
+    "row of its table: cluster.busbw_gb_s=N."
 )
 
 
@@ -43,7 +43,7 @@ def network_words(steps: tuple[float, float]) -> str:
 
 
 def network_answer(bests: Sequence[Best]) -> str:
-    """Which program's best plan is the fastest at either end of what the network may reach, and
+    """Which of the best plans is the fastest at either end of what the network may reach, and
     whether it is to be measured first: where that is another one. Empty where it was measured."""
     plans = [
         (ends, best.label)
@@ -54,8 +54,8 @@ def network_answer(bests: Sequence[Best]) -> str:
     if not plans:
         return ""
     fastest = [min((ends[end], label) for ends, label in plans) for end in (0, 1)]
-    words = "The network between nodes was not measured: " + ", ".join(
-        f"at {share:.0%} of its nominal rate {label} is the fastest ({seconds:.3f} s)"
+    words = "The network between nodes was not measured. Of these plans, " + ", ".join(
+        f"at {share:.0%} of its nominal rate that of {label} is the fastest ({seconds:.3f} s)"
         for (seconds, label), share in zip(fastest, NETWORK_PRIOR, strict=True)
     )
     return words + (f". {_MEASURE}" if fastest[0][1] != fastest[1][1] else ".")

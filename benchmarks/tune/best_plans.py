@@ -96,8 +96,7 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
     lines = []
     for best in bests:
         mark, style = ("* ", "bold") if best.winner and best.winner is quickest else ("", "")
-        gap = f"{best.gap:.1%}" if best.gap >= 0 else "cut"
-        lines.append(PlanLine(mark + best.label, best.winner, gap, style))
+        lines.append(PlanLine(mark + best.label, best.winner, f"{best.gap:.1%}", style))
     heads = ["program", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU", "of limit"]
     heads += ["peak GiB", "gap"]
     title = (

@@ -469,7 +469,8 @@ class _Search(Generic[K]):
                 continue
             self.outcome.rejected[OOM] += 1
             if is_first and least_of_family(plan, held) > self._limit:
-                if least_of_alike(plan, held) > self._limit:
+                # Of narrower questions the first member is not that of the fewest activations.
+                if entry.asked is self._asked and least_of_alike(plan, held) > self._limit:
                     self._too_many_activations.add(entry.alike)
                 return
 
