@@ -215,6 +215,9 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     spec = validated(SearchSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
+    # Only ZeroPP's users get offload without asking for it.
+    if name != "zeropp" and "offload_blocks" in PRICED[name].knobs.__dataclass_fields__:
+        chosen.setdefault("offload_blocks", 0)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     if own and reading.traits.get("eight_bit") and not spec.cluster.device.eight_bit_gain:

@@ -109,7 +109,8 @@ class Changes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).exp()
-        return y.add_(1) * 2
+        z: Tensor = y.add_(1) * 2
+        return z
 
 
 @pytest.mark.parametrize("sent", [0, 2])
