@@ -7,9 +7,10 @@ program can be set to (by its released version), the planner, and what the tuner
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import compress, product
 from typing import Annotated, Any, Literal, TypeVar
 
 from zeropp.choose.contender import Contender
@@ -51,6 +52,7 @@ from zeropp.types.literals import (
     WireType,
     if_auto,
 )
+from zeropp.types.shape import ModelShape
 
 Public3D = Literal["best_3d", "megatron_core", "megatron_core_local"]
 CpCommType = Literal["p2p", "a2a", "a2a+p2p"]
@@ -294,12 +296,14 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
     """All knobs to try at a point that the program can have, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]
-    ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
     schedules = [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules]
-    if degrees.pp == 1 and asked.schedule == "auto":
-        schedules = schedules[:1]  # 1F1B: there is no pipeline to schedule
+    if asked.schedule == "auto":
+        few = point.num_microbatches < degrees.pp and not offer.interleaves_few
+        alone = degrees.pp == 1  # there is no pipeline to schedule
+        kept = (s == "1f1b" or not (alone or (few and s.startswith("inter"))) for s in schedules)
+        schedules = [*compress(schedules, kept)]
     for way, zero, sums, sequence, placement, schedule in product(
-        ways if degrees.context > 1 else ways[:1],
+        _ways(asked, degrees, point.task.shape),
         zero_choices(asked.replicate_zero, replace(degrees, context_copies=True)),
         wire_choices(asked.grad_accum_dtype, point.task.precision),
         sequence_choices(asked.sequence_parallel, degrees),
@@ -326,6 +330,15 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
                 placement=placement,
                 grad_accum_dtype=sums,
             )
+
+
+def _ways(asked: Public3DKnobs, degrees: Layout, shape: ModelShape) -> Iterator[str]:
+    """The ways to exchange context that are asked for, or that divide the model."""
+    ways = choices(getattr(asked, "cp_comm_type", "p2p"), EXCHANGES)
+    for way in ways if degrees.context > 1 else ways[:1]:
+        with suppress(InfeasibleError):
+            check_context(shape, replace(degrees, exchange=EXCHANGES[way]), kv_heads=True)
+            yield way
 
 
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True, contexts=True)

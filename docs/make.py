@@ -37,7 +37,7 @@ from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
-from benchmarks.report.ratio_errors import FEWEST_RUNS, factor, pairs
+from benchmarks.report.ratio_errors import FEWEST_RUNS, factor, measured_over_priced, pairs
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.tables import as_table
@@ -126,7 +126,7 @@ def _accuracy(_: str) -> str:
     for name, label in (("speed", "speed of a run"), ("memory", "memory of the fullest rank")):
         row = frame.loc[name]
         shares = [f"{row[of]:.1%}" for of in ("median_in_sample", "p90_in_sample", "median", "p90")]
-        inside = f"{row['inside']:.0%} in ± {row['interval']:.0%}"
+        inside = f"{row['inside']:.0%} in {row['low']:+.0%} to {row['high']:+.0%}"
         lines.append([label, f"{row['runs']:,}", *shares, f"{row['bias']:+.1%}", inside, ""])
     for one_program, of in ((True, "one program"), (False, "two programs")):
         shares = []
@@ -162,12 +162,13 @@ def _strangers(quantity: str) -> str:
     for _, row in frame.iterrows():
         texts = [f"{row['median_in_sample']:.1%}", _p90(row, "p90_in_sample")]
         texts += [f"{row['median']:.1%}", _p90(row)]
-        texts += [f"{row['bias']:+.1%}", f"{row['inside']:.0%}", f"{row['interval']:.0%}"]
+        texts += [f"{row['bias']:+.1%}", f"{row['inside']:.0%}"]
+        texts.append(f"{row['low']:+.0%} to {row['high']:+.0%}")
         texts.append(f"{medians[row['source']]:.1%}" if row["source"] in medians else "")
         lines.append([row["source"], f"{row['runs']:,}", *texts])
     heads = ["source left out", "runs", "in sample: median", "90th percentile"]
     heads += ["as a stranger: median", "90th percentile", "bias", "inside the interval"]
-    return markdown_table([*heads, "interval, ±", "median before"], lines)
+    return markdown_table([*heads, "interval", "median before"], lines)
 
 
 def _errors_by_source(kind: str) -> str:
@@ -215,7 +216,9 @@ def _fits(column: str) -> str:
 
 
 def _priced(what: str) -> str:
-    """How many published rows have a price."""
+    """How many published rows have a price, or what ordinary runs are measured to have of it."""
+    if what == "ordinary":
+        return "{:.2f} to {:.2f}".format(*measured_over_priced())
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", usecols=["predicted"])
     priced = frame["predicted"].notna()
     return {"share": f"{priced.mean():.0%}", "counts": f"{priced.sum():,} of {len(priced):,}"}[what]

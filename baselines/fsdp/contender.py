@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Annotated, Literal
 
 from zeropp.choose.contender import Contender
@@ -15,6 +15,7 @@ from zeropp.choose.space import (
     Space,
     at_degrees,
     choices,
+    offload_choices,
     one_member,
     recompute_choices,
     wire_choices,
@@ -25,7 +26,15 @@ from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
-from zeropp.types.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, WireType, if_auto
+from zeropp.types.literals import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Auto,
+    Recompute,
+    ReduceEvery,
+    WireType,
+    if_auto,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,9 @@ class FSDPKnobs:
     context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks that divide a sequence (a ring)
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
+    # Blocks whose tensors the host keeps for their backward (torch's ``offload_wrapper``,
+    # torchtune's ``OffloadActivations``), evenly spread.
+    offload_blocks: Annotated[int | Auto, AT_LEAST_0] = "auto"
     reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
     # Type in which gradients are sent, and in which those of microbatches are added until then.
     reduce_dtype: WireType | Auto = "fp32"
@@ -52,7 +64,8 @@ class FSDPKnobs:
 @dataclass(frozen=True, kw_only=True)
 class MegatronFSDPKnobs(FSDPKnobs):
     """Settings of Megatron-FSDP, which reduces every microbatch's gradients; Transformer Engine's
-    kernels are fused without a compiler."""
+    kernels are fused without a compiler. ``offload_blocks`` is ``cpu_offloading_num_layers``, which
+    has to leave a layer and cannot be combined with recomputation."""
 
     name: Literal["megatron_fsdp"] = "megatron_fsdp"
     reduce_every: Literal["unit"] = "unit"
@@ -68,8 +81,10 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     pieces = task.shape.num_pieces
     layout = replace(resolve_degrees(task, knobs), chunks=pieces, exchange="ring")
     check_context(task.shape, layout)
+    if isinstance(knobs, MegatronFSDPKnobs):
+        _check_offload(knobs, task.shape.layers)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
-    sent = sent_type(task, knobs.reduce_dtype)
+    wire = sent_type(task, knobs.reduce_dtype)
     return SizedPlan(
         contender=knobs.name,
         shape=task.shape,
@@ -85,11 +100,29 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
+        offloaded=offloaded_pieces(if_auto(knobs.offload_blocks, 0), pieces),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
-        reduce_dtype=sent,
-        sum_dtype=sent if knobs.reduce_every == "step" else "fp32",
+        reduce_dtype=wire,
+        sum_dtype=wire if knobs.reduce_every == "step" else "fp32",
         compile=if_auto(knobs.compile, False),
     )
+
+
+def _check_offload(knobs: MegatronFSDPKnobs, layers: int) -> None:
+    """Raises InfeasibleError for what Megatron-Core refuses beside ``cpu_offloading``
+    (transformer_config.py)."""
+    sent, again = if_auto(knobs.offload_blocks, 0), if_auto(knobs.recompute, "none")
+    if sent >= layers:
+        raise InfeasibleError(
+            f"contender.offload_blocks={sent}: Megatron-Core keeps one layer of {layers} on the "
+            "device (use fewer)"
+        )
+    if sent and again != "none":
+        raise InfeasibleError(
+            f"contender.offload_blocks={sent}: Megatron-Core offloads nothing where it recomputes "
+            f"(use 0, or contender.recompute=none for {again})",
+            "Megatron-Core offloads nothing where it recomputes",
+        )
 
 
 def resharding(program: str, *, after_forward: bool, after_backward: bool = True) -> str:
@@ -116,6 +149,14 @@ def recomputed_pieces(asked: int | Auto, pieces: int) -> tuple[int, ...]:
     return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
 
 
+def offloaded_pieces(count: int, pieces: int) -> tuple[int, ...]:
+    """Offloaded blocks of every stage: 1 for ``count`` blocks, evenly spread, from the first one
+    on, since the last one's backward follows at once."""
+    layers = pieces - 2
+    before = [-(-min(count, layers) * block // layers) for block in range(layers + 1)]
+    return (0, *(after - sent for sent, after in pairwise(before)), 0) if count else ()
+
+
 def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
     """The sizes of gradient accumulation over microbatches. Every piece of the model (embedding,
     block, head) is a stage of its own on the only pipeline rank, because FSDP2 gathers piece by
@@ -131,6 +172,7 @@ def programs(plan: SizedPlan) -> Schedule:
         program_named(plan.program),
         gather=gathers(plan),
         reduce_every=plan.reduce_every,
+        offloaded=plan.offloaded_stages,
     )
 
 
@@ -142,8 +184,10 @@ def accumulated(
     *,
     gather: bool = True,
     reduce_every: ReduceEvery,
+    offloaded: tuple[int, ...] = (),
 ) -> Schedule:
-    """``accumulation`` with gathers, releases and reductions, where every piece is a stage."""
+    """``accumulation`` with gathers, releases, reductions and offload, where every piece is a
+    stage."""
     released = {
         Op.FORWARD: program.reshard_after_forward,
         Op.FULL_BACKWARD: program.reshard_after_backward,
@@ -154,6 +198,7 @@ def accumulated(
         gather=gather,
         reduce_every=reduce_every,
         kept=kept,
+        offloaded=offloaded,
     )
 
 
@@ -182,18 +227,20 @@ _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
     summed before they are reduced."""
-    asked, degrees = point.asked, point.degrees
-    recomputed = recompute_choices(
-        asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
-    )
+    asked, degrees, layers = point.asked, point.degrees, point.task.shape.layers
+    numbers: tuple[int, ...] = (layers,)
+    if isinstance(asked, MegatronFSDPKnobs):  # which cannot recompute the other blocks
+        numbers = tuple((layers - 1) * quarters // 4 for quarters in (1, 2, 3, 4))
+    recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, layers)
     # Parameters that are not sharded take no time to gather, and after a single microbatch's
     # backward a release does nothing.
     again = (True, False) if degrees.shards > 1 else (True,)
-    for reduce_every, wire, forward, backward, (recompute, blocks) in product(
+    for reduce_every, wire, forward, backward, sent, (recompute, blocks) in product(
         choices(asked.reduce_every, _REDUCE if point.num_microbatches > 1 else _REDUCE[:1]),
         wire_choices(asked.reduce_dtype, point.task.precision),
         choices(asked.reshard_after_forward, again),
         choices(asked.reshard_after_backward, again if point.num_microbatches > 1 else (True,)),
+        offload_choices(asked.offload_blocks, numbers, point.task.cluster),
         list(recomputed),
     ):
         yield at_degrees(
@@ -201,6 +248,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
             degrees,
             recompute=recompute,
             recompute_blocks=blocks,
+            offload_blocks=sent,
             reduce_every=reduce_every,
             reduce_dtype=wire,
             compile=if_auto(asked.compile, True),
@@ -225,7 +273,7 @@ FSDP = Contender(
         *("fsdp", "torchtitan", "torchtitan_compiled", "fms_fsdp", "fms_fsdp_eager"),
         *("kempnerforge_fsdp", "modalities", "llm_foundry", "huggingface_fsdp"),
     ),
-    runs_with={"context": 1},
+    runs_with={"context": 1, "offload_blocks": 0},
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",

@@ -143,7 +143,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
             ways = (True, False) if in_all else (True,)
             backwards = {
                 sent: choices(asked.split_backward, (False,) if sent else ways)
-                for sent in offload_choices(asked.offload_blocks, most, point.task.cluster)
+                for sent in offload_choices(asked.offload_blocks, (most,), point.task.cluster)
             }
             for sent, split in ((n, way) for n, each in backwards.items() for way in each):
                 yield at_degrees(

@@ -133,6 +133,9 @@ def calibrated(preset: Cluster, name: str, constants: Sequence[MeasuredConstant]
     for constant in constants:
         part, _, field = constant.place.rpartition(".")
         (tree[part] if part else tree)[field] = float(f"{constant.value:.4g}")
+        if constant.place == "inter.efficiency":  # now it is measured, and no prior's
+            gb_s = preset.nics_per_node * preset.inter.bandwidth_gb_s * constant.value
+            tree["busbw_gb_s"] = float(f"{gb_s:.4g}")
     device = tree["device"]
     device["newer"] = None
     if preset.device.is_cpu:  # its peak is not known: what its products reach stands for it

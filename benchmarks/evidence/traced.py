@@ -126,7 +126,8 @@ def simulated(row: Mapping[str, Any]) -> Row:
 
 def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
     kinds = {field.name: getattr(memory, field.name) for field in fields(memory)}
-    kinds["total"] = memory.total
+    kinds |= {"total": memory.total}
+    del kinds["host"]  # the table is of the device's memory
     return {f"{prefix}_{kind}_gib": f"{size / 2**30:.4f}" for kind, size in kinds.items()}
 
 

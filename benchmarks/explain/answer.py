@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.explain.question import Question
 from benchmarks.records.metrics import share_of_peak
+from benchmarks.report.network import network_steps
 from benchmarks.report.searches import Best, search_rows
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, PRICED
@@ -48,11 +49,13 @@ class Answer:
     question: Question
     asked: Evaluated[Any]
     host_s: float  # by which the step would be shorter with a host that takes no time per launch
+    network_s: tuple[float, float] | None  # the step with the slowest and with the fastest network
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within the device's memory for tensors."""
-        return self.asked.peak_bytes <= self.question.task.cluster.device.usable_bytes
+        """Whether every rank's peak is within the device's memory for tensors, and what it sends
+        within its host's."""
+        return self.asked.result.fits(self.question.task.cluster.device.usable_bytes)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
             )
         except InfeasibleError as error:
             raise SpecError(str(error)) from None
-    return Answer(question, plan, plan.step_s - at_once.step_s)
+    network_s = network_steps(question.contender, question.task, candidate)
+    return Answer(question, plan, plan.step_s - at_once.step_s, network_s)
 
 
 def better(answered: Answer, search_s: float | None = None) -> Better:

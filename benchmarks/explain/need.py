@@ -40,7 +40,7 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
         if told := ", ".join(_own_ratios(sides)):
             yield f"Of one program, without over with: {told}."
     yield from _published(task)
-    cut = [*missing, *(best.label for best in bests if not best.gap <= MOST_GAP)]
+    cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
     yield f"Do you need tensor parallelism here? {_answer(fastest, cut)}"
 
 
@@ -54,7 +54,7 @@ def _numbers(best: Best) -> str:
     assert winner is not None
     device = best.outcome.task.cluster.device
     most = winner.peak_bytes * (1 + best.room.share) / 2**30
-    gap = "" if best.gap == 0 else f", gap {best.gap:.1%}" if best.gap > 0 else ", search cut"
+    gap = f", gap {best.gap:.1%}" if best.gap else ""
     return (
         f"{winner.step_s:.3g} s, {winner.result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{gap} "
         f"({describe(winner.plan)}); {winner.peak_bytes / 2**30:.1f} GiB, with {best.room.words} "

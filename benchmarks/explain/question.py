@@ -23,7 +23,7 @@ from benchmarks.specification.run_spec import SearchSpec, check_heads, check_pri
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
-from zeropp.price.programs import program_named
+from zeropp.price.programs import entry_name, program_named
 from zeropp.schedule.plan import SizedPlan
 
 _REGISTERED = re.compile(r"[\w.]+:\w+")  # of torchtitan's config_registry
@@ -215,6 +215,9 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     spec = validated(SearchSpec, {**values, "model": model, "cluster": cluster})
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
+    # Only ZeroPP's users get offload without asking for it.
+    if name != "zeropp" and "offload_blocks" in PRICED[name].knobs.__dataclass_fields__:
+        chosen.setdefault("offload_blocks", 0)
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     if own and reading.traits.get("eight_bit") and not spec.cluster.device.eight_bit_gain:
@@ -290,11 +293,14 @@ def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
 
     def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
         plan, own = contender.size(task, knobs, microbatch_size), traits
+        # What a file of Megatron-LM or of eager torchtitan does not switch on is off.
+        stock = reading.eager or reading.dialect == "megatron"
+        program = entry_name(plan.program, stock=stock)
         if reading.eager:
             layout = plan.layout
             host = _EAGER_HOST[layout.tp > 1, layout.sequence_parallel]
             plan, own = replace(plan, compile=False), (*traits, ("launch_factor", host))
-        return replace(plan, program=_program(plan.program, own))
+        return replace(plan, program=_program(program, own))
 
     return replace(contender, size=size)
 

@@ -20,6 +20,7 @@ from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, Better, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
+from benchmarks.report.network import network_words
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
 from zeropp.choose.contender import describe, overrides
@@ -80,6 +81,8 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     console.print(_speed(answer))
     errors = ratio_errors.error_text(contender.name, contender.label)
     indented(f"simulated; {errors}", console)
+    if answer.network_s:
+        indented(network_words(answer.network_s), console)
     console.print(memory_text(answer.asked, task))
     console.print(_memory(answer))
     alone = seconds_by_kind(result)["limit"] / result.step_s
@@ -112,10 +115,14 @@ def memory_text(plan: Evaluated[Any], task: Task) -> str:
     tensors, what most of them are, their error, and what torch's allocator reserves."""
     has, program = task.cluster.device.usable_bytes, program_named(plan.plan.program)
     rank, memory = max(enumerate(plan.result.memory), key=lambda rank: rank[1].total)
-    kind, most = max(asdict(memory).items(), key=itemgetter(1))
+    kinds = {kind: size for kind, size in asdict(memory).items() if kind != "host"}
+    kind, most = max(kinds.items(), key=itemgetter(1))
     likely = (1 + MEMORY_MARGIN) * plan.peak_bytes
     reserved = reserved_bytes(plan.peak_bytes, program)
     verdict = "It fits" if likely <= has else "It may fit" if plan.peak_bytes <= has else "Too much"
+    host, may = max(m.host for m in plan.result.memory), plan.result.price.host_limit
+    if host > may:
+        verdict = f"Too much for the host ({_gib(host)} of {_gib(may)} GiB per GPU)"
     text = (
         f"{verdict}: pipeline rank {rank} allocates {_gib(memory.total)} of {_gib(has)} GiB, "
         f"{_gib(most)} of them {kind}. Nine in ten published runs took at most "

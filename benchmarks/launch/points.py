@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from math import isnan
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +61,7 @@ class Point:
     reason: str = ""  # one line; empty if there is a plan
     why: str = field(default="", compare=False)  # it is to run
     note: str = ""  # what the tuner chose, in one line; empty if nothing was open
-    # Of the tuner's search (``Best.gap``); None: it was cut, and does not say it.
-    gap: float | None = field(default=0.0, compare=False)
+    gap: float = field(default=0.0, compare=False)
 
 
 def plan_point(spec: RunSpec, *, simulated: bool = False) -> Point:
@@ -146,7 +144,7 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
         yield record
 
 
-def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str, float | None]:
+def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str, float]:
     """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it,
     the gap of its search).
 
@@ -214,7 +212,7 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
         "knobs": asdict(winner.candidate.knobs),
         "microbatch_size": winner.candidate.microbatch_size,
         "words": f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated",
-        "gap": None if isnan(best.gap) else best.gap,
+        "gap": best.gap,
     }
     pruned = outcome.rejected[SLOWER]
     ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"

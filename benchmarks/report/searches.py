@@ -60,8 +60,17 @@ class Best:
 
     @property
     def gap(self) -> float:
-        """The share by which an unopened plan may be faster than the best, by its bound."""
-        return max(outcome.gap for outcome in self.searched)
+        """The share by which an unopened plan may be faster than the best, by its bound; 1 where
+        searches that were cut have found none."""
+        if self.winner is None:
+            return float(not self.is_complete)
+        least_s = min(outcome.bound_s for outcome in self.searched)
+        return max(0.0, 1.0 - least_s / self.winner.step_s)
+
+    @property
+    def none(self) -> str:
+        """What a search that has no plan says: that none fits only where it has tried all."""
+        return "no plan fits" if self.is_complete else "no plan found in time"
 
     def refusals(self) -> Iterator[str]:
         """Per published plan that was refused, the plan and by how much it exceeds the limit."""
@@ -108,7 +117,7 @@ def best_of(
             if bound_s >= _step_s(fastest):
                 break
             plan = Evaluated(candidate, contender.simulated(own, candidate))
-            runs, fits = published[candidate], plan.peak_bytes <= own.limit_bytes
+            runs, fits = published[candidate], plan.result.fits(own.limit_bytes)
             if fits or any(_ran(plan, own, contender, run) for run in runs):
                 fastest = plan if plan.step_s < _step_s(fastest) else fastest
             elif plan.peak_bytes <= task.cluster.device.usable_bytes:
@@ -268,7 +277,9 @@ def _ran(
     memory_gib = task.cluster.device.memory_gib  # of which sources state the nominal size
     if not 0.95 < float(run["memory_gib"] or memory_gib) / memory_gib < 1.05:
         return False
-    there = replace(task, num_gpus=int(run["num_gpus"]), global_batch=int(run["global_batch"]))
+    shape = replace(task.shape, vocab=int(run["vocab"]))
+    gpus, batch = int(run["num_gpus"]), int(run["global_batch"])
+    there = replace(task, shape=shape, num_gpus=gpus, global_batch=batch)
     own = _candidate(run, there, contender, contender.types_as("users", task.precision))
     if own is None:
         return False

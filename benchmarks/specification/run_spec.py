@@ -127,10 +127,12 @@ class RunSpec(TaskSpec):
         return CONTENDERS[self.contender.name].plan(self.task, self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as nested dictionaries and lists, equal to what JSON reads back."""
+        """The spec as nested dictionaries and lists, equal to what JSON reads back. What older
+        specs, and their ids, do not have is left out at its default."""
         tree = cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
-        if self.model.head_width is None:  # which older specs, and their ids, do not have
-            del tree["model"]["head_width"]
+        for part, field in (("model", "head_width"), ("cluster", "busbw_gb_s")):
+            if tree[part][field] is None:
+                del tree[part][field]
         return tree
 
     def to_json(self) -> str:

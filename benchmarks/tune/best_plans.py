@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks.explain.need import need_lines
 from benchmarks.explain.screen import PlanLine, lost, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
+from benchmarks.report.network import network_answer
 from benchmarks.report.searches import Best, search_rows
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable
@@ -64,7 +65,7 @@ def searched(spec: TuneSpec) -> tuple[list[Best], list[str]]:
     those whose searches were stopped."""
 
     def tell(best: Best) -> None:
-        words = f"no plan fits with {best.room.words}"
+        words = f"{best.none} with {best.room.words}"
         if best.winner is not None:
             speed = best.winner.result.tokens_per_s_per_gpu
             words = f"{best.winner.step_s:.3g} s, {speed:,.0f} tokens/s/GPU"
@@ -95,8 +96,7 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
     lines = []
     for best in bests:
         mark, style = ("* ", "bold") if best.winner and best.winner is quickest else ("", "")
-        gap = f"{best.gap:.1%}" if best.gap >= 0 else "cut"
-        lines.append(PlanLine(mark + best.label, best.winner, gap, style))
+        lines.append(PlanLine(mark + best.label, best.winner, f"{best.gap:.1%}", style))
     heads = ["program", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU", "of limit"]
     heads += ["peak GiB", "gap"]
     title = (
@@ -115,8 +115,10 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
         f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
         f"at {limit.microbatch_size} sequences per microbatch."
     )
+    if words := network_answer(bests):
+        tell(words)
     for best in bests:
-        words = f"{best.label}: no plan fits with {best.room.words}"
+        words = f"{best.label}: {best.none} with {best.room.words}"
         if best.winner:
             words = f"{best.label} loses {lost(best.winner.result, 0.0005)}"
         reasons = Counter[str]()
@@ -176,7 +178,7 @@ def write_pictures(task: Task, out: Path, outcomes: list[Best]) -> None:
 
     records, timelines = [], []
     for outcome in outcomes:
-        known: dict[str, Any] = {"words": "no plan fits"}
+        known: dict[str, Any] = {"words": outcome.none}
         if (winner := outcome.winner) is not None:
             known = {"words": describe(winner.plan), "setting": setting_of(winner.candidate)}
             known["predicted"] = prediction(winner.result)

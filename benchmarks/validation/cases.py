@@ -72,9 +72,11 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         )
     cluster = preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row)
     program = program_of(row)
-    # With ZeRO-2 parameters are sharded, too, where the program has no buffers for gradients that
-    # stay on their rank, as FSDP has none.
-    sharded = row.zero == 3 or (row.zero == 2 and program.zero3 and not program.bf16.bucket)
+    # With a pipeline ZeRO-2 is ZeRO-1: programs keep the sums of microbatches in flight whole. With
+    # ZeRO-2 parameters are sharded, too, where the program has no buffers for gradients that stay
+    # on their rank, as FSDP has none.
+    zero = 1 if row.zero == 2 and row.pp > 1 else row.zero
+    sharded = zero == 3 or (zero == 2 and program.zero3 and not program.bf16.bucket)
     shard = (row.zero3_group or row.dp) if sharded else 1
     return Case(
         shape=replace(row.shape, document=row.document or 0),
@@ -89,7 +91,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             context_copies=not sharded,
             exchange="ring",
             chunks=row.chunks,
-            replicate_zero=0 if sharded or row.zero1_group else cast("ReplicateZero", row.zero),
+            replicate_zero=0 if sharded or row.zero1_group else cast("ReplicateZero", zero),
             sequence_parallel=row.sequence_parallel,
         ),
         schedule="1f1b" if row.schedule == "none" else row.schedule,
@@ -121,8 +123,6 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
             f"schedule=zeropp: no price with tp={row.tp}, zero={row.zero} (tp=1, zero=0 or 3; "
             "ZeRO-1 over replicas is knobs=replicate_zero=1)"
         )
-    if row.zero == 2 and row.pp > 1:
-        raise UnpredictableError(f"zero=2: no program shards sums of gradients with pp={row.pp}")
     if row.zero == 3 and not program_named(row.program).zero3:
         raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
 

@@ -167,7 +167,7 @@ Half = Literal["fp32", "fp16", "bf16"]
 PLAUSIBLE = {
     "memory_gib": (1, 2000), "memory_bandwidth_gb_s": (50, 50000), "peak_bf16_tflops": (5, 20000),
     "products_tflops": (1, 20000), "power_w": (20, 5000), "intra_gb_s": (1, 5000),
-    "nic_gbit_s": (0.1, 10000),
+    "nic_gbit_s": (0.1, 10000), "busbw_gb_s": (0.05, 10000),
 }  # fmt: skip
 SLACK = 0.03  # parameters may differ by this share from those of the shape
 NAME_SLACK = 1.5  # the factor by which they may differ from the size in the model's name
@@ -225,6 +225,7 @@ class PublishedRow(BaseModel):
     gpus_per_node: Count | None = None
     nics_per_node: Count | None = None
     nic_gbit_s: Decimal | None = None
+    busbw_gb_s: Decimal | None = None  # of large collectives between nodes, as measured
     # Degrees.
     num_gpus: Count
     tp: Count
@@ -298,7 +299,9 @@ class PublishedRow(BaseModel):
 
 COLUMNS = tuple(PublishedRow.model_fields)
 # A table need not have these columns.
-OPTIONAL = ("cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document")
+OPTIONAL = (
+    "cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document", "busbw_gb_s",
+)  # fmt: skip
 # Pairs of whether something is wrong with a row, and the words for it.
 _Checks = Iterator[tuple[object, str]]
 _OF_THE_NUMBER = (

@@ -55,7 +55,7 @@ def cluster_of(row: PublishedRow) -> Cluster:
     nics = row.nics_per_node or min(cluster.nics_per_node, gpus)
     return replace(
         cluster, device=device, intra=intra, inter=inter, group_shares=shares, gpus_per_node=gpus,
-        nics_per_node=nics,
+        nics_per_node=nics, busbw_gb_s=row.busbw_gb_s,
     )  # fmt: skip
 
 

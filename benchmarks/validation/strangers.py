@@ -12,8 +12,8 @@ few constants that are no field of a device or program.
 It writes two tables. ``stranger_runs.csv`` has one line per run: its error in sample, with the
 constants and the entry of ``conf/``, and as a stranger. ``strangers.csv`` has one line per source
 and one for all. Errors are those of speed, predicted over measured minus 1, or of memory. The
-interval is the 90th percentile of absolute errors over all other sources, which all weigh the
-same; ``inside`` is the share of a source's runs that are in it.
+interval, from ``low`` to ``high``, holds nine in ten errors of all other sources, which all weigh
+the same; ``inside`` is the share of a source's runs that are in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.report.ratio_errors import interval_of
+from benchmarks.report.ratio_errors import bounds_of
 from benchmarks.specification.command import CommandParser, check_writable, command, workers
 from benchmarks.specification.progress import track
 from benchmarks.validation.cases import Case, case_of
@@ -124,8 +124,8 @@ def priced(
 def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
     """One line per quantity and source, and one over all sources, whose interval is that of every
     further stranger: absolute errors as median and 90th percentile, and the median with its sign
-    (``bias``, +: too fast, or too much memory), in sample and as strangers; the half width of the
-    interval that the other sources give, and the share of runs inside it."""
+    (``bias``, +: too fast, or too much memory), in sample and as strangers; the interval that the
+    other sources give, and the share of runs inside it."""
     table, lines = pd.DataFrame(map(asdict, runs)), []
     for quantity in ("speed", "memory"):
         of_kind = table[table["quantity"] == quantity]
@@ -133,31 +133,18 @@ def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
         groups = [(str(source), own) for source, own in of_kind.groupby("source")]
         for source, own in [*groups, *[("all sources", of_kind)] * bool(groups)]:
             others = of_kind[of_kind["source"] != source]
-            width = interval_of(zip(others["source"], others["stranger"], strict=True))
+            low, high = bounds_of(zip(others["source"], others["stranger"], strict=True))
             held = inside
             if own is not of_kind:
-                held = (own["stranger"].abs() <= width).tolist()
+                held = own["stranger"].between(low, high).tolist()
                 inside += held
             line: dict[str, Any] = {"quantity": quantity, "source": source, "runs": len(own)}
             for name, suffix in (("in_sample", "_in_sample"), ("stranger", "")):
                 sizes = own[name].abs().quantile([0.5, 0.9])
                 line |= dict(zip((f"median{suffix}", f"p90{suffix}"), sizes, strict=True))
                 line[f"bias{suffix}"] = own[name].median()
-            lines.append(line | {"inside": float(np.mean(held)), "interval": width})
+            lines.append(line | {"inside": float(np.mean(held)), "low": low, "high": high})
     return lines
-
-
-def _text(line: Mapping[str, Any]) -> str:
-    source = line["source"] if len(line["source"]) <= 34 else f"{line['source'][:33]}…"
-    names = ("median_in_sample", "p90_in_sample", "median", "p90")
-    return (
-        f"{line['quantity']:7} {source:34} {line['runs']:5}  "
-        f"{'  '.join(f'{line[name]:6.1%}' for name in names)}  "
-        f"{line['bias']:+6.1%}  {line['inside']:5.0%} in ±{line['interval']:.0%}"
-    )
-
-
-_HEAD = f"{'':7} {'source left out':34}  runs  in sample: med, p90  as a stranger: med, p90, bias"
 
 
 Runs = Mapping[str, Prediction]  # by the place of their row
@@ -226,7 +213,8 @@ def main() -> int:
     with workers(os.cpu_count() or 1) as pool:
         runs, words = left_out(_known(pool), pool)
     errors = errors_by_source(runs)
-    print("\n".join([*words, "", _HEAD, *map(_text, errors)]))
+    shown = pd.DataFrame(errors).to_string(index=False, float_format="{:+.1%}".format)
+    print("\n".join([*words, "", shown]))
     if options.out is not None:
         for name, lines in (("stranger_runs", map(asdict, runs)), ("strangers", errors)):
             pd.DataFrame(lines).to_csv(

@@ -92,7 +92,7 @@ class CellPart:
             budget_s=self.budget_s,
         )
         found = {"gap": best.gap, "memory_margin": best.room.share}
-        return [_line(cell, self.mode, commit, name, best.winner, found)]
+        return [_line(cell, self.mode, commit, name, best.winner, found, best.none)]
 
 
 def parts_of(cell: Cell) -> list[tuple[str, str]]:
@@ -137,6 +137,7 @@ def _line(
     row: str,
     plan: Evaluated[Any] | None,
     found: Mapping[str, float] | None = None,
+    none: str = "no plan fits",
 ) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if plan is not None:
@@ -147,7 +148,7 @@ def _line(
         BASES[mode],
         bandwidth=cell.bandwidth,
         commit=commit,
-        words=describe(plan.plan) if plan else "no plan fits",
+        words=describe(plan.plan) if plan else none,
         found=found,
         **known,
     )

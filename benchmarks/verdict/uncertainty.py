@@ -49,7 +49,6 @@ DEVICES = ("a100", "a800", "h100", "h800", "h200")  # the generations of the ver
 FEWEST_RUNS = 3  # of a source and program whose median error counts
 DRAWS = 4000
 _REFERENCE = CHECKOUT / "results" / "reference"
-_BLIND = _REFERENCE / "validation" / "blind.csv"
 _REPLAYS = _REFERENCE / "kempnerforge_replays.csv"
 LIMITS = (0.05, 0.95)  # an interval's ends, as shares of the draws
 SEED = 33
@@ -95,11 +94,9 @@ def published() -> pd.DataFrame:
 
 def blind_errors() -> Array:
     """The errors, as logarithms, of runs that were priced before their numbers had been seen."""
-    blind = pd.read_csv(_BLIND).dropna(subset="predicted").set_index("place")["predicted"]
-    table = published()
-    table = table[table["place"].isin(blind.index)]
-    error = np.log(table["place"].map(blind) / table["value"].astype(float))
-    return np.asarray(np.where(table["metric"].str.contains("time"), -error, error), dtype=float)
+    table = pd.DataFrame(stranger_runs())
+    table = table[(table["quantity"] == "speed") & (table["blind"] != table["stranger"])]
+    return np.log1p(table["blind"].astype(float).to_numpy())
 
 
 def kempnerforge_replays() -> Array:

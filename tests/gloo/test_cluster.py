@@ -380,9 +380,12 @@ def test_ranks_of_a_node_share_its_nics() -> None:
     times.group_sizes["across nodes"] = 8  # nodes
     inside = dict(times.collectives)
     times.collectives |= {(kind, "across nodes", n): of for (kind, _, n), of in inside.items()}
-    values = {c.place: c.value for c in constants_of([times], like, half=True)}
+    constants = constants_of([times], like, half=True)
+    values = {c.place: c.value for c in constants}
     share = 4 * like.inter.bandwidth_gb_s / 8
     assert math.isclose(values["inter.efficiency"], 4.0 / share, rel_tol=1e-3)
+    measured = calibrated(like, "mine", constants).busbw_gb_s or 0.0  # of all GPUs of a node
+    assert math.isclose(measured, 8 * 4.0, rel_tol=1e-3)
 
 
 def test_what_looks_wrong_is_named() -> None:

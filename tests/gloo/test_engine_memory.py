@@ -336,7 +336,8 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     traces = [*trace_ranks(plan, ranks, optimizer=ADAMW, program=CONTENDERS[name], steps=2)]
     for index, found in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(found.memory.total, rel=0.05), index
-        if name in ("zeropp", "fsdp"):
+        # With offload two moments are nearly as full, and either may be the peak.
+        if name in ("zeropp", "fsdp") and not plan.offloaded_stages:
             for kind in ("parameters", "unsharded", "gradients", "optimizer"):
                 expected = getattr(simulated[index], kind)
                 assert getattr(found.memory, kind) == pytest.approx(expected, rel=0.01), kind

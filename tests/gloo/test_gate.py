@@ -295,6 +295,9 @@ def test_what_is_not_met_has_the_plans_of_one_that_is() -> None:
             if case.contender == met.name:
                 for setting, _ in case.rounds:
                     plan = spec_of(case, setting).plan()
+                    three = plan.layout.tp > 1 and plan.layout.pp > 1
+                    if contender.name == "deepspeed_3d" and not three:
+                        continue
                     other = spec_of(replace(case, contender=contender.name), setting).plan()
                     assert replace(other, contender=met.name) == plan
 

@@ -98,3 +98,28 @@ def test_what_is_sent_is_freed_and_sent_once() -> None:
     assert held == [0] * 16
     assert sent == [2 * 3 * 4 * 4] * 16  # the linear layer's input, and what tanh gives
     assert shared == [True] * 16
+
+
+class Changes(nn.Module):
+    """Changes in place what its exponential has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).exp()
+        z: Tensor = y.add_(1) * 2
+        return z
+
+
+@pytest.mark.parametrize("sent", [0, 2])
+@on_ranks(1)
+def test_what_is_changed_after_it_was_saved_is_an_error_as_without(sent: int) -> None:
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    layers = [nn.Linear(4, 4), Changes(), Changes(), nn.Linear(4, 4)]
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        zeropp.parallelize(
+            layers, nn.functional.mse_loss, sample=x[:3], global_batch=12, chunks=4, unit=4,
+            offload_blocks=sent,
+        ).train_step(x, x)  # fmt: skip

@@ -91,7 +91,7 @@ def simulated(name: str, cell: Cell, candidate: Candidate[Any]) -> dict[str, Any
 
 
 def plan(row: Row) -> dict[str, Any]:
-    if row["plan"] == "no plan fits":
+    if row["plan"].startswith("no plan"):
         return dict.fromkeys(("step_s", "peak_gib", "setting"), "")
     setting = json.loads(row["setting"])
     _, contender, candidate = candidate_of(row["setting"])

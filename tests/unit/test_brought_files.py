@@ -21,6 +21,7 @@ from benchmarks.explain.screen import (
     show,
     written_as,
 )
+from benchmarks.report.ratio_errors import memory_room
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import task
@@ -383,7 +384,8 @@ def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path
     said = memory_text(near.asked, near.question.task)
     assert said.startswith("It may fit")
     assert "num_alloc_retries" in said
-    assert said.endswith("Best plans below leave 16% of their price.")
+    room = memory_room(PRICED["fsdp"].published_as).share
+    assert said.endswith(f"Best plans below leave {room:.0%} of their price.")
 
 
 def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.specification import SpecError
+from benchmarks.specification.reading import validated
 from tests.unit.simulated_task import cluster
+from zeropp.price.cluster import Cluster, network_range
 from zeropp.price.network import all_reduce_s, gather_s, group, transfer_s, waits_s
 from zeropp.types.layout import Layout
 
@@ -38,6 +41,51 @@ def test_all_reduce_inside_a_node_is_near_its_measurement(size: int, published_u
     assert all_reduce_s(A100, group(A100, 8, 1, 8), size) * 1e6 == pytest.approx(
         published_us, rel=0.2
     )
+
+
+def test_a_measured_rate_between_nodes_stands_for_what_is_assumed() -> None:
+    nominal = A100.nics_per_node * A100.inter.bandwidth_gb_s
+    ring, size = group(A100, 64, 1, 64), 1e10
+    measured = replace(A100, busbw_gb_s=nominal * A100.inter.efficiency)
+    assert group(measured, 64, 1, 64).rate == pytest.approx(ring.rate)
+    slow = replace(A100, busbw_gb_s=10.0)
+    bytes_s = size * 63 / 64 / (gather_s(slow, group(slow, 64, 1, 64), size) - waits_s(slow, ring))
+    assert bytes_s == pytest.approx(10e9)  # as nccl-tests' busbw is defined
+    assert group(slow, 8, 1, 64) == group(A100, 8, 1, 64)  # inside a node
+    message = {"source": 0, "target": 1, "size": 1e9}
+    layout = Layout(pp=2, shard=8)
+    assert transfer_s(slow, layout, **message) > 5 * transfer_s(A100, layout, **message)  # type: ignore[arg-type]
+
+
+def test_the_range_of_a_network_is_of_what_nobody_measured() -> None:
+    slow, fast = network_range(A100, 16) or (A100, A100)
+    rates = [group(of, 16, 1, 16).rate for of in (slow, A100, fast)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.15 * rates[2]
+    assert network_range(A100, 8) is None  # one node
+    assert network_range(slow, 16) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "gb_s"),
+    [
+        (180, 180.0),
+        ("92.5", 92.5),
+        (
+            " 8589934592  2147483648  float  sum  -1  47113  182.32  341.86  0  4700  182  341  0",
+            341.86,
+        ),
+        ("fast", None),
+        (-3, None),
+    ],
+)
+def test_a_line_of_nccl_tests_is_its_busbw(given: object, gb_s: float | None) -> None:
+    tree = asdict(A100) | {"busbw_gb_s": given}
+    if gb_s is None:
+        with pytest.raises(SpecError, match="busbw_gb_s="):
+            validated(Cluster, tree)
+    else:
+        assert validated(Cluster, tree).busbw_gb_s == gb_s
 
 
 def test_groups_across_nodes_share_the_nics() -> None:

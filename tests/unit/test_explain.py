@@ -20,6 +20,7 @@ from benchmarks.explain.answer import answer, better
 from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
+from benchmarks.report.network import network_words
 from benchmarks.specification import SpecError, reading
 from benchmarks.specification import progress as bars
 from benchmarks.specification.contenders import ATLAS
@@ -295,6 +296,27 @@ def test_the_command_answers_on_one_screen(
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words, "--as", "overrides"])
     assert main() in (0, 1), capsys.readouterr().err
     assert "contender=megatron_core" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_unmeasured_network_is_a_range_and_is_asked_for_where_it_decides() -> None:
+    config = CHECKOUT / "docs/examples/configurations/llama_config.json"
+    words = [
+        "num_gpus=16",
+        "cluster=h100",
+        "model.seq=4096",
+        "global_batch=16",
+        "microbatch_size=1",
+    ]
+    words += ["contender=fsdp", "contender.shard=16", "contender.recompute=none"]
+    slow, fast = answer(ask([str(config)], words, [])).network_s or (0.0, 0.0)
+    assert slow > 1.5 * fast
+    assert "cluster.busbw_gb_s=N" in network_words((slow, fast))
+    assert "decides little" in network_words((1.01 * fast, fast))
+    measured = answer(ask([str(config)], [*words, "cluster.busbw_gb_s=40"], []))
+    assert measured.network_s is None
+    assert measured.asked.step_s == pytest.approx(slow)  # a tenth of 8 x 50 GB/s
+    one_node = [word.replace("=16", "=8") for word in words]
+    assert answer(ask([str(config)], one_node, [])).network_s is None
 
 
 def test_a_file_that_says_all_is_priced_though_it_does_not_fit() -> None:

@@ -201,7 +201,7 @@ def test_the_screen_says_what_was_measured() -> None:
     """Beside the price, what the simulated step is lost to, and published runs."""
     said = shown("8s", "3 s num_gpus=16")
     parts = ["8s", "8.000", "3 s num_gpus=16", "3.000"]
-    parts += ["the machine is the preset's, 8 boards h100 of 700 W", "is lost to:\n  tensor par"]
+    parts += ["the machine is the preset's, 8 boards h100 of 700 W", "is lost to:\n  small kern"]
     places = [said.index(part) for part in [*parts, "Published runs that are nearest"]]
     assert places == sorted(places)
 

@@ -87,7 +87,8 @@ def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     given: dict[str, Any] = {"tolerance": 0.05}
     bests = search_rows(SMALL, ["megatron_core_tp", "fsdp"], 5.0, tell, **given)
-    assert [best.name for best in bests] == told == ["fsdp"]  # the quick one comes first
+    assert [best.name for best in bests] == told
+    assert len(told) == 1  # whichever has ended first
     assert bests[0].winner is not None
     monkeypatch.setattr(searches, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

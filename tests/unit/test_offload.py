@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from baselines.fsdp.contender import FSDP, MEGATRON_FSDP, FSDPKnobs, MegatronFSDPKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import task
+from zeropp.choose.contender import Contender
 from zeropp.choose.search import search
 from zeropp.price.cluster import Cluster, Host
 from zeropp.price.simulator import SimResult, simulate
@@ -114,3 +116,51 @@ def test_the_search_takes_it_where_memory_is_short() -> None:
     assert taken.result.fits(taken.result.peak_bytes)
     assert found(replace(short, host=None)).plan == without.plan
     assert any(a.op is Op.LOAD for a in taken.plan.schedule.programs[0])
+
+
+@pytest.mark.parametrize(
+    ("contender", "asked"), [(FSDP, FSDPKnobs()), (MEGATRON_FSDP, MegatronFSDPKnobs())]
+)
+def test_fsdp_has_the_same_link_and_its_search_takes_it(
+    contender: Contender[Any], asked: FSDPKnobs
+) -> None:
+    def stepped(cluster: Cluster, blocks: int) -> SimResult:
+        knobs = replace(asked, shard=64, replicate=1, recompute="none", offload_blocks=blocks)
+        on_it = replace(task(64, 128), cluster=cluster)
+        plan = contender.size(on_it, knobs, 1)
+        price = contender.prices.of(plan, cluster)
+        planned = next(contender.plans(plan, price))
+        planned.check()
+        return simulate(planned, cluster, price=price)
+
+    none, half, most = (stepped(on(), blocks) for blocks in (0, 23, 45))
+    assert none.memory[0].host == 0 < half.memory[0].host < most.memory[0].host
+    # The host has all blocks but the last, whose backward comes at once, and the device two.
+    a_block = none.price.memory[1].activations
+    assert most.memory[0].host == pytest.approx(45 * a_block, rel=0.01)
+    assert none.peak_bytes - most.peak_bytes == pytest.approx(43 * a_block, rel=0.03)
+    slow = stepped(on(replace(HOST, bandwidth_gb_s=4)), 45)
+    stored = sum(stage.store for stage in slow.price.stages)
+    assert slow.step_s > 2 * 0.9 * slow.plan.num_microbatches * stored > 2 * most.step_s
+
+    short = replace(task(64, 256), cluster=on(memory_gib=24.0))
+    without, taken = (
+        search(short, contender, replace(asked, offload_blocks=n), 4).winner for n in (0, "auto")
+    )
+    assert without
+    assert taken
+    assert taken.plan.offload_blocks > 0
+    assert taken.step_s < without.step_s
+
+
+def test_megatron_offloads_no_last_layer_and_nothing_beside_recomputation() -> None:
+    short = replace(task(64, 256), cluster=on())
+    for knobs, why in (
+        ({"offload_blocks": 46}, "keeps one layer of 46"),
+        ({"offload_blocks": 9, "recompute": "full"}, "offloads nothing where it recomputes"),
+    ):
+        asked = replace(FSDPKnobs(), shard=64, replicate=1, **knobs)
+        assert FSDP.size(short, asked, 1).offload_blocks == knobs["offload_blocks"]
+        of_megatron = MegatronFSDPKnobs(shard=64, replicate=1, **knobs)
+        with pytest.raises(InfeasibleError, match=why):
+            MEGATRON_FSDP.size(short, of_megatron, 1)

@@ -13,11 +13,13 @@ from pydantic import TypeAdapter
 
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS, PRICED
-from tests.unit.simulated_task import task
+from tests.unit.simulated_task import cluster, task
 from zeropp.choose.task import Candidate
+from zeropp.price.cluster import NEWEST
 from zeropp.price.programs import (
     Program,
     ProgramEntry,
+    entry_name,
     entry_named,
     entry_of,
     gathers,
@@ -105,3 +107,31 @@ def test_zeropps_programs_gather_where_its_prices_do(shard: int, precision: Prec
     plan = ZEROPP.plan(replace(task(2 * shard), precision=precision), Candidate(knobs, 1))
     gathered = any(action.op is Op.UNSHARD for action in plan.schedule.programs[0])
     assert gathered == gathers(plan)
+
+
+def test_a_stock_program_is_the_entry_of_that_name_without_what_it_states_itself() -> None:
+    assert entry_name("megatron_core", stock=True) == "megatron_core_stock"
+    assert entry_name("megatron_core", stock=False) == "megatron_core"
+    assert entry_name("zeropp", stock=True) == "zeropp"  # nothing to tune
+    tuned = "torchtitan_3d+loss_gradient=sliced+torch_stages=false"
+    assert entry_name(tuned, stock=True) == "torchtitan_3d_stock+torch_stages=false"
+
+
+@pytest.mark.parametrize("name", [name for name in program_names() if name.endswith("_stock")])
+def test_a_stock_program_is_slower_than_the_tuned_one_and_hides_less(name: str) -> None:
+    stock, tuned = program_named(name), program_named(name.removesuffix("_stock"))
+    assert stock.launch_factor > tuned.launch_factor
+    assert (stock.overlap_tensor, stock.fused_loss) == (False, False)
+    assert (tuned.overlap_tensor, tuned.fused_loss) == (True, True)
+
+
+def test_flash_attention_2_gains_nothing_from_newer_devices() -> None:
+    stock = program_named("torchtitan_3d_stock")
+    rates = {}
+    for name in ("a100", "h100", "b200"):
+        device = cluster(name).device.of_year(NEWEST)
+        gain = stock.attention_gain(device)
+        rates[name] = gain * device.matmul_bf16_tflops * device.attention_efficiency
+        assert gain <= 1
+    assert rates["h100"] == rates["b200"] == pytest.approx(298)
+    assert rates["a100"] < 298

@@ -14,6 +14,7 @@ from benchmarks import CHECKOUT
 from benchmarks.report import ratio_errors
 from benchmarks.report.ratio_errors import (
     FEWEST_PEAKS,
+    bounds_of,
     error_text,
     interval_of,
     memory_room,
@@ -112,11 +113,27 @@ def test_the_interval_weighs_every_source_alike_and_is_that_of_the_others() -> N
     many = [run("many", 0.01) for _ in range(90)]
     few = [run("few", error) for error in (-0.3, 0.3)]
     assert interval_of((r.source, r.stranger) for r in [*many, *few]) == 0.3
+    assert bounds_of((r.source, r.stranger) for r in [*many, *few]) == (-0.3, 0.3)
     of = {each["source"]: each for each in errors_by_source([*many, *few])}
-    assert (of["few"]["interval"], of["few"]["inside"]) == (0.01, 0)
-    assert (of["many"]["interval"], of["many"]["inside"]) == (0.3, 1)
+    assert (of["few"]["low"], of["few"]["high"], of["few"]["inside"]) == (0.01, 0.01, 0)
+    assert (of["many"]["low"], of["many"]["high"], of["many"]["inside"]) == (-0.3, 0.3, 1)
     assert of["all sources"]["inside"] == pytest.approx(90 / 92)
     assert (of["few"]["median"], of["few"]["bias"], of["all sources"]["runs"]) == (0.3, 0, 92)
+
+
+def test_the_interval_leans_to_where_errors_are_and_leaves_vendors_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = {"a": [0.6, 0.1], "b": [0.3, 0.1], "NVIDIA's own": [-0.5] * 9}
+    runs = [
+        {"source": source, "program": "x", "quantity": "speed"}
+        | {"stranger": "0", "blind": str(error)}
+        for source, of in errors.items()
+        for error in of
+    ]
+    monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
+    assert ratio_errors.measured_over_priced() == pytest.approx((1 / 1.6, 1 / 1.1))
+    assert "(3 sources, 1 of them vendors')" in error_text("x", "X")
 
 
 def test_two_sources_are_priced_by_each_others_programs() -> None:
@@ -162,13 +179,15 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = [
-        {"source": source, "program": program, "quantity": "speed", "stranger": str(error)}
+        {"source": source, "program": program, "quantity": "speed"}
+        | dict.fromkeys(("stranger", "blind"), str(error))
         for program, sources, error in (("often", "ab", 0.03), ("alone", "c", 0.2))
         for source in sources
         for _ in range(12)
     ]
     monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
-    whole = "error as a stranger 3% in the median, nine in ten runs within 20%"
+    whole = "error as a stranger 3% in the median (3 sources, 0 of them vendors'); "
+    whole += "nine in ten ordinary runs have 0.83 to 0.97 of the speed"
     assert error_text("often", "Often") == f"{whole}; 3% on 24 published runs of Often by 2 sources"
     assert error_text("none", "None") == f"no published run of None: {whole}"
     alone = f"12 published runs of Alone, too few for an error of its own: {whole}"
@@ -211,7 +230,7 @@ def test_the_committed_table_of_sources_follows_from_the_committed_runs() -> Non
         assert (errors["quantity"], errors["source"], str(errors["runs"])) == (
             line["quantity"], line["source"], line["runs"],
         )  # fmt: skip
-        for name in ("median_in_sample", "p90_in_sample", "median", "p90", "bias", "interval"):
+        for name in ("median_in_sample", "p90_in_sample", "median", "p90", "bias", "low", "high"):
             assert errors[name] == pytest.approx(float(line[name]), abs=2e-4)
     whole = next(e for e in errors_by_source(runs) if e["source"] == "all sources")
     assert 0.85 < whole["inside"] < 0.95  # what an interval of 90 % promises

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,16 +17,20 @@ from baselines.deepspeed_3d.contender import DEEPSPEED
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.reading import preset
 from benchmarks.tune import __main__ as tune
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import least_bytes, least_compute_s, least_step_s
 from zeropp.choose.search import OOM, _Search, search
-from zeropp.choose.space import compute_knobs
+from zeropp.choose.space import compute_knobs, points
+from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import pass_times, price_plan
+from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import SimResult, simulate
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import InfeasibleError
+from zeropp.types.shape import ModelShape
 
 TINY_GIB = 7.4
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
@@ -322,3 +330,49 @@ def test_the_cap_is_the_fastest_of_all_that_fit(most: int) -> None:
     winner = search(small, ZEROPP, open_cap, 1, tolerance=0.0).winner
     assert winner is not None
     assert winner.step_s == min(fitting.values())
+
+
+def test_a_known_plan_that_does_not_fit_hides_no_other() -> None:
+    shape, cluster = preset("model", "llama_8b", ModelShape), preset("cluster", "h100", Cluster)
+    what = replace(task(16, 256), shape=shape, cluster=cluster)
+    asked = ZeroppKnobs(
+        pp=2, chunks=8, context=1, recompute="none", offload_blocks=0, replicate_zero=0,
+        placement="dp_inner", compile=True,
+    )  # fmt: skip
+    alone = search(what, ZEROPP, asked, runner_up=False).winner
+    assert alone is not None
+    large = replace(alone.candidate.knobs, unit=32, activation_cap=256, reduce_every="step")
+    known = [Candidate(large, alone.candidate.microbatch_size)]
+    begun = search(what, ZEROPP, asked, runner_up=False, known=known).winner
+    assert begun is not None
+    assert begun.step_s == alone.step_s
+
+
+@pytest.mark.parametrize("name", ["megatron_core", "zeropp", "torch_pp"])
+def test_what_shorter_steps_tell_is_no_more_than_a_long_one_takes(name: str) -> None:
+    contender, draw, checked = PRICED[name], random.Random(name), 0
+    shape, cluster = preset("model", "llama_8b", ModelShape), preset("cluster", "h100", Cluster)
+    slow = replace(cluster, nics_per_node=1)
+    asked = replace(contender.knobs(), pp=2)
+    while checked < 12:
+        what = replace(
+            task(draw.choice((8, 16)), draw.choice((256, 384))),
+            shape=shape,
+            cluster=draw.choice((cluster, slow)),
+        )
+        known = points(what, contender.space, asked, 1, rejected=Counter())
+        point, size = draw.choice([p for p in known if p[0].num_microbatches >= 48])
+        families = [*contender.space.families(point)]
+        with suppress(InfeasibleError):
+            family = draw.choice(families)
+            plan = contender.size(what, family, size)
+            member = draw.choice([*contender.space.members(asked, family, plan)])
+            plan = contender.size(what, member, size)
+            price = price_plan(plan, what.cluster)
+            steps = Steps(contender=contender, limit_bytes=2**60, asks_cap=False)
+            told = steps.told(plan, price)
+            real = steps.fastest(plan, price, inf)
+            assert told is not None
+            assert real is not None
+            assert told[1] <= real.step_s
+            checked += 1

@@ -76,7 +76,8 @@ def passes_of_layer(
     recompute: Recompute,
 ) -> PassTimes:
     """Seconds of one layer's passes for one microbatch."""
-    element, gain = element_bytes(precision) * program.traffic_factor, program.attention_factor
+    element = element_bytes(precision) * program.traffic_factor
+    gain = program.attention_gain(device)
     forwards = [kernel.forward for kernel in layer.elementwise if kernel.forward]
     backwards = _backwards(layer, "input")
     weights = _gradients_s(layer, "weight", device, precision)

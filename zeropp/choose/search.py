@@ -76,14 +76,9 @@ class Family(Generic[K]):
     def __lt__(self, other: Family[K]) -> bool:
         """Whether this entry comes first: by its turn, by its bound, or as the older one. One that
         takes long to simulate comes a little later."""
-        return (self.turn, self._rank_s, self.number) < (other.turn, other._rank_s, other.number)
-
-    @property
-    def _rank_s(self) -> float:
-        order = self.plan and self.plan.schedule
-        return self.bound_s * (
-            1 + _DEFERRED * order.num_microbatches * order.num_stages if order else 1
-        )
+        mine = self.bound_s * (1 + _DEFERRED * self.forwards)
+        others = other.bound_s * (1 + _DEFERRED * other.forwards)
+        return (self.turn, mine, self.number) < (other.turn, others, other.number)
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with its durations, if any member may
@@ -305,7 +300,8 @@ class _Search(Generic[K]):
     def __init__(self, task: Task, contender: Contender[K], asked: K, runner_up: bool) -> None:
         self.task, self.contender, self._asked = task, contender, asked
         self._wants_runner_up, self._limit = runner_up, task.limit_bytes
-        asks_cap = getattr(asked, "activation_cap", None) == "auto"
+        self._climbs = contender.space.climbs
+        asks_cap = self._climbs and getattr(asked, "activation_cap", None) == "auto"
         self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
@@ -331,7 +327,8 @@ class _Search(Generic[K]):
             for entry in heapq.nsmallest(_SETTLED, told):
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
                     self.evaluate(entry)
-        self._climb(microbatch_size, budget)
+        if self._climbs:
+            self._climb(microbatch_size, budget)
         return self.outcome
 
     def begin(self, known: Iterable[Candidate[K]]) -> None:
@@ -472,7 +469,8 @@ class _Search(Generic[K]):
                 continue
             self.outcome.rejected[OOM] += 1
             if is_first and least_of_family(plan, held) > self._limit:
-                if least_of_alike(plan, held) > self._limit:
+                # Of narrower questions the first member is not that of the fewest activations.
+                if entry.asked is self._asked and least_of_alike(plan, held) > self._limit:
                     self._too_many_activations.add(entry.alike)
                 return
 

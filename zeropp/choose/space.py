@@ -66,6 +66,8 @@ class Space(Generic[K]):
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     shards: tuple[int, int] = (1, 1)  # fewest and most ranks of a ZeRO-3 group; 0: all that remain
     contexts: bool = False  # ranks may divide sequences
+    # What is beside the winner is tried, and activation caps are as large as memory holds.
+    climbs: bool = True
 
 
 def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
@@ -116,10 +118,12 @@ def recompute_choices(
             yield kind, count
 
 
-def offload_choices(blocks: int | Auto, per_rank: int, cluster: Cluster) -> tuple[int, ...]:
+def offload_choices(
+    blocks: int | Auto, numbers: Iterable[int], cluster: Cluster
+) -> tuple[int, ...]:
     """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
-    known, all ``per_rank``. For its winner, the search then tries fewer."""
-    known = {0, per_rank} if cluster.host and not cluster.device.is_cpu else {0}
+    known, these ``numbers``. For its winner, the search then tries others."""
+    known = {0, *numbers} if cluster.host and not cluster.device.is_cpu else {0}
     return choices(blocks, sorted(known))
 
 

@@ -21,7 +21,8 @@ from zeropp.schedule.zeropp_order import smallest_cap
 
 _FILLED = 2  # units in which a rank fills its memory
 _REPEATS = 3  # periods of a step after which it repeats itself
-_TOLD = 5e-4  # share by which a step may be shorter than shorter ones tell
+_STEADY = 1e-3  # share by which two periods may differ
+_TOLD = 1e-3  # share by which a step may be shorter than shorter ones tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +69,32 @@ class Steps:
             short = lower
 
     def told(self, plan: SizedPlan, price: PlanPrice) -> tuple[SizedPlan, float] | None:
-        """The plan, with a cap that fits, and its seconds by two shorter steps: the actions of more
-        microbatches repeat themselves. 0 s where a step is not long; None where no order fits."""
+        """The plan, with a cap that fits, and its seconds by three shorter steps: the actions of
+        more microbatches repeat themselves. 0 s where a step is not long, or where two more periods
+        of it do not take the same time; None where no order fits."""
         m, period = plan.num_microbatches, plan.period
         few = m % period + _REPEATS * period
         if m < 2 * few:
             return plan, 0.0
         best: tuple[SizedPlan, float] | None = None
         for short, results in self._tried(plan.shortened(few), price, inf):
-            orders = self.contender.orders(short.shortened(few + period), price.stages, None)
-            repeats = (m - few) / period - 1
-            told = [
-                longer.step_s + repeats * (longer.step_s - result.step_s)
-                for result, order in zip(results, orders, strict=False)
-                if result and (longer := simulate_within(order.complete(), price, inf))
-            ]
+            less, more = (
+                self.contender.orders(short.shortened(few + sign * period), price.stages, None)
+                for sign in (-1, 1)
+            )
+            told = []
+            for result, *orders in zip(results, less, more, strict=False):
+                if result is None:
+                    continue
+                shorter, longer = (
+                    simulate_within(order.complete(), price, inf) for order in orders
+                )
+                assert shorter
+                assert longer
+                period_s = longer.step_s - result.step_s
+                steady = abs(result.step_s - shorter.step_s - period_s) <= _STEADY * period_s
+                repeats = (m - few) / period - 1
+                told.append(steady * (longer.step_s + repeats * period_s))
             if told and (not best or min(told) < best[1]):
                 best = replace(plan, activation_cap=short.activation_cap), min(told) * (1 - _TOLD)
         return best

@@ -137,8 +137,8 @@ def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str,
         result, element = writes[0], reads[-1].element_size()
         moved = sum(map(size_of, reads[:-2])) + size_of(result) * (1 + in_place)
         return Kernel(name, moved - result.numel() * element, product, element)
-    if operator == "copy_" and arguments.get("non_blocking"):
-        return Kernel(name, written, with_host=True)
+    if operator == "copy_" and arguments.get("non_blocking") and writes[0].dtype is torch.uint8:
+        return Kernel(name, written, with_host=True)  # slabs of the engine's offload
     moved = read + written * (2 if in_place else 1)
     if operator in LOOKUPS:
         moved = 2 * written

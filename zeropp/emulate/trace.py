@@ -247,9 +247,17 @@ def _trace_script(
 
     backward = torch.autograd.backward
 
+    running = [0]  # backwards; reentrant checkpoints run others inside
+
     def backward_to_count(*arguments: Any, **keywords: Any) -> None:
-        backward(*arguments, **keywords)
-        if not any(issubclass(type(held), torch.optim.Optimizer) for held in gc.get_objects()):
+        running[0] += 1
+        try:
+            backward(*arguments, **keywords)
+        finally:
+            running[0] -= 1
+        if not running[0] and not any(
+            issubclass(type(held), torch.optim.Optimizer) for held in gc.get_objects()
+        ):
             count(backward)
 
     def count(optimizer: object, *_: object) -> None:

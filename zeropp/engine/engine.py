@@ -17,7 +17,6 @@ from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.layers.offload import HostMemory, Offload
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
@@ -38,6 +37,7 @@ from zeropp.types.training import StepResult
 
 if TYPE_CHECKING:
     from zeropp.engine.layers.context import Context
+    from zeropp.engine.layers.offload import HostMemory
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
@@ -317,7 +317,11 @@ class Engine:
         _claimed.update(wanted)
         undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
-        host = HostMemory(self._device, undo) if plan.offloaded_stages else None
+        host = None
+        if plan.offloaded_stages:
+            from zeropp.engine.layers.offload import HostMemory
+
+            host = HostMemory(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
             from zeropp.engine.layers.context import Context
@@ -393,6 +397,8 @@ class Engine:
         flats = list(made)
         sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
         if host is not None and sent:
+            from zeropp.engine.layers.offload import Offload
+
             offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
         indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)

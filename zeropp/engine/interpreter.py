@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.layers.chunk import Chunk, shown
-from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import Key, Tensors, chosen, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
@@ -20,6 +20,9 @@ from zeropp.engine.ranks.collectives import Channels
 from zeropp.engine.update.optimizer import ParameterUpdate
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.types.training import StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.offload import Offload
 
 _Message = list[tuple[Tensor, dist.Work]]
 
@@ -88,9 +91,9 @@ class Interpreter(ActionRecorder):
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
-            Op.STORE: self._offload(Offload.store),
-            Op.FREE: self._offload(Offload.free),
-            Op.LOAD: self._offload(Offload.load),
+            Op.STORE: self._offload(lambda offload, j: offload.store(j)),
+            Op.FREE: self._offload(lambda offload, j: offload.free(j)),
+            Op.LOAD: self._offload(lambda offload, j: offload.load(j)),
         }
         self._actions = [(action, str(action)) for action in self._program]
 

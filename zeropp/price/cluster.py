@@ -18,6 +18,10 @@ _STRICT = {"extra": "forbid"}
 
 
 NEWEST = 9999  # a year after that of all kernels
+# The share of its nominal rate that a network between nodes reaches where nobody has measured it.
+# Few are below the first, which is TCP's in place of RDMA (14 GB/s of 200: NVIDIA/nccl#1454), and
+# none is above the second; results/published/nccl_busbw.csv has 0.5 to 0.96.
+NETWORK_PRIOR = (0.1, 0.96)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,27 @@ class Link:
         return self.bandwidth_gb_s * 1e9 * self.efficiency
 
 
+class BusBandwidth:
+    """Reads a number, or a line of nccl-tests' table: its out-of-place ``busbw``, which is the
+    eighth column (size, count, type, redop, root, time, algbw, busbw, #wrong ...)."""
+
+    @staticmethod
+    def check(value: Any) -> Any:
+        """The number that a text says; raises ValueError where it says none."""
+        columns = value.split() if isinstance(value, str) else []
+        if not columns:
+            return value
+        try:
+            return float(columns[7 if len(columns) > 7 else 0])
+        except ValueError:
+            raise ValueError("must be GB/s, or a line of nccl-tests' table") from None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        """Pydantic's hook: read the text before the type is checked (see ``literals.Range``)."""
+        check = {"type": "no-info", "function": self.check}
+        return {"type": "function-before", "function": check, "schema": handler(source)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A node's own memory, and the link of one GPU to it, which copies in both directions."""
@@ -152,6 +177,9 @@ class Cluster:
     group_shares: tuple[Annotated[float, MORE_THAN_0], ...] = ()
     # The factor by which in-switch reduction makes an all-reduce inside a node faster.
     reduction_gain: Annotated[float, MORE_THAN_0] = 1.0
+    # GB/s that large collectives of all GPUs of several nodes were measured to reach, nccl-tests'
+    # ``busbw`` or a line of its table; None: nobody has, and ``inter.efficiency`` is assumed.
+    busbw_gb_s: Annotated[float | None, BusBandwidth(), MORE_THAN_0] = None
 
     __pydantic_config__ = _STRICT
 
@@ -159,6 +187,29 @@ class Cluster:
         """The hash of the name alone, because a search needs it millions of times. Equality still
         compares all fields."""
         return hash(self.name)
+
+    @property
+    def nic_rate(self) -> float:
+        """Bytes per second that large messages between nodes reach through one NIC."""
+        if self.busbw_gb_s is None:
+            return self.inter.rate
+        return self.busbw_gb_s * 1e9 / self.nics_per_node
+
+    def with_busbw(self, gb_s: float) -> Cluster:
+        """The cluster with another rate between nodes, under a name of its own, by which prices are
+        kept."""
+        return replace(self, name=f"{self.name} at {gb_s:g} GB/s", busbw_gb_s=gb_s)
+
+
+def network_range(cluster: Cluster, num_gpus: int) -> tuple[Cluster, Cluster] | None:
+    """The cluster with the slow and with the fast network that it may have (``NETWORK_PRIOR``);
+    None where the rate was measured, or where a job of ``num_gpus`` stays in one node. The price
+    itself is that of ``inter.efficiency``, which is what tuned networks reach."""
+    if cluster.busbw_gb_s is not None or num_gpus <= cluster.gpus_per_node or cluster.device.is_cpu:
+        return None
+    nominal = cluster.nics_per_node * cluster.inter.bandwidth_gb_s
+    low, high = (cluster.with_busbw(float(f"{share * nominal:.3g}")) for share in NETWORK_PRIOR)
+    return low, high
 
 
 def host_of(cluster: Cluster) -> Host:

@@ -63,7 +63,7 @@ def _group(cluster: Cluster, size: int, local: int, node: int) -> Group:
         inside *= cluster.group_shares[min(local, len(cluster.group_shares)) - 1]
     if nodes == 1:
         return Group(size, 1, inside)
-    share = cluster.nics_per_node * cluster.inter.rate * local / node
+    share = cluster.nics_per_node * cluster.nic_rate * local / node
     return Group(size, nodes, share if local == 1 else min(inside, share))
 
 
@@ -122,7 +122,7 @@ def message_s(cluster: Cluster, stride: int, world: int, *, crosses: bool, size:
     if not crosses:
         return cluster.intra.latency_us * 1e-6 + size / group(cluster, 2, stride, world).rate
     sharing = min(cluster.gpus_per_node, stride, world)
-    rate = min(cluster.inter.rate, cluster.nics_per_node * cluster.inter.rate / sharing)
+    rate = min(cluster.nic_rate, cluster.nics_per_node * cluster.nic_rate / sharing)
     return cluster.inter.latency_us * 1e-6 + size / rate
 
 

@@ -248,7 +248,7 @@ def attention_s(work: Work, *, backward: bool = False) -> float:
     for the forward's two if fused (section 3.1), otherwise twice the forward's products."""
     if work.program.flash:
         fused_s = fused_attention_backward_s if backward else fused_attention_s
-        gain = work.program.attention_factor
+        gain = work.program.attention_gain(work.device)
         return fused_s(work.device, work.precision, _attention(work), gain=gain)
     # Softmax reads the causal half and writes all, dropout reads, writes, and writes its mask. In
     # the backward softmax reads its gradient, too, and dropout its gradient and mask.

@@ -177,7 +177,7 @@ def host_network_share(layout: Layout, cluster: Cluster) -> float:
     host = host_of(cluster)
     if not host.shares_network or group_of(cluster, layout, *layout.shard_axes).nodes == 1:
         return 0.0
-    of_gpu = cluster.inter.rate * cluster.nics_per_node / cluster.gpus_per_node
+    of_gpu = cluster.nic_rate * cluster.nics_per_node / cluster.gpus_per_node
     return min(of_gpu / host.rate, _MOST_OF_LINK)
 
 

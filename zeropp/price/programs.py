@@ -13,11 +13,13 @@ reads, and never its name. Plans, validation, tuner, verdict and contenders read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+from zeropp.price.cluster import Device
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.data import DATA
 from zeropp.types.literals import Precision
@@ -113,6 +115,9 @@ class Program:
     stops_recomputing: bool = False
     delays_ends: bool = True  # a split backward delays the weight gradients of embedding and head
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
+    # The most that its fused attention reaches, where the device's is that of newer kernels (0: the
+    # device's). FlashAttention-2 has the instructions of Ampere on every later device.
+    attention_tflops: float = 0.0
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     # The same again where blocks rotate queries and keys, and torch.compile has not fused that.
     eager_traffic: float = 1.0
@@ -203,6 +208,12 @@ class Program:
         compares all fields."""
         return hash(self.name)
 
+    def attention_gain(self, device: Device) -> float:
+        """Its fused attention's rate over the device's."""
+        own = device.matmul_bf16_tflops * device.attention_efficiency * self.attention_factor
+        slower = self.attention_tflops / own if self.attention_tflops else 1.0
+        return self.attention_factor * min(1.0, slower)
+
     def loss_in_place(self, tp: int) -> bool:
         """Whether the loss is Megatron's, with this many tensor-parallel ranks."""
         return self.loss_gradient == "in_place" or (
@@ -258,9 +269,16 @@ def entry_named(name: str) -> ProgramEntry:
         return _switched(entry_named(name), switched)
     if name not in program_names():
         raise ValueError(f"program={name!r}: not registered (known: {', '.join(program_names())})")
+    return entry_of(name, _contents(name))
+
+
+@cache
+def _contents(name: str) -> dict[str, Any]:
+    """What the file of an entry says."""
     import yaml
 
-    return entry_of(name, yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+    contents: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text("utf-8"))
+    return contents
 
 
 def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
@@ -312,6 +330,18 @@ def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
 def program_named(name: str) -> Program:
     """A program; raises ValueError as ``entry_named`` does."""
     return entry_named(name).program
+
+
+def entry_name(program: str, *, stock: bool) -> str:
+    """The name with which a program is priced that is run as it comes (``stock``: without its
+    overlaps, with its own or torch's plain loss, eager): that of ``conf/program/NAME_stock``, if
+    there is one, without the switched traits that this entry states itself."""
+    name, *switched = program.split("+")
+    if not stock or f"{name}_stock" not in program_names():
+        return program
+    stated = _contents(f"{name}_stock")["traits"]
+    kept = [change for change in switched if re.split("[.=]", change)[0] not in stated]
+    return "+".join([f"{name}_stock", *kept])
 
 
 @cache

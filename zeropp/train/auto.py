@@ -200,7 +200,11 @@ class _Layers:
             size=self._size,
             orders=drafts,
             space=Space(
-                families=self._families, members=self._members, pipelines=(1, 0), shards=(1, 0)
+                families=self._families,
+                members=self._members,
+                pipelines=(1, 0),
+                shards=(1, 0),
+                climbs=False,
             ),
             prices=self._prices,
         )

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 )
 
 from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
-from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -35,6 +34,7 @@ from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.engine.layers.context import Context
+    from zeropp.engine.layers.offload import Offload
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:

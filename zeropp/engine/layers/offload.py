@@ -61,6 +61,17 @@ class _Memory:
         self.values: Tensor | None = whole.as_strided((count,), (1,), 0)
         self.count, self.dtype = count, whole.dtype
         self.pieces: list[Tensor] = []
+        self.saved: list[tuple[Tensor, int]] = []  # what nodes saved, with torch's version of it
+
+    def check(self) -> None:
+        """Raise RuntimeError where what was saved has changed since, as torch does without hooks;
+        from now on nobody else changes it."""
+        if any(tensor._version != version for tensor, version in self.saved):
+            raise RuntimeError(
+                "a tensor that a block saved for its backward has been modified by an inplace "
+                "operation"
+            )
+        self.saved.clear()
 
     def copied(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """New memory on the device, and (where, from where) it is to be filled."""
@@ -156,6 +167,7 @@ class Offload:
         memory = live.memories.get(id(storage))
         if memory is None:
             live.memories[id(storage)] = memory = _Memory(tensor)
+        memory.saved.append((tensor.detach(), tensor._version))
         place = int(tensor.storage_offset())
         return _Handle(memory, tensor.dtype, tuple(tensor.size()), tensor.stride(), place)
 
@@ -165,6 +177,7 @@ class Offload:
         copies: list[tuple[Tensor, Tensor]] = []
         room = torch.empty(0, dtype=torch.uint8)  # of the last slab
         for memory in live.memories.values():
+            memory.check()
             assert memory.values is not None
             left = memory.values.nbytes
             while left:
@@ -198,6 +211,8 @@ class Offload:
             return
         if live.loaded is not None:
             live.loaded.wait()
+        for memory in live.memories.values():
+            memory.check()
         self._host.free += live.slabs
         for entry, handle in live.selected:
             entry.val = handle.tensor()

@@ -1,0 +1,61 @@
+"""What the network between nodes may do to an answer, where nobody has measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.report.ratio_errors import factor
+from benchmarks.report.searches import Best
+from zeropp.choose.contender import Contender
+from zeropp.choose.task import Candidate, Task
+from zeropp.price.cluster import NETWORK_PRIOR, network_range
+
+_MEASURE = (
+    "Measure this first (all_reduce_perf of nccl-tests over your nodes) and give its busbw, or a "
+    "row of its table: cluster.busbw_gb_s=N."
+)
+
+
+def network_steps(
+    contender: Contender[Any], task: Task, candidate: Candidate[Any]
+) -> tuple[float, float] | None:
+    """Seconds of a plan's step with the slowest and with the fastest network that the cluster may
+    have (``zeropp.price.cluster.network_range``); None where its rate was measured, or where there
+    is one node. This is the one place that turns the prior into a range of prices."""
+    ends = network_range(task.cluster, task.num_gpus)
+    if ends is None:
+        return None
+    slow, fast = (contender.simulated(replace(task, cluster=end), candidate) for end in ends)
+    return slow.step_s, fast.step_s
+
+
+def network_words(steps: tuple[float, float]) -> str:
+    """The range of a step over what the network may reach, and whether it is to be measured first:
+    where it moves the step more than the simulator errs in a ratio."""
+    words = "The network between nodes was not measured: a step of " + " or ".join(
+        f"{seconds:.3f} s at {share:.0%} of its nominal rate"
+        for seconds, share in zip(steps, NETWORK_PRIOR, strict=True)
+    )
+    decides = steps[0] / steps[1] >= factor(one_program=True)
+    return f"{words}. {_MEASURE if decides else 'It decides little.'}"
+
+
+def network_answer(bests: Sequence[Best]) -> str:
+    """Which of the best plans is the fastest at either end of what the network may reach, and
+    whether it is to be measured first: where that is another one. Empty where it was measured."""
+    plans = [
+        (ends, best.label)
+        for best in bests
+        if (plan := best.winner)
+        and (ends := network_steps(best.outcome.contender, best.outcome.task, plan.candidate))
+    ]
+    if not plans:
+        return ""
+    fastest = [min((ends[end], label) for ends, label in plans) for end in (0, 1)]
+    words = "The network between nodes was not measured. Of these plans, " + ", ".join(
+        f"at {share:.0%} of its nominal rate that of {label} is the fastest ({seconds:.3f} s)"
+        for (seconds, label), share in zip(fastest, NETWORK_PRIOR, strict=True)
+    )
+    return words + (f". {_MEASURE}" if fastest[0][1] != fastest[1][1] else ".")
