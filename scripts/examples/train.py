@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         "lr": 3e-4, "steps": 100, "every": 50, "keep": 2,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=type(default), default=default, help="(%(default)s)")
-    parser.add_argument("--check", action="store_true", help="compare three steps with one process")
+    parser.add_argument("--check", action="store_true", help="compare two steps with one process")
     asked = parser.parse_args(arguments)
     dist.init_process_group()
     device = f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu"
@@ -60,13 +60,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         lr_schedule=lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5),  # with a warm-up
     )  # fmt: skip
     if asked.check:
-        cuts = [
-            slice(i * asked.batch, (i + 1) * asked.batch)
-            for i in range(min(3, last // asked.batch))
-        ]
-        batches = [(inputs[at], targets[at], {"position_ids": places[at]}) for at in cuts]
+        few = (part[: 2 * asked.batch].split(asked.batch) for part in (inputs, targets, places))
+        batches = [(x, y, {"position_ids": at}) for x, y, at in zip(*few, strict=True)]
         say(zeropp.check(layers, huggingface.token_loss, batches, **settings))
-    # The loss is the mean over the tokens of a batch.
     with zeropp.parallelize(layers, huggingface.token_loss, **settings) as model:
         loader = model.loader(TensorDataset(inputs[:last], targets[:last], places[:last]))
         own = slice(last + model.data_parallel_rank, None, model.data_parallel_size)

@@ -124,9 +124,12 @@ def run_training(folder: Path) -> tuple[list[float], int]:
         made.append(zeropp.parallelize(own, loss_fn, **{**usual, **more, "pp": 2, "shard": 1}))
         return made[-1]
 
+    def check(given: Any, loss_fn: Any, batches: Any, **more: Any) -> None:
+        zeropp.check(given, loss_fn, batches, **{**more, **usual})
+
     printed: list[float] = []
     names: dict[str, Any] = {
-        "zeropp": SimpleNamespace(parallelize=parallelize),
+        "zeropp": SimpleNamespace(parallelize=parallelize, check=check),
         "nn": nn,
         "layers": layers,
         "loss_fn": F.mse_loss,
@@ -218,7 +221,7 @@ SIZES: dict[str, Any] = {
 
 def example() -> dict[str, Any]:
     """The names of the script, which is to be read in one go."""
-    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 90
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 95
     return runpy.run_path(str(EXAMPLE))
 
 

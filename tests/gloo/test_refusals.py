@@ -295,7 +295,7 @@ def test_a_call_at_a_wrong_moment_is_an_error_and_no_more() -> None:
         assert float(model.train_step(inputs, targets).loss) > 0
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_loss_that_reads_a_layer_is_refused() -> None:
     layers = seeded([linear] * 4)
 
@@ -303,7 +303,7 @@ def test_a_loss_that_reads_a_layer_is_refused() -> None:
         weight: Any = layers[1].weight
         return F.mse_loss(output, target) + 0.1 * weight.square().sum()  # type: ignore[no-any-return]
 
-    with built(layers, pp=2, loss_fn=loss) as model:
+    with built(layers, loss_fn=loss) as model:
         refuses(
             "InfeasibleError: loss_fn: reads 'weight' of layers[1], which only",
             lambda: model.train_step(*data()),

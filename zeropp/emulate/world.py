@@ -207,7 +207,7 @@ def without_values() -> AbstractContextManager[None]:
 
 def _untraced(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function outside of the trace, because it needs values: meshes, shapes that DTensor
-    finds by a trial, and the walk over layers, which has a trial of its own."""
+    finds by a trial, and the walk over layers, which calls them without values itself."""
 
     @wraps(original)
     def run(*arguments: Any, **keywords: Any) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeropp.engine.layers.chunk import Chunk, shown
+from zeropp.engine.layers.chunk import Chunk, forked_generators, shown
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
@@ -52,6 +52,8 @@ class Evaluator:
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
         self._roots = [module for chunk in chunks.values() for module in chunk.modules]
+        again = [root for chunk in chunks.values() for root in chunk.recomputed]
+        self._caching = {module for root in again for module in root.modules()}
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last, self._world = schedule.num_stages - 1, world
 
@@ -108,14 +110,12 @@ class Evaluator:
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
-        first one of a batch, which all ranks run forward."""
+        first one of a batch, which all ranks run forward. What is recomputed may fill caches, which
+        it would otherwise fill in a step's forward and not when it is recomputed."""
         passed: Passed = {}
-        batch = batch.first()
-        if not self._last:  # one stage
-            return passed
-        with self._unchanged(), self._evaluating():
-            for _ in self._run_unit(batch, range(1), passed):
-                pass
+        if self._last or self._caching:
+            with self._unchanged(self._caching), self._evaluating():
+                [*self._run_unit(batch.first(), range(1), passed)]
         return passed
 
     def warm_up(self, batch: Microbatches) -> None:
@@ -129,7 +129,7 @@ class Evaluator:
         device, chunks = self._channels.device, self.chunks
         splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
         batch = batch.first()
-        with self._unchanged(), shown(chunks.values()):
+        with self._unchanged(self._caching), shown(chunks.values()):
             for stage, chunk in chunks.items():
                 for flat in chunk.flats:
                     flat.unshard()
@@ -150,17 +150,17 @@ class Evaluator:
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Afterwards modules have the buffers and numbers of before, and torch draws as before."""
-        modules = [module for root in self._roots for module in root.modules()]
+    def _unchanged(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
+        """Afterwards modules, but for those ``apart``, have the buffers and numbers of before, and
+        torch, Python and numpy draw as before."""
+        modules = [part for root in self._roots for part in root.modules() if part not in apart]
         numbers = [
             {k: v for k, v in vars(module).items() if isinstance(v, int | float | complex)}
             for module in modules
         ]
         buffers = [(dict(module._buffers), module._buffers) for module in modules]
         values = [(x, x.clone()) for own, _ in buffers for x in own.values() if x is not None]
-        device = self._channels.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with forked_generators(self._channels.device):
             try:
                 yield
             finally:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zeropp.engine.layers.chunk import run_recomputed, seed_piece
+from zeropp.engine.layers.chunk import forked_generators, run_recomputed, seed_piece
 from zeropp.engine.layers.values import (
     POSITIONS,
     TensorShape,
@@ -124,7 +124,7 @@ def walk(
     def walked(inputs: Tensor, named: Mapping[str, Tensor]) -> list[LayerSizes]:
         with (
             context.exchanging(sample.shape[1]) if context else nullcontext(),
-            torch.random.fork_rng([inputs.device] if inputs.is_cuda else []),
+            forked_generators(inputs.device),
         ):
             return _walk(
                 layers,

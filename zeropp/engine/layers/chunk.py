@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -53,6 +55,19 @@ def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(mixed)
+
+
+@contextmanager
+def forked_generators(device: torch.device) -> Iterator[None]:
+    """After this context torch draws as before, on the CPU and on a ``device``, and so do Python
+    and numpy."""
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
 
 
 @dataclass

@@ -3,11 +3,9 @@
 Ranks of a context group have the same rows, and each a slice of their tokens. Layers compute token
 by token, except attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
-stand-in that does so, whoever calls it. Before the first step layers run on slices of a thousand
-tokens and on all of them at once (``Context.compare``), so that what the stand-in does not reach
-(positions that a layer counts itself, other kinds of attention, convolutions) is refused. What a
-layer does only with longer sequences is not compared, but attention over another number of tokens
-than the slice's is refused at any length.
+stand-in that does so, whoever calls it. What the stand-in does not reach (positions that a layer
+counts itself, other kinds of attention, convolutions) ``zeropp.check`` finds. Attention over
+another number of tokens than the slice's is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from zeropp.types.layout import InfeasibleError
 _none: Any = None
 # For all threads, as the stand-ins are: on a GPU autograd recomputes layers in threads of its own.
 _active: Context | None = None
-_COMPARED = 1024  # tokens of a microbatch that layers are tried with, and at least 32 of a slice
 
 
 def active() -> Context | None:
