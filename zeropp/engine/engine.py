@@ -79,7 +79,7 @@ class Engine:
         self.loss, self.layers = loss, dict(sorted(layers.items()))
         self.steps_done, self._global_batch = 0, plan.global_batch
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
-        self._unusable = ""  # why this engine has no state to give, or nothing
+        self.unusable = ""  # why: it was closed, or a step has failed; refusals leave it as it was
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._rows = GivenRows(("inputs", "targets", *settings.sample_keywords), layout, device)
@@ -227,7 +227,7 @@ class Engine:
             self.check_usable()
             return work()
 
-        if self._unusable == _CLOSED:
+        if self.unusable == _CLOSED:
             self.check_usable()
         return self.barrier.run(call, checked)[0]
 
@@ -272,16 +272,16 @@ class Engine:
     def close(self) -> None:
         """End the engine's threads and process groups; it cannot be used afterwards. Layers have
         the trained values again where this rank has all of them in their own type."""
-        if not self._unusable:
+        if not self.unusable:
             for flat in self.flats:
                 flat.give_back()
-        self._unusable = _CLOSED
+        self.unusable = _CLOSED
         self._undo.close()
 
     def check_usable(self) -> None:
         """Raise RuntimeError if the engine was closed, or if an earlier step has failed."""
-        if self._unusable:
-            raise RuntimeError(self._unusable)
+        if self.unusable:
+            raise RuntimeError(self.unusable)
 
     @contextmanager
     def _usable_unless_it_fails(self) -> Iterator[None]:
@@ -291,7 +291,7 @@ class Engine:
             with lost_ranks():
                 yield
         except BaseException as error:
-            self._unusable = (
+            self.unusable = (
                 f"an earlier step raised {type(error).__name__}: {error}; create a new model and "
                 "load a checkpoint"
             )

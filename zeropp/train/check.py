@@ -12,19 +12,19 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from zeropp.engine.layers.chunk import computing_in_fp32
+from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.values import (
     cut_rows,
     may_have_gradient,
@@ -35,6 +35,7 @@ from zeropp.engine.layers.values import (
 from zeropp.engine.loss import Loss, LossFunction, Microbatches
 from zeropp.engine.ranks.errors import LostRankError, gathered, refusal
 from zeropp.engine.settings import Settings, read
+from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer
 from zeropp.engine.walk import Layer, made_layer
 from zeropp.train.api import parallelize
@@ -44,9 +45,18 @@ from zeropp.train.placing import meet
 
 T = TypeVar("T")
 _ENGINES = ("training", "early")  # which modules keep for torch and the engine
+Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
 _FLOOR = 0.02  # a tensor's share of a mean tensor's gradient below which rounding is all of it
+_KEEPS = (
+    "what it keeps from one microbatch to the next, or draws by another generator than torch's, "
+    "depends on which it has seen before"
+)
+_HOOKS = (
+    "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of one "
+    "rank; a layer changes in place what others read"
+)
 _UPDATE = 1e-4  # of an update of fp32 numbers by the same gradient
 
 
@@ -84,9 +94,8 @@ def check(
     """
     meet(keywords)
     asked = {"timeout": timedelta(minutes=2)} | keywords
-    if tied := getattr(layers, "tied", None):
-        asked.setdefault("tied", tied)
     settings, _ = read(asked, layers, loss_fn)
+    asked["tied"] = settings.tied  # which the layers themselves may know
     seed = gathered(torch.initial_seed())[0]
     with torch.random.fork_rng(), refusal("layers: cannot be copied, to be compared"):
         ours: Sequence[Layer] = copy.deepcopy([*layers])
@@ -96,7 +105,7 @@ def check(
         try:
             comparison = _Comparison(model, settings, loss_fn, plain)
             for inputs, targets, *named in batches:
-                batch = _Rows(model, inputs, targets, *named)
+                batch = _microbatches(model, {"inputs": inputs, "targets": targets}, *named)
                 comparison.step(batch)
                 comparison.evaluation(batch)
         except DifferenceError:  # which all ranks raise
@@ -106,36 +115,25 @@ def check(
     return Checked(comparison.steps, len(comparison.masters), max(gathered(comparison.largest)))
 
 
-class _Rows:
-    """A batch on a model's device: all of it in microbatches, and this rank's rows."""
-
-    def __init__(
-        self,
-        model: ParallelModel,
-        inputs: Tensor,
-        targets: Tensor,
-        named: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        device, size = model.engine.lanes.device, model.plan.microbatch_size
-        given = {"inputs": inputs, "targets": targets, **named}
-        for name, one in given.items():
-            if len(one) != model.plan.global_batch:
-                raise ValueError(
-                    f"check: {name} have {len(one)} rows, but global_batch="
-                    f"{model.plan.global_batch} are needed, the same on all ranks"
-                )
-        self.own = {name: one[model.rows].to(device) for name, one in given.items()}
-        x, y, *_ = whole = [one.to(device).clone() for one in given.values()]
-        keywords = split_rows(dict(zip(named, whole[2:], strict=True)), size)
-        self.all = Microbatches(cut_rows(x, size), cut_rows(y, size), keywords)
-
-
-class _Difference(NamedTuple):
-    """Where something differs: the phase of a step, and the layer by the order there."""
-
-    phase: int
-    layer: int
-    text: str
+def _microbatches(
+    model: ParallelModel,
+    given: Mapping[str, Tensor],
+    named: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Microbatches:
+    """All of a batch, inputs and targets and keyword inputs by name, on the model's device; in
+    ``whole`` this rank's rows."""
+    device, size = model.engine.lanes.device, model.plan.microbatch_size
+    given = {**given, **named}
+    for name, one in given.items():
+        if len(one) != model.plan.global_batch:
+            raise ValueError(
+                f"check: {name} have {len(one)} rows, but global_batch="
+                f"{model.plan.global_batch} are needed, the same on all ranks"
+            )
+    inputs, targets, *others = (one.to(device, copy=True) for one in given.values())
+    keywords = split_rows(dict(zip(named, others, strict=True)), size)
+    own = {name: one[model.rows].to(device) for name, one in given.items()}
+    return Microbatches(cut_rows(inputs, size), cut_rows(targets, size), keywords, own)
 
 
 class _Comparison:
@@ -150,14 +148,13 @@ class _Comparison:
     ) -> None:
         self._model, self._settings, self._plain = model, settings, plain
         self.largest, self.steps = 0.0, 0
-        self._found: list[_Difference] = []
+        self._found: list[tuple[int, int, str]] = []  # phase of a step, place in it, what
         if settings.tied is not None:
             (first, name), (last, other) = settings.tied
             path, _, attribute = other.rpartition(".")
             shared = plain[first].get_parameter(name)
             setattr(plain[last].get_submodule(path), attribute, shared)
-        for layer in plain:
-            layer.to(model.engine.lanes.device)
+        nn.ModuleList(plain).to(model.engine.lanes.device)
         self._working = parameters_of(plain)
         self.masters = {
             name: nn.Parameter(
@@ -174,7 +171,11 @@ class _Comparison:
         self._alone = OneProcess(
             plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
         )
-        self._compare_parameters("begins with other values")
+        for name, one in model.full_parameters():
+            cause = "a function must make the same layer at every call"
+            far = _apart(one, self.masters[name]) / 1e-6
+            self._compare(0, name, far, "begins with other values", cause)
+        self._raise_first()
         groups = defaultdict[str, list[nn.Parameter]](list)
         for name, one in self.masters.items():
             vars(one).update(vars(self._working[name]))
@@ -182,26 +183,18 @@ class _Comparison:
             if one.requires_grad:
                 groups[settings.group_of((int(index), own), one)].append(one)
         self._move()
-        self._optimizer = made_optimizer(settings.optimizer, groups)
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        optimizer = made_optimizer(settings.optimizer, groups)
+        self._updater = Updater(optimizer, {}, lr_schedule=settings.lr_schedule)
 
     def _compute_in(self, compute: torch.dtype) -> None:
         wide = self._settings.fp32_modules
         parts = [part for layer in self._plain for part in layer.modules()]
         kept = {id(x) for part in parts if isinstance(part, wide) for x in part.parameters()}
         self._undo = ExitStack()
-        for part in parts:
-            if isinstance(part, wide):
-                self._undo.enter_context(computing_in_fp32(part, compute))
+        compute_in_fp32(self._plain, wide, compute, self._undo)
         for one in self._working.values():
             if one.is_floating_point() and id(one) not in kept:
                 one.data = one.data.to(compute)
-
-    def _compare_parameters(self, what: str) -> None:
-        for name, one in self._model.full_parameters():
-            cause = "a function must make the same layer at every call"
-            self._compare(0, name, _apart(one, self.masters[name]) / 1e-6, what, cause)
-        self._raise_first()
 
     def _move(self) -> None:
         """Move trained parameters off their initial values, which are often zero."""
@@ -220,44 +213,47 @@ class _Comparison:
             if isinstance(one, Tensor)
         }
         self._model.load_state_dict({name: one.detach().cpu() for name, one in state.items()})
-        self._compare_parameters("has not got the values that it was given")
 
-    def step(self, batch: _Rows) -> None:
+    def step(self, batch: Microbatches) -> None:
         """Train a step here and there, and compare."""
         self.steps += 1
-        engine, own = self._model.engine, batch.own
-        agreed = partial(engine.agree, "train_step", lambda: self._model.training_batch(**own))
+        engine, given = self._model.engine, dict[str, Any](batch.whole)
+        agreed = partial(engine.agree, "train_step", lambda: self._model.training_batch(**given))
         ready = self._run(agreed)  # which runs layers, to learn what passes between stages
-        with _Outputs(self._model) as outputs:
+        with _outputs({} if self._model.plan.compile else engine.layers) as outputs:
             result = self._run(lambda: engine.step(ready))
         gradients = _of_all(self._model.gradients())
         trained = _of_all(self._model.full_parameters())
-        loss = self._alone.gradients(batch.all, self.steps - 1, outputs=True)
-        self._compare_outputs(outputs)
+        with _outputs(dict(enumerate(self._plain))) as expected:
+            loss = self._alone.gradients(batch, self.steps - 1)
+        self._compare_outputs(outputs, expected)
         self._compare_losses(result.loss, loss)
         self._compare_gradients(gradients)
         self._raise_first()
-        self._compare_update(gradients, trained)
+        self._compare_update(gradients, trained, torch.isfinite(result.grad_norm))
         self._compare_kept()
         self._raise_first()
         with torch.no_grad():
             for name, one in self.masters.items():
                 one.copy_(trained.get(name, one))
 
-    def evaluation(self, batch: _Rows) -> None:
+    def evaluation(self, batch: Microbatches) -> None:
         """Evaluate here and there, and compare."""
-        evaluated: Callable[..., float] = self._model.eval_step
-        ours = self._run(lambda: evaluated(**batch.own))
-        self._compare_losses(ours, self._alone.evaluate(batch.all), "of an evaluation ")
+        given = dict[str, Any](batch.whole)
+        ours: float = self._run(lambda: self._model.eval_step(**given))
+        self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
 
     def _run(self, work: Callable[[], T]) -> T:
-        """What ``work`` of the model gives; where it fails on a rank, all raise DifferenceError."""
+        """What ``work`` of the model gives; where it fails on a rank, all raise DifferenceError.
+        What the model refuses on all ranks is raised as it is."""
         failed = None
         try:
             done = work()
         except Exception as error:
+            if not self._model.engine.unusable and not isinstance(error, LostRankError):
+                raise
             lost, line = isinstance(error, LostRankError), str(error).partition("\n")[0]
             text = f"raises {type(error).__name__} on rank {get_rank()}: {line}"
             failed = lost, "has ranks that wait for others in vain" if lost else text
@@ -276,16 +272,16 @@ class _Comparison:
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
             "those of the inputs' own tokens; loss_fn reads nothing beside its arguments"
         )
-        what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
-        self._compare(2, "loss_fn", far, what, cause)
+        losses = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
+        self._compare(2, "loss_fn", far, losses, cause)
 
-    def _compare_outputs(self, outputs: _Outputs) -> None:
+    def _compare_outputs(self, outputs: Outputs, expected: Outputs) -> None:
         """Compare what a layer has given with what it gives for the microbatch that is nearest."""
         context = self._model.engine.context
-        for index, calls in outputs.kept.items():
+        for index, calls in outputs.items():
             for call in calls:
                 far = math.inf
-                for whole in self._alone.outputs[index]:
+                for whole in expected[index]:
                     own = [
                         y if context is None or x.shape == y.shape else context.part(y, y.shape[1])
                         for x, y in zip(call, whole, strict=False)
@@ -295,79 +291,78 @@ class _Comparison:
                 what = "gives another output for a microbatch"
                 self._compare(1, f"{index}", far / self._tolerance, what, self._cause())
 
-    def _cause(self) -> str:
-        """What may make a layer give something else, with these settings."""
-        plan, causes = self._model.plan, []
-        if plan.layout.context > 1:
-            causes.append(
-                f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
-                "between tokens must be F.scaled_dot_product_attention, called alike on all ranks "
-                "whatever their tokens are, and positions an input 'position_ids'"
-            )
-        if plan.schedule.num_stages > 1:
-            causes.append(
-                "what layers tell each other beside their outputs does not reach another stage, "
-                "or is another microbatch's: return it, or give it as a keyword input"
-            )
-        if plan.recompute != "none":
-            causes.append(
-                f"recompute={plan.recompute!r} runs its forward twice, so that what it counts, or "
-                "draws by a generator of its own, changes twice"
-            )
-        causes.append(
-            "what it keeps from one microbatch to the next, or draws by another generator than "
-            "torch's, depends on which it has seen before"
-        )
-        return "; or ".join(causes)
+    def _cause(self, *, of_gradient: bool = False) -> str:
+        """What may make a layer, or its gradient, something else with these settings."""
+        plan = self._model.plan
+        causes = {
+            f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
+            "between tokens must be F.scaled_dot_product_attention, called alike on all ranks "
+            "whatever their tokens are, and positions an input 'position_ids'": (
+                plan.layout.context > 1 and not of_gradient
+            ),
+            "what layers tell each other beside their outputs does not reach another stage, or is "
+            "another microbatch's: return it, or give it as a keyword input": (
+                plan.schedule.num_stages > 1 and not of_gradient
+            ),
+            f"recompute={plan.recompute!r} runs its forward a second time, so that what it counts, "
+            "draws by a generator of its own, or changes through .data or numpy is not as in the "
+            "first": plan.recompute != "none",
+            _HOOKS: of_gradient,
+            _KEEPS: not of_gradient,
+        }
+        return "; or ".join(text for text, may_be in causes.items() if may_be)
 
     def _compare_gradients(self, ours: Mapping[str, Tensor]) -> None:
         """Compare gradients after clipping."""
-        trained = {name: one for name, one in self.masters.items() if one.requires_grad}
-        grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in trained.items()}
-        zero = torch.zeros((), dtype=torch.float64)
-        squares = sum((g.double().abs().square().sum().cpu() for g in grads.values()), zero)
-        norm = squares.sqrt()
-        clip = self._settings.clip_norm
-        factor = float(clip_factor(norm, clip)) if clip else 1.0
-        typical = float(norm) * factor / max(1, sum(g.numel() for g in grads.values())) ** 0.5
-        cause = (
-            "a hook or function that acts on a gradient; a hook of the optimizer that sees the "
-            "shards of one rank; a layer that changes in place what others read"
+        grads = {
+            name: _wide(torch.zeros_like(one) if one.grad is None else one.grad)
+            for name, one in self.masters.items()
+            if one.requires_grad
+        }
+        norm, clip = (
+            math.hypot(*(float(x.norm()) for x in grads.values())),
+            self._settings.clip_norm,
         )
+        factor = float(clip_factor(torch.tensor(norm), clip)) if clip else 1.0
+        typical = norm * factor / max(1, sum(g.numel() for g in grads.values())) ** 0.5
         for name, gradient in grads.items():
-            expected = gradient.cpu().double() * factor
+            expected = gradient * factor
             size = float(expected.norm()) + _FLOOR * typical * expected.numel() ** 0.5
             far = math.inf
             if name in ours:
-                far = float((ours[name].double() - expected).norm()) / (size + 1e-30)
-            self._compare(3, name, far / self._tolerance, "has another gradient", cause)
+                far = float((_wide(ours[name]) - expected).norm()) / (size + 1e-30)
+            self._compare(
+                3,
+                name,
+                far / self._tolerance,
+                "has another gradient",
+                self._cause(of_gradient=True),
+            )
 
-    def _compare_update(self, grads: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
-        """Compare what the optimizer makes of the trained gradients."""
+    def _compare_update(
+        self, grads: Mapping[str, Tensor], ours: Mapping[str, Tensor], finite: Tensor
+    ) -> None:
+        """Compare what the optimizer makes of the trained gradients, if they are ``finite``."""
         before = {name: one.detach().clone() for name, one in self.masters.items()}
         for name, one in self.masters.items():
             one.grad = grads[name].to(one) if name in grads else None
-        if self._settings.lr_schedule is not None:
-            factor = self._settings.lr_schedule(self.steps - 1)
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
-        self._optimizer.step()
+        self._updater.set_rates(self.steps - 1)
+        self._updater.update(finite)
         cause = (
             "the optimizer, or its hook, looks at other parameters or at the shards of one rank, "
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
         for name, one in self.masters.items():
-            expected = one.detach().cpu().double()
-            change = float((expected - before[name].cpu().double()).norm())
+            expected = _wide(one)
+            change = float((expected - _wide(before[name])).norm())
             rounding = 4 * torch.finfo(torch.float32).eps * float(expected.norm())
-            far = float((ours[name].double() - expected).norm())
+            far = float((_wide(ours[name]) - expected).norm())
             far /= _UPDATE * change + rounding + 1e-30
             self._compare(4, name, far, "is updated otherwise by the same gradient", cause)
 
     def _compare_kept(self) -> None:
         """Compare buffers and numbers that layers keep, where each rank has all rows."""
-        layout = self._model.plan.layout
-        if layout.dp * layout.context > 1:
+        if (layout := self._model.plan.layout).dp * layout.context > 1:
             return
         for index, layer in self._model.engine.layers.items():
             own = _numbers(layer)
@@ -381,51 +376,34 @@ class _Comparison:
         if far <= 1.0:
             self.largest = max(self.largest, far)
             return
-        index, _, own = name.partition(".")
-        where = f"layers[{index}]: " if index.isdigit() else ""
-        text = (
-            f"check: {where}{own and repr(own) + ' '}{what}" if where else f"check: {name}: {what}"
-        )
-        layer = int(index) if where else 0
-        self._found.append(
-            # A backward begins with the last layer.
-            _Difference(
-                phase,
-                -layer if phase == 3 else layer,
-                f"{text}, in step {self.steps} (likely: {cause})",
-            )
-        )
+        layer, _, own = name.partition(".")
+        index = int(layer) if layer.isdigit() else 0
+        where = f"layers[{index}]: {own and repr(own) + ' '}" if layer.isdigit() else f"{name}: "
+        place = -index if phase == 3 else index  # a backward begins with the last layer
+        text = f"check: {where}{what}, in step {self.steps} (likely: {cause})"
+        self._found.append((phase, place, text))
 
     def _raise_first(self) -> None:
         """Raise, on all ranks, what differs first on any."""
         every = gathered(min(self._found, default=None))
         if found := [one for one in every if one is not None]:
-            raise DifferenceError(min(found).text)
+            raise DifferenceError(min(found)[2])
 
 
-class _Outputs:
-    """What this rank's layers give inside of it, by their index in the model, in ``kept``; nothing
-    of those that torch compiles."""
+@contextmanager
+def _outputs(layers: Mapping[int, nn.Module]) -> Iterator[Outputs]:
+    """What layers give inside of it."""
+    kept: Outputs = {}
 
-    def __init__(self, model: ParallelModel) -> None:
-        self._layers = {} if model.plan.compile else model.engine.layers
-        self.kept: dict[int, list[tuple[Tensor, ...]]] = {index: [] for index in self._layers}
-        self._undo = ExitStack()
+    def keep(index: int, layer: object, given: Any, output: Any) -> None:
+        del layer
+        given = tensors_of(without_scalars(output)[0])
+        kept.setdefault(index, []).append(tuple(x.detach().clone() for x in given))
 
-    def __enter__(self) -> _Outputs:
-        for index, layer in self._layers.items():
-            handle = layer.register_forward_hook(partial(self._keep, self.kept[index]))
-            self._undo.callback(handle.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._undo.close()
-
-    @staticmethod
-    def _keep(kept: list[tuple[Tensor, ...]], layer: object, given: object, output: Any) -> None:
-        del layer, given
-        tensors = tensors_of(without_scalars(output)[0])
-        kept.append(tuple(x.detach().clone() for x in tensors))
+    with ExitStack() as hooks:
+        for index, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(keep, index)))
+        yield kept
 
 
 def _of_all(own: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -443,16 +421,18 @@ def _numbers(layer: nn.Module) -> dict[str, Tensor]:
     return kept
 
 
+def _wide(one: Tensor) -> Tensor:
+    """Its numbers in fp64 on the CPU."""
+    return one.detach().cpu().to(torch.complex128 if one.is_complex() else torch.float64)
+
+
 def _apart(one: Tensor, other: Tensor) -> float:
     """The distance of two tensors over the size of the second."""
     if one.shape != other.shape:
         return math.inf
     if not may_have_gradient(other.dtype):
         return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
-    a, b = (
-        x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64)
-        for x in (one, other)
-    )
+    a, b = _wide(one), _wide(other)
     if torch.equal(a.nan_to_num(), b.nan_to_num()):  # infinite ones, too
         return 0.0
     return float((a - b).norm() / (b.norm() + 1e-30))

@@ -23,6 +23,9 @@ class RowsOfSteps(Sampler[list[int]]):
     that it has not seen, also in batches of another size. Goes from the row after the model's last
     step to the end of that epoch, or, unless it is to ``resume``, over the first one; the rows that
     are left over then, fewer than a batch, are others in every epoch that is shuffled.
+
+    Its place is that of the model, which goes by steps: raises ValueError after several steps with
+    a batch, since a run that goes on from a checkpoint would leave rows out.
     """
 
     def __init__(
@@ -41,8 +44,14 @@ class RowsOfSteps(Sampler[list[int]]):
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             order = torch.randperm(self._count, generator=draw)
-        rows = self._model.plan.global_batch
-        for begin in range(seen, self._count - rows + 1, rows):
+        rows, begun = self._model.plan.global_batch, self._model.steps_done
+        for given, begin in enumerate(range(seen, self._count - rows + 1, rows)):
+            if self._resume and self._model.steps_done > begun + given:
+                raise ValueError(
+                    f"loader: {self._model.steps_done - begun} steps were done with {given} "
+                    "batches, but its place goes by steps (take resume=False, and keep the place "
+                    "yourself)"
+                )
             yield order[begin : begin + rows][self._model.rows].tolist()
 
     def _place(self) -> tuple[int, int]:
@@ -55,28 +64,6 @@ class RowsOfSteps(Sampler[list[int]]):
                 done = min(steps, max(1, (self._count - seen) // rows))
                 steps, seen = steps - done, seen + done * rows
         return epoch, max(0, seen - self._model.plan.global_batch)
-
-
-class StepLoader(DataLoader[Any]):
-    """Batches of which each is for one step. Where its place is to be that of the model, which goes
-    by steps, raises ValueError if there were several steps with a batch, since a run that
-    goes on from a checkpoint would leave rows out."""
-
-    def __init__(self, model: ParallelModel, resume: bool, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._model, self._resume = model, resume
-
-    def __iter__(self) -> Any:
-        """Yields batches."""
-        done = -1
-        for batch in super().__iter__():
-            if self._resume and done >= 0 and self._model.steps_done > done + 1:
-                raise ValueError(
-                    f"loader: {self._model.steps_done - done} steps were done with a batch, but "
-                    "its place goes by steps (take resume=False, and keep the place yourself)"
-                )
-            done = self._model.steps_done
-            yield batch
 
 
 def make_loader(
@@ -96,7 +83,7 @@ def make_loader(
             )
         rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
         described = {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
-        loader = StepLoader(model, resume, dataset, batch_sampler=rows, **options)
+        loader = DataLoader(dataset, batch_sampler=rows, **options)
         return loader, described | {"resume": str(resume)}
 
     return agree(made)

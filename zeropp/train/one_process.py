@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,68 +35,62 @@ class OneProcess:
     sums: torch.dtype | None = None
     compute: torch.dtype | None = None
     seed: int | None = None
-    outputs: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
-    """Of every layer for every microbatch of the last step, where a caller wants ``outputs``."""
 
-    def gradients(self, batch: Microbatches, step: int, *, outputs: bool = False) -> Tensor:
+    def gradients(self, batch: Microbatches, step: int) -> Tensor:
         """Set the masters' ``grad`` to that of a whole batch; returns its loss."""
         pairs = self._filled()
-        losses, counts, self.outputs = [], [], [[] for _ in self.layers] if outputs else []
-        sums: dict[int, Tensor] = {}
-        for number in range(len(batch.inputs)):
-            loss, count = self.forward(batch, number, step)
+        sums: dict[nn.Parameter, Tensor] = {}
+
+        def add(loss: Tensor) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            counts += [] if count is None else [count]
-            for index, (_, working) in enumerate(pairs):
+            for master, working in pairs:
                 if working.grad is not None:
-                    fresh, working.grad = working.grad, None
-                    fresh = fresh.to(self.sums or pairs[index][0].dtype)
-                    sums[index] = sums[index] + fresh if index in sums else fresh
-        divisor = self._divisor(batch, counts)
-        for index, (master, _) in enumerate(pairs):
-            total = sums.get(index)
+                    fresh, working.grad = working.grad.to(self.sums or master.dtype), None
+                    sums[master] = sums[master] + fresh if master in sums else fresh
+
+        mean, divisor = self._forward(batch, step, add)
+        for master, _ in pairs:
+            total = sums.get(master)
             master.grad = None if total is None else total.to(master.dtype) / divisor
-        mean: Tensor = torch.stack(losses).double().sum() / divisor
         return mean
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatches) -> Tensor:
-        """The loss of a batch in evaluation mode; buffers and modes are as before."""
+        """The loss of a batch in evaluation mode; modes are as before."""
         self._filled()
-        parts = [part for layer in self.layers for part in layer.modules()]
-        modes = [part.training for part in parts]
-        for part in parts:
+        modes = {part: part.training for layer in self.layers for part in layer.modules()}
+        for part in modes:
             part.training = False
-        losses, counts = [], []
-        for number in range(len(batch.inputs)):
-            loss, count = self.forward(batch, number, None)
-            losses.append(loss)
-            counts += [] if count is None else [count]
-        for part, mode in zip(parts, modes, strict=True):
+        mean, _ = self._forward(batch, None, lambda _: None)
+        for part, mode in modes.items():
             part.training = mode
-        mean: Tensor = torch.stack(losses).double().sum() / self._divisor(batch, counts)
         return mean
 
-    def forward(
-        self, batch: Microbatches, number: int, step: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss of one microbatch with what layers give beside it, and its count. ``step``: by
-        which drawing is seeded."""
-        value: Value = batch.inputs[number]
-        beside: list[Tensor] = []
-        keywords = batch.keywords_of(number)
-        for index, layer in enumerate(self.layers):
-            if self.seed is not None and step is not None:
-                seed_piece(self.seed, step, number, index)
-            own = chosen(keywords, _names(layer, keywords))
-            own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
-            value, scalars = without_scalars(layer(*cast(tensors_of(value), self.compute), **own))
-            beside += [] if scalars is None else [scalars]
-            if self.outputs and step is not None:
-                self.outputs[index].append(tuple(x.detach().clone() for x in tensors_of(value)))
-        loss, count = self.loss(value, batch, number)
-        return sum(beside, loss), count
+    def _forward(
+        self, batch: Microbatches, step: int | None, then: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Any]:
+        """The loss of a batch, and by what those of its microbatches were divided, each of which
+        goes to ``then``. ``step``: by which drawing is seeded."""
+        losses, counts = [], []
+        for number, value in enumerate(batch.inputs):
+            beside: list[Tensor] = []
+            given: Value = value
+            keywords = batch.keywords_of(number)
+            for index, layer in enumerate(self.layers):
+                if self.seed is not None and step is not None:
+                    seed_piece(self.seed, step, number, index)
+                names = keywords_of(layer).union(keywords if takes_all(layer) else ())
+                own = chosen(keywords, names)
+                own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
+                output = layer(*cast(tensors_of(given), self.compute), **own)
+                given, scalars = without_scalars(output)
+                beside += [] if scalars is None else [scalars]
+            loss, count = self.loss(given, batch, number)
+            then(sum(beside, loss))
+            losses.append(sum(beside, loss).detach())
+            counts += [] if count is None else [count]
+        divisor: Any = {"tokens": sum(counts), "mean": len(losses), "sum": 1}[self.loss.reduction]
+        return torch.stack(losses).double().sum() / divisor, divisor
 
     @torch.no_grad()
     def _filled(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -107,18 +101,8 @@ class OneProcess:
             working.grad = None
         return pairs
 
-    def _divisor(self, batch: Microbatches, counts: Sequence[Tensor]) -> Any:
-        if self.loss.reduction == "tokens":
-            return torch.stack(list(counts)).sum()
-        return len(batch.inputs) if self.loss.reduction == "mean" else 1
-
 
 def parameters_of(layers: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of layers, each once, named ``{layer}.{name}``."""
     named = nn.ModuleList(layers).named_parameters()
     return dict(named)
-
-
-def _names(layer: nn.Module, keywords: Mapping[str, Tensor]) -> frozenset[str]:
-    names = keywords_of(layer)
-    return names.union(keywords) if takes_all(layer) else names

@@ -119,8 +119,9 @@ class ParallelModel:
         """
 
         def given() -> Microbatches:
+            parts = self._evaluation_batch(inputs, targets, keyword_inputs)
             self._check_targets(inputs, targets)
-            return self._evaluation_batch(inputs, targets, keyword_inputs)
+            return parts
 
         parts = self.engine.agree("eval_step", given)
         loss, value = self.engine.evaluate(parts, outputs)
@@ -285,8 +286,8 @@ class ParallelModel:
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         self.engine.updater.check_rates()
-        self._check_targets(inputs, targets)
         parts = self._microbatches(inputs, targets, keyword_inputs)
+        self._check_targets(inputs, targets)
         rows = self.rows.stop - self.rows.start
         for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
             if len(part) != rows:
@@ -304,10 +305,8 @@ class ParallelModel:
     def _check_targets(self, inputs: Tensor, targets: Tensor) -> None:
         """Let a loss function that can look at the first targets do so."""
         look = getattr(self.engine.loss.function, "check_targets", None)
-        are_given = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
-        if look is not None and are_given and len(inputs) and not self._has_looked:
-            self._has_looked = True
-            few = self.plan.microbatch_size
+        if look is not None and len(inputs) and not self._has_looked:
+            self._has_looked, few = True, self.plan.microbatch_size
             look(inputs[:few], targets[:few])
 
     def _evaluation_batch(

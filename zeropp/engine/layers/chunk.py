@@ -207,12 +207,8 @@ class Chunk:
         self._names = names
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
-        every = [part for module in modules for part in module.modules()]
-        wide = [part for part in every if compute and isinstance(part, fp32_modules)]
-        inner = {part for module in wide for part in module.modules() if part is not module}
-        for module in wide:
-            if compute is not None and module not in inner:
-                undo.enter_context(computing_in_fp32(module, compute))
+        if compute is not None:
+            compute_in_fp32(modules, fp32_modules, compute, undo)
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
@@ -372,8 +368,22 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
             flat.hide()
 
 
+def compute_in_fp32(
+    modules: Iterable[nn.Module],
+    kinds: tuple[type[nn.Module], ...],
+    outside: torch.dtype,
+    undo: ExitStack,
+) -> None:
+    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``."""
+    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
+    inner = {part for module in wide for part in module.modules() if part is not module}
+    for module in wide:
+        if module not in inner:
+            undo.enter_context(_computing_in_fp32(module, outside))
+
+
 @contextmanager
-def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
+def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
     """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
     the type ``outside``."""
 
