@@ -68,7 +68,7 @@ class Evaluator:
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
-        with self._unchanged(), self._evaluating():
+        with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
@@ -114,7 +114,7 @@ class Evaluator:
         it would otherwise fill in a step's forward and not when it is recomputed."""
         passed: Passed = {}
         if self._last or self._caching:
-            with self._unchanged(self._caching), self._evaluating():
+            with self._evaluating(self._caching):
                 [*self._run_unit(batch.first(), range(1), passed)]
         return passed
 
@@ -151,14 +151,19 @@ class Evaluator:
 
     @contextmanager
     def _unchanged(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
-        """Afterwards modules, but for those ``apart``, have the buffers and numbers of before, and
-        torch, Python and numpy draw as before."""
-        modules = [part for root in self._roots for part in root.modules() if part not in apart]
+        """Afterwards modules have the modes of before and, but for those ``apart``, the buffers and
+        numbers; torch, Python and numpy draw as before."""
+        modules = {part: part in apart for root in self._roots for part in root.modules()}
         numbers = [
-            {k: v for k, v in vars(module).items() if isinstance(v, int | float | complex)}
-            for module in modules
+            {
+                k: v
+                for k, v in vars(module).items()
+                if isinstance(v, int | float | complex) and not is_apart
+            }
+            | {"training": module.training}
+            for module, is_apart in modules.items()
         ]
-        buffers = [(dict(module._buffers), module._buffers) for module in modules]
+        buffers = [(dict(one._buffers), one._buffers) for one in modules if not modules[one]]
         values = [(x, x.clone()) for own, _ in buffers for x in own.values() if x is not None]
         with forked_generators(self._channels.device):
             try:
@@ -174,17 +179,13 @@ class Evaluator:
                             value.copy_(kept)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Inside, chunks can run forward; afterwards the modes of modules are as before."""
-        training = [module for root in self._roots for module in root.modules() if module.training]
-        with torch.no_grad(), shown(self.chunks.values()):
-            for module in training:
-                module.training = False
-            try:
-                yield
-            finally:
-                for module in training:
-                    module.training = True
+    def _evaluating(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
+        """Inside, chunks can run forward; afterwards all is as ``_unchanged`` says."""
+        with self._unchanged(apart), torch.no_grad(), shown(self.chunks.values()):
+            for root in self._roots:
+                for module in root.modules():
+                    module.training = False
+            yield
 
     def _run_unit(
         self,

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import starmap
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -156,6 +157,12 @@ class _Comparison:
             setattr(plain[last].get_submodule(path), attribute, shared)
         nn.ModuleList(plain).to(model.engine.lanes.device)
         self._working = parameters_of(plain)
+        for name, one in model.full_parameters():
+            cause = "a function must make the same layer at every call"
+            far = _apart(one, self._working[name]) / 1e-6
+            self._compare(0, name, far, "begins with other values", cause)
+        self._raise_first()
+        self._move()
         self.masters = {
             name: nn.Parameter(
                 one.detach().float() if one.itemsize < 4 else one.detach().clone(),
@@ -171,18 +178,12 @@ class _Comparison:
         self._alone = OneProcess(
             plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
         )
-        for name, one in model.full_parameters():
-            cause = "a function must make the same layer at every call"
-            far = _apart(one, self.masters[name]) / 1e-6
-            self._compare(0, name, far, "begins with other values", cause)
-        self._raise_first()
         groups = defaultdict[str, list[nn.Parameter]](list)
         for name, one in self.masters.items():
             vars(one).update(vars(self._working[name]))
             index, _, own = name.partition(".")
             if one.requires_grad:
                 groups[settings.group_of((int(index), own), one)].append(one)
-        self._move()
         optimizer = made_optimizer(settings.optimizer, groups)
         self._updater = Updater(optimizer, {}, lr_schedule=settings.lr_schedule)
 
@@ -199,27 +200,20 @@ class _Comparison:
     def _move(self) -> None:
         """Move trained parameters off their initial values, which are often zero."""
         draw = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for one in self.masters.values():
-                if may_have_gradient(one.dtype) and one.numel() and one.requires_grad:
-                    size = one.detach().double().abs().square().mean().sqrt().clamp(0.2, 1.0)
-                    noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
-                    one.add_((_NOISE * float(size) * noise).to(one))
-        names = {id(one): name for name, one in self._working.items()}
-        state = {
-            f"{index}.{name}": self.masters[names[id(one)]] if id(one) in names else one
-            for index, layer in enumerate(self._plain)
-            for name, one in layer.state_dict(keep_vars=True).items()
-            if isinstance(one, Tensor)
-        }
-        self._model.load_state_dict({name: one.detach().cpu() for name, one in state.items()})
+        for one in self._working.values():
+            if may_have_gradient(one.dtype) and one.numel() and one.requires_grad:
+                size = one.detach().double().abs().square().mean().sqrt().clamp(0.2, 1.0)
+                noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
+                one.data.add_((_NOISE * float(size) * noise).to(one))
+        state = nn.ModuleList(self._plain).state_dict()
+        self._model.load_state_dict({name: one.cpu() for name, one in state.items()})
 
     def step(self, batch: Microbatches) -> None:
         """Train a step here and there, and compare."""
         self.steps += 1
-        engine, given = self._model.engine, dict[str, Any](batch.whole)
-        agreed = partial(engine.agree, "train_step", lambda: self._model.training_batch(**given))
-        ready = self._run(agreed)  # which runs layers, to learn what passes between stages
+        engine, given = self._model.engine, partial(self._model.training_batch, **batch.whole)
+        # Which runs layers, to learn what passes between stages.
+        ready = self._run(partial(engine.agree, "train_step", given))
         with _outputs({} if self._model.plan.compile else engine.layers) as outputs:
             result = self._run(lambda: engine.step(ready))
         gradients = _of_all(self._model.gradients())
@@ -239,8 +233,8 @@ class _Comparison:
 
     def evaluation(self, batch: Microbatches) -> None:
         """Evaluate here and there, and compare."""
-        given = dict[str, Any](batch.whole)
-        ours: float = self._run(lambda: self._model.eval_step(**given))
+        evaluate: Callable[..., float] = self._model.eval_step
+        ours = self._run(partial(evaluate, **batch.whole))
         self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
@@ -278,16 +272,17 @@ class _Comparison:
     def _compare_outputs(self, outputs: Outputs, expected: Outputs) -> None:
         """Compare what a layer has given with what it gives for the microbatch that is nearest."""
         context = self._model.engine.context
+
+        def own(given: Tensor, whole: Tensor) -> Tensor:
+            if context is None or given.shape == whole.shape:
+                return whole
+            return context.part(whole, whole.shape[1])
+
         for index, calls in outputs.items():
             for call in calls:
-                far = math.inf
-                for whole in expected[index]:
-                    own = [
-                        y if context is None or x.shape == y.shape else context.part(y, y.shape[1])
-                        for x, y in zip(call, whole, strict=False)
-                    ]
-                    if len(whole) == len(call):
-                        far = min(far, max(map(_apart, call, own)))
+                alike = (one for one in expected[index] if len(one) == len(call))
+                pairs = (zip(call, map(own, call, one), strict=True) for one in alike)
+                far = min((max(starmap(_apart, pair)) for pair in pairs), default=math.inf)
                 what = "gives another output for a microbatch"
                 self._compare(1, f"{index}", far / self._tolerance, what, self._cause())
 
