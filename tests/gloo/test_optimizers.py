@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
@@ -263,6 +264,47 @@ def test_an_optimizer_that_no_rank_could_run_is_refused(words: str) -> None:
     said = error_of(lambda: built(seeded([linear]), optimizer=WRONG[words], shard=2))
     assert said.startswith(f"InfeasibleError: optimizer: {words}"), said
     assert "\n" not in said
+
+
+class Noting(torch.optim.SGD):
+    """Notes its steps in a list of each parameter."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step()
+        for one in self.param_groups[0]["params"]:
+            self.state[one].setdefault("steps", []).append(1)
+
+
+@on_ranks(2)
+def test_state_that_no_checkpoint_could_hold_is_refused_in_the_first_step() -> None:
+    model = built(shard=2, optimizer=lambda groups: Noting(groups["all"], lr=0.1))
+    refuses("InfeasibleError: optimizer: keeps 'steps' of a parameter, a list", lambda: step(model))
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"replicate": 2}, {"replicate": 2, "replicate_zero": 1}], ids=str
+)
+@on_ranks(2)
+def test_replicas_that_drift_apart_are_an_error(degrees: dict[str, int]) -> None:
+    """Where each has all parameters; those that are updated by one of them alone cannot."""
+    model = built(compare_replicas=2, **degrees)
+
+    def nudge(optimizer: Any, *_: object) -> None:
+        for one in optimizer.param_groups[0]["params"]:
+            one.grad.add_(1e-12 * dist.get_rank())
+
+    for _ in range(2):
+        step(model)
+    model.optimizer.register_step_pre_hook(nudge)
+    step(model)  # the third, which is not compared
+    if degrees.get("replicate_zero"):
+        step(model)
+    else:
+        refuses(
+            "RuntimeError: compare_replicas: after step 4 rank 1 has other parameters than rank 0",
+            lambda: step(model),
+        )
 
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -78,6 +78,7 @@ class Engine:
         self._layout, self._device = layout, device
         self.loss, self.layers = loss, dict(sorted(layers.items()))
         self.steps_done, self._global_batch = 0, plan.global_batch
+        self._compare_every = settings.compare_replicas
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self.unusable = ""  # why: it was closed, or a step has failed; refusals leave it as it was
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
@@ -143,6 +144,9 @@ class Engine:
             drawing = self._seeds.drawing(self.steps_done) if self._seeds else None
             result = self.interpreter.run(batch, drawing)
             self.steps_done += 1
+            if self._compare_every and self.steps_done % self._compare_every == 0:
+                self.settle()
+                self.update.compare_replicas(self.barrier, self.steps_done)
         return result
 
     @property

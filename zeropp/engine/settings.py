@@ -100,6 +100,9 @@ class Settings(StepKnobs):
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
     down to it. 0: no clipping, except that of an ``OptimizerConfig``."""
+    compare_replicas: Annotated[int, AT_LEAST_0] = 0
+    """After how many steps replicas compare their parameters again. A difference is an error: a
+    hook that depends on the rank makes them drift apart. The host waits for it. 0: never."""
     group_of: GroupOf = one_group
     """The optimizer group of a parameter, given its (layer, name) and itself."""
     precision: Precision = "fp32"

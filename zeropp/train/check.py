@@ -158,9 +158,13 @@ class _Comparison:
         nn.ModuleList(plain).to(model.engine.lanes.device)
         self._working = parameters_of(plain)
         for name, one in model.full_parameters():
-            cause = "a function must make the same layer at every call"
-            far = _apart(one, self._working[name]) / 1e-6
-            self._compare(0, name, far, "begins with other values", cause)
+            self._compare(
+                0,
+                name,
+                _apart(one, self._working[name]) / 1e-6,
+                "begins with other values",
+                "a function must make the same layer at every call",
+            )
         self._raise_first()
         self._move()
         self.masters = {
@@ -266,8 +270,8 @@ class _Comparison:
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
             "those of the inputs' own tokens; loss_fn reads nothing beside its arguments"
         )
-        losses = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
-        self._compare(2, "loss_fn", far, losses, cause)
+        what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
+        self._compare(2, "loss_fn", far, what, cause)
 
     def _compare_outputs(self, outputs: Outputs, expected: Outputs) -> None:
         """Compare what a layer has given with what it gives for the microbatch that is nearest."""
@@ -283,8 +287,13 @@ class _Comparison:
                 alike = (one for one in expected[index] if len(one) == len(call))
                 pairs = (zip(call, map(own, call, one), strict=True) for one in alike)
                 far = min((max(starmap(_apart, pair)) for pair in pairs), default=math.inf)
-                what = "gives another output for a microbatch"
-                self._compare(1, f"{index}", far / self._tolerance, what, self._cause())
+                self._compare(
+                    1,
+                    f"{index}",
+                    far / self._tolerance,
+                    "gives another output for a microbatch",
+                    self._cause(),
+                )
 
     def _cause(self, *, of_gradient: bool = False) -> str:
         """What may make a layer, or its gradient, something else with these settings."""
@@ -363,8 +372,13 @@ class _Comparison:
             own = _numbers(layer)
             for name, value in _numbers(self._plain[index]).items():
                 far = _apart(own[name], value) if name in own else math.inf
-                what = "which the layer keeps, is another number"
-                self._compare(5, f"{index}.{name}", far / self._tolerance, what, self._cause())
+                self._compare(
+                    5,
+                    f"{index}.{name}",
+                    far / self._tolerance,
+                    "which the layer keeps, is another number",
+                    self._cause(),
+                )
 
     def _compare(self, phase: int, name: str, far: float, what: str, cause: str) -> None:
         """Note a difference that is larger than what is allowed, 1, or not a number."""
@@ -390,10 +404,9 @@ def _outputs(layers: Mapping[int, nn.Module]) -> Iterator[Outputs]:
     """What layers give inside of it."""
     kept: Outputs = {}
 
-    def keep(index: int, layer: object, given: Any, output: Any) -> None:
-        del layer
-        given = tensors_of(without_scalars(output)[0])
-        kept.setdefault(index, []).append(tuple(x.detach().clone() for x in given))
+    def keep(index: int, _: object, __: object, output: Any) -> None:
+        tensors = tensors_of(without_scalars(output)[0])
+        kept.setdefault(index, []).append(tuple(x.detach().clone() for x in tensors))
 
     with ExitStack() as hooks:
         for index, layer in layers.items():
@@ -408,12 +421,13 @@ def _of_all(own: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def _numbers(layer: nn.Module) -> dict[str, Tensor]:
     """The buffers of a layer and the numbers that it keeps, by name."""
-    kept = {name: one.detach() for name, one in layer.named_buffers()}
-    for path, part in layer.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES:
-                kept[f"{path}.{name}".lstrip(".")] = torch.tensor(value, dtype=torch.float64)
-    return kept
+    numbers = {
+        f"{path}.{name}".lstrip("."): torch.tensor(value, dtype=torch.float64)
+        for path, part in layer.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
+    }
+    return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}
 
 
 def _wide(one: Tensor) -> Tensor:

@@ -79,8 +79,9 @@ class OneProcess:
             for index, layer in enumerate(self.layers):
                 if self.seed is not None and step is not None:
                     seed_piece(self.seed, step, number, index)
-                names = keywords_of(layer).union(keywords if takes_all(layer) else ())
-                own = chosen(keywords, names)
+                own = chosen(
+                    keywords, keywords_of(layer).union(keywords if takes_all(layer) else ())
+                )
                 own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
                 output = layer(*cast(tensors_of(given), self.compute), **own)
                 given, scalars = without_scalars(output)

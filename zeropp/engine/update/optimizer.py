@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from unittest import mock
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.ranks.errors import ErrorBarrier
+from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of, square_norm
@@ -154,15 +157,13 @@ class Updater:
 
     def _check_state(self) -> None:
         """Refuse, in the first update, what an optimizer keeps and no checkpoint could hold."""
-        for part in parts_of(self.optimizer):
-            for values in part.state.values():
-                for name, value in values.items() if isinstance(values, dict) else ():
-                    if not (value is None or isinstance(value, bool | int | float | Tensor)):
-                        raise InfeasibleError(
-                            f"optimizer: {type(part).__name__} keeps {name!r} of a parameter, a "
-                            f"{type(value).__name__}, so that no checkpoint could hold it (take "
-                            "one that keeps tensors and numbers)"
-                        )
+        state = (one for one in self.optimizer.state.values() if isinstance(one, dict))
+        for name, value in (pair for one in state for pair in one.items()):
+            if not (value is None or isinstance(value, bool | int | float | Tensor)):
+                raise InfeasibleError(
+                    f"optimizer: keeps {name!r} of a parameter, a {type(value).__name__}, so that "
+                    "no checkpoint could hold it (take one that keeps tensors and numbers)"
+                )
 
 
 def _refuse_group(*_: object) -> NoReturn:
@@ -263,6 +264,19 @@ class ParameterUpdate:
         """Start to gather what other ranks have updated."""
         for flat in self.flats:
             flat.gather_updated()
+
+    def compare_replicas(self, barrier: ErrorBarrier, step: int) -> None:
+        """Raise RuntimeError, on all ranks, where replicas have other parameters after a step."""
+        sums = repr([int(checksum(flat.master)) for flat in self.flats])
+        every = barrier.exchange([crc32(sums.encode())])
+        for rank, found in enumerate(every):
+            first = self.layout.rank_at(self.layout.coordinates(rank) | {"replicate": 0})
+            if found != every[first] and not self.layout.replicate_zero:  # else none are the same
+                raise RuntimeError(
+                    f"compare_replicas: after step {step} rank {rank} has other parameters than "
+                    f"rank {first}, its replica (what acts on gradients or parameters, as a hook "
+                    "of the optimizer, must do the same on all ranks)"
+                )
 
     def _scale(self, factor: Tensor) -> None:
         for flat in self.flats:

@@ -48,6 +48,6 @@ def groups_whole(
         for group in part.param_groups:
             plain = {key: value for key, value in group.items() if key != "params"}
             found |= {id(one): (known, f"{place} {plain}") for one in group["params"]}
-    nothing = (True, "")  # which is refused by name when the optimizer is made of real ones
-    kinds = {name: {found.get(id(x), nothing) for x in group} for name, group in groups.items()}
+    # What is in no group is refused by name when the optimizer is made of real ones.
+    kinds = {name: {found.get(id(x), (True, "")) for x in group} for name, group in groups.items()}
     return tuple(name for name, of in kinds.items() if len(of) > 1 or not all(k for k, _ in of))
