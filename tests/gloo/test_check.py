@@ -49,6 +49,19 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
+class Behind(nn.Module):
+    """Changes what a product has given behind torch's back, which keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        y.data.mul_(0.5)
+        return x + self.second(y.square())  # type: ignore[no-any-return]
+
+
 class Coupled(torch.optim.SGD):
     """Scales all gradients by the norm of all."""
 
@@ -69,19 +82,23 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     inner: list[nn.Module] = [Teller(WIDTH, WIDTH), listener(WIDTH, WIDTH)]
     if kind == "slice":
         inner = [Shift()]
-    elif kind in ("right", "norm"):
+    elif kind == "behind":
+        inner = [Behind()]
+    elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
     if kind == "norm":
         degrees = {**degrees, "optimizer": lambda groups: Coupled(groups["all"], lr=0.1)}
     layers = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
     batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
+    if kind == "refused":
+        batches[1][0].requires_grad_()
     try:
         checked = zeropp.check(
             layers, nn.functional.mse_loss, batches, sample=batches[0][0][:2],
             global_batch=ROWS, **degrees,
         )  # fmt: skip
-    except zeropp.DifferenceError as error:
-        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return f"{checked.steps} steps"
 
 
@@ -93,11 +110,13 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("slice", {"context": 2}, "layers[1]: gives another output"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
+        ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),
+        ("refused", {"pp": 2}, "ValueError: inputs: needs a gradient"),
         ("norm", {"pp": 2}, "has another gradient, in step 1 (likely: a hook"),
     ],
 )
 def test_what_differs_is_named(
-    world: World, kind: str, degrees: dict[str, int], words: str
+    world: World, kind: str, degrees: dict[str, Any], words: str
 ) -> None:
     for said in world.run(found, kind, degrees, size=2):
         assert words in said

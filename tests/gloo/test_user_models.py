@@ -340,6 +340,19 @@ def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
     assert later[0] == run(LOADED, LOADED)[3]
 
 
+@on_ranks(1)
+def test_several_steps_with_a_batch_are_refused_where_the_place_goes_by_steps() -> None:
+    with loading() as model:
+        for resume in (False, True):
+            batches = iter(model.loader(Numbers(), resume=resume))
+            for _ in range(2):
+                batch = next(batches)
+                model.train_step(*batch)
+            model.train_step(*batch)
+            said = error_of(partial(next, batches))
+            assert said.startswith("ValueError: loader: 3 steps were done with 2") == resume
+
+
 def evaluated_on() -> list[list[int]]:
     """Which rows this rank evaluates on, twice, after a step of training."""
     with loading(replicate=2) as model:
