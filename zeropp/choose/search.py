@@ -27,7 +27,7 @@ planned to its end.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, count
@@ -43,7 +43,7 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import compute_knobs, neighbours, points, resized
+from zeropp.choose.space import SearchPoint, compute_knobs, neighbours, points, resized
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
@@ -60,6 +60,9 @@ def adds_later(plan: SizedPlan) -> bool:
     return plan.num_units > 1 and plan.reduce_every == "unit"
 
 
+_Alike = tuple[tuple[int, ...], object]  # a group of points, and the knobs of compute
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Family(Generic[K]):
     """An entry of the queue: a family, with the bound of its compute."""
@@ -68,7 +71,7 @@ class Family(Generic[K]):
     number: int  # unique
     asked: K  # knobs; those that are ``auto`` are searched
     candidate: Candidate[K]
-    alike: object  # the same for families that differ only in how data-parallel ranks are used
+    alike: _Alike  # the same for families that differ only in how data-parallel ranks are used
     plan: SizedPlan | None  # None: not sized yet
     forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
@@ -81,9 +84,14 @@ class Family(Generic[K]):
         return (self.turn, mine, self.number) < (other.turn, others, other.number)
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """The entries that replace this one: the family with its durations, if any member may
-        fit."""
+        """The entries that replace this one: the family with the bound of its own compute, then
+        with its durations, if any member may fit."""
         plan = self.plan or search.sized(self.candidate)
+        if plan and not self.plan:
+            bound_s = search.bound_compute(plan, self.alike)
+            if bound_s > self.bound_s:
+                yield replace(self, bound_s=bound_s, plan=plan)
+                return
         members = search.that_may_fit(self, plan) if plan else iter(())
         first = next(members, None)  # the others are sized when the family comes up again
         if plan and first:
@@ -151,10 +159,13 @@ class Member(Family[K]):
             return search.told(self)
         before = search.outcome.winner
         search.evaluate(self)
-        return search.others.pop(self.alike, ()) if search.outcome.winner is not before else ()
+        return search.follow(self.alike) if search.outcome.winner is not before else ()
 
 
 _DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
+# The least share of the bound of a family that saves the least memory that another one has: stages
+# are cut anew.
+_SAVES = 0.99
 _SETTLED = 3  # told steps that are simulated after a search was cut
 _CLIMB = 0.75  # share of the budget after which a search only improves its winner
 _CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
@@ -305,9 +316,16 @@ class _Search(Generic[K]):
         self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
-        self.others: dict[object, list[Family[K]]] = {}  # alike, of which one is in the queue
+        self._of_compute = compute_knobs(contender.knobs)
+        self._of_root = compute_knobs(contender.knobs, saving=False)
+        self._bounds: dict[_Alike, float] = {}  # of compute
+        self._others: dict[_Alike, list[Family[K]]] = {}  # alike, of which one was in the queue
+        # Points that differ from another one of their group in data-parallel degrees alone; what
+        # was asked for there.
+        self._points: defaultdict[tuple[int, ...], list[tuple[K, SearchPoint[K]]]]
+        self._points = defaultdict(list)
         # Of families alike, those with too many activations.
-        self._too_many_activations: set[object] = set()
+        self._too_many_activations: set[_Alike] = set()
 
     def run(
         self,
@@ -322,7 +340,6 @@ class _Search(Generic[K]):
         rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
         if rest:
             self.outcome.is_complete = False
-            self.outcome.bound_s = min(entry.bound_s for entry in rest)
             told = (e for e in rest if isinstance(e, Member) and e.is_told)
             for entry in heapq.nsmallest(_SETTLED, told):
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
@@ -364,7 +381,7 @@ class _Search(Generic[K]):
         climbs: bool = False,
     ) -> list[Family[K]]:
         """Open the first entry again and again; returns what is left when the time is over."""
-        outcome, others = self.outcome, self.others
+        outcome, others = self.outcome, self._others
         known = outcome.winner
         for family in families:
             others.setdefault(family.alike, []).append(family)
@@ -374,31 +391,61 @@ class _Search(Generic[K]):
             queue.append(max(alike, key=_shards))
             alike.remove(queue[-1])
         heapq.heapify(queue)
-        while queue or any(others.values()):
+        wants = self._wants_runner_up and not climbs
+        while queue or others:
+            to_beat = outcome.to_beat(wants) * (1.0 - tolerance)
             if not queue:
-                queue = [*chain.from_iterable(others.values())]
+                queue = [*chain.from_iterable(map(self.follow, self._may_win(to_beat)))]
                 heapq.heapify(queue)
-                others.clear()
+                continue
             entry = heapq.heappop(queue)
-            wants = self._wants_runner_up and not climbs
-            if entry.bound_s >= outcome.to_beat(wants) * (1.0 - tolerance):
+            if entry.bound_s >= to_beat:
                 outcome.rejected[SLOWER] += 1
+            elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
+                outcome.rejected[OOM] += 1
             elif budget.is_over(found=outcome.winner is not None, climbs=climbs):
-                rest = [entry, *queue, *chain.from_iterable(others.values())]
-                others.clear()
+                rest = [entry, *queue]
+                if not climbs:
+                    bounds = (self._bounds[alike] for alike in self._may_win(inf))
+                    outcome.bound_s = min([*bounds, *(entry.bound_s for entry in rest)])
+                self._forget()
                 return rest
             elif outcome.winner is known and not climbs and budget.hurries():
                 queue = self._recomputed_first([entry, *queue])
-            elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
-                outcome.rejected[OOM] += 1
             else:
                 try:
                     for child in entry.opened(self):
                         heapq.heappush(queue, child)
                 except InfeasibleError as error:
                     outcome.rejected[error.kind] += 1
-        others.clear()
+        self._forget()
         return []
+
+    def _forget(self) -> None:
+        self._others.clear()
+        self._points.clear()
+
+    def _may_win(self, to_beat: float) -> list[_Alike]:
+        """Of families that are alike and wait, those that may be faster than ``to_beat`` and fit.
+        The others are dropped."""
+        may_win = []
+        for alike in [*self._others]:
+            is_slower = self._bounds[alike] >= to_beat
+            if is_slower or alike in self._too_many_activations:
+                self.outcome.rejected[SLOWER if is_slower else OOM] += 1
+                del self._others[alike]
+            else:
+                may_win.append(alike)
+        return may_win
+
+    def follow(self, alike: _Alike) -> list[Family[K]]:
+        """The families that wait and are ``alike``, for which those of all points of their group
+        are made."""
+        group, _ = alike
+        for asked, point in self._points.pop(group, ()):
+            for family in self._families_at(point, asked, group):
+                self._others.setdefault(family.alike, []).append(family)
+        return self._others.pop(alike, [])
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
@@ -415,27 +462,51 @@ class _Search(Generic[K]):
         return queue
 
     def _families(self, asked: K, microbatch_size: int | Auto) -> Iterator[Family[K]]:
-        """Every family within ``asked`` for which the planner has a plan, with its first bound."""
-        space, prices, rejected = self.contender.space, self.contender.prices, self.outcome.rejected
-        of_compute = compute_knobs(self.contender.knobs)
-        bounds: dict[object, float] = {}
-        for point, size in points(self.task, space, asked, microbatch_size, rejected=rejected):
-            for knobs in space.families(point):
-                candidate, plan = Candidate(knobs, size), None
-                alike = (size, point.num_microbatches, of_compute(knobs))
-                if alike not in bounds:
+        """Every family within ``asked``, with its first bound, that has the most shards of its
+        group of points; ``follow`` makes the others."""
+        groups: defaultdict[tuple[int, ...], list[SearchPoint[K]]] = defaultdict(list)
+        rejected = self.outcome.rejected
+        for point, size in points(
+            self.task, self.contender.space, asked, microbatch_size, rejected=rejected
+        ):
+            degrees = point.degrees
+            groups[size, degrees.tp, degrees.pp, degrees.context].append(point)
+        for group, found in groups.items():
+            most = max(found, key=lambda point: point.degrees.shard)
+            self._points[group] += [(asked, point) for point in found if point is not most]
+            yield from self._families_at(most, asked, group)
+
+    def _families_at(
+        self, point: SearchPoint[K], asked: K, group: tuple[int, ...]
+    ) -> Iterator[Family[K]]:
+        """The families of a point. Those that differ only in how they save memory have the bound of
+        the first, which saves the least, until they are opened."""
+        of_roots: dict[object, float] = {}
+        for knobs in self.contender.space.families(point):
+            candidate, plan = Candidate(knobs, group[0]), None
+            alike, root = (group, self._of_compute(knobs)), self._of_root(knobs)
+            if alike not in self._bounds:
+                if root not in of_roots:
                     plan = self.sized(candidate)
                     if plan is None:
                         continue
-                    bounds[alike] = least_compute_s(plan, prices.passes(plan, self.task.cluster))
-                yield Family(
-                    bound_s=bounds[alike],
-                    number=next(self.numbers),
-                    asked=asked,
-                    candidate=candidate,
-                    alike=alike,
-                    plan=plan,
-                )
+                    of_roots[root] = self.bound_compute(plan, alike) * _SAVES
+                else:
+                    self._bounds[alike] = of_roots[root]
+            yield Family(
+                bound_s=self._bounds[alike],
+                number=next(self.numbers),
+                asked=asked,
+                candidate=candidate,
+                alike=alike,
+                plan=plan,
+            )
+
+    def bound_compute(self, plan: SizedPlan, alike: _Alike) -> float:
+        """The bound of the compute of families that are ``alike``, of which one has this plan."""
+        passes = self.contender.prices.passes(plan, self.task.cluster)
+        self._bounds[alike] = least_compute_s(plan, passes)
+        return self._bounds[alike]
 
     def sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         """The plan of a candidate, if there is one."""

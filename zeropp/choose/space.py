@@ -291,9 +291,15 @@ _OF_DATA_PARALLELISM = {
 }
 
 
-def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
+# Knobs that save memory, for which a pass takes longer.
+_SAVERS = {"recompute", "recompute_blocks", "offload_blocks", "split_backward"}
+
+
+def compute_knobs(knobs: type[K], *, saving: bool = True) -> Callable[[K], object]:
     """A function that gives the values of all other knobs, and whether gradients are reduced for
-    every microbatch (ZeRO-2), which compute does depend on."""
+    every microbatch (ZeRO-2), which compute does depend on; without those that save memory if
+    ``saving`` is false."""
+    left_out = _OF_DATA_PARALLELISM | (set() if saving else _SAVERS)
     names = (field.name for field in fields(cast("Any", knobs)))
-    others = attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))
+    others = attrgetter(*(name for name in names if name not in left_out))
     return lambda of: (others(of), getattr(of, "replicate_zero", 0) == 2)

@@ -127,10 +127,10 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
     network_share = 0.0
     if plan.offloaded_stages:
-        host = host_of(cluster)
-        for stage, first_like in enumerate(like):
-            sent_s = stage_memory(plan, work, first_like).sent / host.rate
-            costs[stage] = replace(costs[stage], store=sent_s, load=sent_s)
+        rate = host_of(cluster).rate
+        sent_s = {s: stage_memory(plan, work, s).sent / rate for s in first}
+        for stage, like_s in enumerate(sent_s[s] for s in like):
+            costs[stage] = replace(costs[stage], store=like_s, load=like_s)
         network_share = host_network_share(plan.layout, cluster)
     eight_bit = work.program.eight_bit
     limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)

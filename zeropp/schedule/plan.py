@@ -164,14 +164,15 @@ class SizedPlan:
     def spread_over_ranks(self, count: int) -> tuple[int, ...]:
         """Per stage, those blocks that are among ``count`` of their rank, evenly spread, so that
         what is done for them is, too."""
+        before, whole = [0] * self.schedule.num_ranks, [0] * self.schedule.num_ranks
+        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
+            whole[rank] += blocks
         spread = []
-        for stage, rank in enumerate(self.schedule.stage_rank):
-            held = self.schedule.stages_of(rank)
-            before = sum(self.blocks[s] for s in held if s < stage)
-            whole = sum(self.blocks[s] for s in held)
-            share = min(1.0, count / whole) if whole else 0.0
-            ends = (int(share * n + _ROUNDING) for n in (before, before + self.blocks[stage]))
+        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
+            share = min(1.0, count / whole[rank]) if whole[rank] else 0.0
+            ends = (int(share * n + _ROUNDING) for n in (before[rank], before[rank] + blocks))
             spread.append(-next(ends) + next(ends))
+            before[rank] += blocks
         return tuple(spread)
 
     @property
