@@ -82,10 +82,9 @@ def check(
     ``parallelize(layers, loss_fn, **keywords)`` does and once in a plain loop on every rank, from
     weights that are moved off their initial values. All ranks must call it, with the same batches
     ``(inputs, targets)`` or ``(inputs, targets, keyword inputs by name)``, of ``global_batch`` rows
-    each; three are enough. The layers stay as they were; what they keep in objects of others (a
-    closure, a global variable) does not. Layers that are functions are called. Each rank needs
-    memory for the whole model: take one with few layers. A rank may come two minutes late, or
-    ``timeout``.
+    each; three are enough. Layers stay as they were, but for what they reach through a closure or a
+    global variable, which is not copied: give functions that make such layers. Each rank needs
+    memory for the whole model: take one with few layers. ``timeout`` is two minutes unless given.
 
     Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes
     of them, and without data parallelism the buffers and numbers that layers keep.
@@ -350,6 +349,10 @@ class _Comparison:
         before = {name: one.detach().clone() for name, one in self.masters.items()}
         for name, one in self.masters.items():
             one.grad = grads[name].to(one) if name in grads else None
+            # What a layer's forward has changed.
+            one.data.add_(
+                self._working[name].data.to(one) - one.data.to(self._working[name]).to(one)
+            )
         self._updater.set_rates(self.steps - 1)
         self._updater.update(finite)
         cause = (
@@ -357,11 +360,11 @@ class _Comparison:
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
         for name, one in self.masters.items():
-            expected = _wide(one)
-            change = float((expected - _wide(before[name])).norm())
-            rounding = 4 * torch.finfo(torch.float32).eps * float(expected.norm())
-            far = float((_wide(ours[name]) - expected).norm())
-            far /= _UPDATE * change + rounding + 1e-30
+            expected, eps = _wide(one), torch.finfo(torch.float32).eps
+            change, size = float((expected - _wide(before[name])).norm()), float(expected.norm())
+            far = float((_wide(ours[name]) - expected).norm()) / (
+                _UPDATE * change + 4 * eps * size + 1e-30
+            )
             self._compare(4, name, far, "is updated otherwise by the same gradient", cause)
 
     def _compare_kept(self) -> None:
