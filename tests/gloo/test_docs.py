@@ -255,6 +255,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(world: World, folder: Path) 
     def run(out: str, steps: int, pp: int, ranks: int) -> list[list[float]]:
         options = {"pp": pp, "steps": steps, "length": 32, "every": 2, "keep": 2, "lr": 1e-3}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words += ["--check"] if ranks == 4 else []
         given = str(folder), str(text), "--out", str(folder / out), "--separator", "\n", *words
         return world.run(run_example, *given, size=ranks)
 

@@ -93,7 +93,7 @@ class Settings(StepKnobs):
     """A configuration, or a function that makes an optimizer, or a list of several, from fp32
     tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
     flat shards for those of torch that update element by element, and whole parameters for others,
-    unless ``elementwise`` is set."""
+    unless ``elementwise`` is set. A function is first called with tensors without values."""
     elementwise: bool = False
     """Optimizers of your own update every element by itself, whatever the shape it is in: their
     tensors are flat shards, too."""
