@@ -28,7 +28,7 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.search import search
+from zeropp.choose.search import SAVES, search
 from zeropp.choose.space import SearchPoint, compute_knobs, points
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import PlanPrice, pass_times, price_plan, time_plan
@@ -79,7 +79,10 @@ def drawn_task(draw: random.Random) -> Task:
         replace(link, bandwidth_gb_s=link.bandwidth_gb_s * draw.choice((0.1, 0.3, 1.0)))
         for link in (cluster.intra, cluster.inter)
     )
-    return replace(what, cluster=replace(cluster, intra=intra, inter=inter))
+    host = cluster.host
+    if host:
+        host = replace(host, bandwidth_gb_s=host.bandwidth_gb_s * draw.choice((0.05, 0.3, 1.0)))
+    return replace(what, cluster=replace(cluster, intra=intra, inter=inter, host=host))
 
 
 def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
@@ -107,7 +110,7 @@ def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
         knobs = draw.choice(families)
         with suppress(InfeasibleError):
             plan = contender.size(what, knobs, size)
-            bound_s = least_step_s(plan, time_plan(plan, what.cluster))
+            bound_s = least_step_s(plan, time_plan(plan, what.cluster), any_unit=True)
             assert least_compute_s(plan, pass_times(plan, what.cluster)) <= bound_s * SLACK
             all_knobs = contender.space.members(point.asked, knobs, plan)
             found = members(contender, what, [Candidate(one, size) for one in all_knobs])
@@ -180,6 +183,28 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
     assert not has_ways or any(len(values) > 1 for values in found.values())
     assert found
     assert all(len(set(values)) == 1 for values in found.values())
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(name: str) -> None:
+    contender, what = PRICED[name], on_cluster("h100", 16, 32, layers=6)
+    of_compute = compute_knobs(contender.knobs)
+    of_root = compute_knobs(contender.knobs, saving=False)
+    groups: dict[object, list[SearchPoint[Any]]] = {}
+    for point, size in points(what, contender.space, contender.knobs(), 1, rejected=Counter()):
+        degrees = point.degrees
+        groups.setdefault((size, degrees.tp, degrees.pp, degrees.context), []).append(point)
+    for group in groups.values():
+        most = max(group, key=lambda point: point.degrees.shard)
+        told = {of_compute(knobs) for knobs in contender.space.families(most)}
+        assert all({*map(of_compute, contender.space.families(other))} <= told for other in group)
+        # What saves memory takes about as long as what saves none, or longer.
+        of_roots: dict[object, float] = {}
+        for knobs in contender.space.families(most):
+            with suppress(InfeasibleError):
+                plan = contender.size(what, knobs, 1)
+                least_s = least_compute_s(plan, pass_times(plan, what.cluster))
+                assert least_s >= of_roots.setdefault(of_root(knobs), least_s) * SAVES
 
 
 def test_a_familys_least_memory_holds_for_large_units_under_a_fixed_cap() -> None:

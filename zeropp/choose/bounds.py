@@ -26,6 +26,7 @@ from zeropp.schedule.program import (
     Op,
     RankProgram,
     Schedule,
+    StageCost,
 )
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
@@ -298,8 +299,9 @@ def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]
     return worst * (1.0 - _ROUNDING)
 
 
-def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
-    """Seconds that no order can beat: the largest of several bounds of every rank.
+def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -> float:
+    """Seconds that no order can beat, with ``any_unit`` for none of ZeroPP's units: the largest of
+    several bounds of every rank.
 
     A rank starts no sooner than a microbatch has come through the stages before its first one,
     unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
@@ -308,32 +310,40 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
     activations are capped, a rank fills and drains slowly (``_capped_s``).
     """
-    latency = Latency.of(plan, price)
-    ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
+    ranks = range(plan.schedule.num_ranks)
+    works = [_work_s(plan, price, stages) for stages in map(plan.schedule.stages_of, ranks)]
+    slowed = _slowed(plan, price, works)
+    latency = Latency.of(plan, slowed)
+    ends = [_Ends.of(plan, price, rank) for rank in ranks]
     last = ends[plan.schedule.stage_rank[0]]
     worst = 0.0
-    for rank, end in enumerate(ends):
+    for rank, (end, work) in enumerate(zip(ends, works, strict=True)):
         stages = plan.schedule.stages_of(rank)
         first = stages[0]
         beside = sum(price.stages[s].reduce_grad for s in stages) * _reductions(plan)
         beside += sum(price.stages[s].unshard * n for s, n in _gathers(plan, stages))
-        work, slowed = _work_s(plan, price, stages)
-        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * slowed
+        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan) * work.factor
         start = max(latency.to[first], first_gather_s(plan, price, first))
-        # A microbatch is stored where a rank has three more chunks to go through before it turns.
-        stored = sum(price.stages[s].store for s in stages[:-3]) * plan.num_microbatches
+        # All but a rank's last two chunks, whose microbatches may turn before they are stored.
+        stored = sum(slowed.stages[s].store for s in stages[:-2]) * plan.num_microbatches
         worst = max(worst, stored)
-        rank_s = work + copied + (0.0 if price.steps_overlap else start)
+        forwards, backwards = _phases(plan, slowed, latency, stages)
+        if plan.schedule.name == "accumulation":
+            worst = max(worst, plan.num_microbatches * (forwards.seconds(1) + backwards.seconds(1)))
+        rank_s = work.seconds + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
-            weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
-            at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
+            weights = sum(slowed.stages[s].backward_weight for s in stages) * splits(plan)
+            at_0 = start + work.seconds - weights * plan.num_microbatches + latency.back[first]
             worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
             busy = _held_s(plan, latency, stages)
-            capped = _capped_s(plan, price, latency, rank, slowed=slowed)
-            worst = max(worst, max(busy, capped) + last.updated_s)
-    return worst
+            capped = _capped_s(plan, slowed, latency, stages)
+            in_turn = 0.0
+            if not any_unit:
+                in_turn = _in_turn_s(plan, latency, stages, forwards, backwards)
+            worst = max(worst, max(busy, capped, in_turn) + last.updated_s)
+    return worst * (1.0 - _ROUNDING)
 
 
 def least_of_order_s(
@@ -344,11 +354,9 @@ def least_of_order_s(
     or more. All actions follow the gather of stage 0."""
     if price.steps_overlap:
         return 0.0
-    costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
-    for stages in map(plan.schedule.stages_of, ranks):
-        _, slowed = _work_s(plan, price, stages)
-        for s in stages:
-            costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
+    ranks = range(plan.schedule.num_ranks)
+    works = [_work_s(plan, price, stages) for stages in map(plan.schedule.stages_of, ranks)]
+    costs = _slowed(plan, price, works).stages
     ends = (_Ends.of(plan, price, rank) for rank in ranks)
     beside = first_gather_s(plan, price, 0) + min(end.reduced_s + end.updated_s for end in ends)
     events = run_within(compute, costs, limit_s - beside)
@@ -377,17 +385,15 @@ class _Ends:
 
 
 def _capped_s(
-    plan: SizedPlan, price: StepTimes, latency: Latency, rank: int, *, slowed: float
+    plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...]
 ) -> float:
-    """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
+    """Seconds until rank 0 has its last weight gradient, by the activations that a rank may hold.
 
     Before its first backward a rank makes forwards alone, and after its last forward only backwards
     of what it still holds; both are no more than the cap. The first backward has come through all
     stages and back, and so has the last forward to go. All work besides is between the two.
     """
-    schedule, m = plan.schedule, plan.num_microbatches
-    stages, costs = schedule.stages_of(rank), price.stages
-    most = plan.activation_cap
+    m, costs, most = plan.num_microbatches, price.stages, plan.activation_cap
     if most >= m * len(stages):
         return 0.0  # all forwards may come before the first backward
     tail, last = latency.backward[-1], stages[-1]
@@ -396,9 +402,7 @@ def _capped_s(
     after_forward = latency.turn - latency.to[last] - costs[last].forward + tail + latency.back[-1]
     forwards = max(costs[s].forward for s in stages)
     backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
-    work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
-    exposed = m * sum(price.extras[s].exposed for s in stages)
-    between = max(0.0, work * slowed - exposed * (slowed - 1.0))
+    between = max(0.0, m * sum(costs[s].compute for s in stages) - most * (forwards + backwards))
     return first_backward + between + after_forward + latency.weight[0]
 
 
@@ -414,10 +418,103 @@ def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float
     return busy_s
 
 
-def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds of a rank's compute, and the factor by which at least collectives slow it: all but
-    the first gather and the last reductions. The copies of gathers are part of it; those of
-    reductions are not, as they may come last."""
+_COPIED = 2  # stores or loads before which compute need not wait
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A unit's forwards, or its backwards, on one rank, which has one order of each. Lists have one
+    entry per chunk, in this order."""
+
+    passes: list[float]  # seconds of one microbatch
+    arrive: list[float]  # until the first microbatch is at the next chunk
+    copies: list[float]  # seconds of one microbatch's stores, or loads
+
+    def seconds(self, unit: int) -> float:
+        """From the first pass of a unit of microbatches to the end of its last, at least: a chunk
+        begins when its first microbatch has come through all ranks, and when the rank has the
+        chunk before behind it."""
+        pairs = zip(self.passes, self.arrive, strict=False)
+        passed = sum(max(unit * each, arrive) for each, arrive in pairs) + unit * self.passes[-1]
+        copied = unit * sum(self.copies) - _COPIED * max(self.copies, default=0.0)
+        return max(passed, copied)
+
+
+def _phases(
+    plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...]
+) -> tuple[_Phase, _Phase]:
+    """A unit's forwards and its backwards. Of the last chunk, nothing may be stored, and of a lone
+    microbatch that of the chunk before turns as soon."""
+    costs, back = price.stages, stages[::-1]
+    lone = 1 in (plan.schedule.unit, plan.num_microbatches % plan.schedule.unit)
+    stored = stages[: -1 - lone]
+    forwards = _Phase(
+        [costs[s].forward for s in stages],
+        [latency.to[after] - latency.to[s] for s, after in pairwise(stages)],
+        [costs[s].store for s in stored],
+    )
+    # From the begin of a microbatch's backward to the begin of its next one.
+    arrive = [
+        latency.back[s] - latency.back[after] - latency.backward[after] + latency.backward[s]
+        for s, after in pairwise(back)
+    ]
+    passes = [latency.backward[s] for s in back]
+    return forwards, _Phase(passes, arrive, [costs[s].load for s in stored])
+
+
+def _in_turn_s(
+    plan: SizedPlan,
+    latency: Latency,
+    stages: tuple[int, ...],
+    forwards: _Phase,
+    backwards: _Phase,
+) -> float:
+    """Seconds until rank 0 has its last weight gradient, as a rank has one order of forwards and
+    one of backwards, in which a unit follows the other: all forwards but for the last unit's in the
+    last chunk, and that unit's backwards; or the first unit's way to its first backward, and all
+    backwards."""
+    (whole, rest), unit = divmod(plan.num_microbatches, plan.schedule.unit), plan.schedule.unit
+    units = [unit] * whole + [rest] * (rest > 0)
+    first, last = stages[0], stages[-1]
+    turned = latency.turn - latency.to[last] + latency.backward[-1]
+    turned += latency.back[-1] - latency.back[last] - latency.backward[last]
+    ahead = sum(map(forwards.seconds, units)) - max(units) * forwards.passes[-1]
+    after = max(0.0, ahead) + backwards.seconds(min(units))
+    begun = latency.to[last] - latency.to[first] + sum(map(backwards.seconds, units))
+    return latency.to[first] + turned + max(after, begun) + latency.back[first] + latency.weight[0]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A rank's compute: its seconds, the factor by which at least collectives slow it, and the
+    share of it beside which they run at least."""
+
+    seconds: float
+    factor: float
+    share: float
+
+
+def _slowed(plan: SizedPlan, price: StepTimes, works: Sequence[_Work]) -> StepTimes:
+    """The price with compute, and copies to and from hosts, that collectives slow."""
+    known: dict[tuple[int, int, int], StageCost] = {}  # equal stages of a rank share one object
+    costs = []
+    for rank, cost, extras in zip(
+        plan.schedule.stage_rank, price.stages, price.extras, strict=True
+    ):
+        key = (rank, id(cost), id(extras))
+        if key not in known:
+            work, slowed = works[rank], slowed_cost(cost, extras, works[rank].factor)
+            if slowed.store:
+                left = 1.0 - price.network_share * work.share
+                slowed = replace(slowed, store=cost.store / left, load=cost.load / left)
+            known[key] = slowed
+        costs.append(known[key])
+    return replace(price, stages=tuple(costs))
+
+
+def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> _Work:
+    """A rank's compute beside all collectives but the first gather and the last reductions. The
+    copies of gathers are part of it; those of reductions are not, as they may come last."""
     m, costs = plan.num_microbatches, [price.stages[s] for s in stages]
     waits = {s: price.extras[s].waits for s in stages}
     gathers = [(price.stages[s], n) for s, n in _gathers(plan, stages)]
@@ -437,7 +534,7 @@ def _work_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> tuple
     share = min(1.0, max(0.0, beside) / (most * price.stragglers))
     slowed = price.stragglers * (1.0 + price.overlap_slowdown * share)
     exposed = sum(price.extras[s].exposed for s in stages) * m
-    return (work - exposed + copied) * slowed + exposed, slowed
+    return _Work((work - exposed + copied) * slowed + exposed, slowed, share)
 
 
 def _reductions(plan: SizedPlan) -> int:

@@ -97,7 +97,7 @@ class Family(Generic[K]):
         if plan and first:
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
-                bound_s=least_step_s(plan, times),
+                bound_s=least_step_s(plan, times, any_unit=True),
                 number=next(search.numbers),
                 asked=self.asked,
                 candidate=self.candidate,
@@ -127,7 +127,7 @@ class Priced(Family[K]):
                 durations[later] = prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
             member = Member(
-                bound_s=self.bound_s if plan is self.plan else least_step_s(plan, price),
+                bound_s=max(self.bound_s, least_step_s(plan, price)),
                 number=next(search.numbers),
                 asked=self.asked,
                 candidate=candidate,
@@ -165,7 +165,7 @@ class Member(Family[K]):
 _DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
 # The least share of the bound of a family that saves the least memory that another one has: stages
 # are cut anew.
-_SAVES = 0.99
+SAVES = 0.99
 _SETTLED = 3  # told steps that are simulated after a search was cut
 _CLIMB = 0.75  # share of the budget after which a search only improves its winner
 _CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
@@ -490,7 +490,7 @@ class _Search(Generic[K]):
                     plan = self.sized(candidate)
                     if plan is None:
                         continue
-                    of_roots[root] = self.bound_compute(plan, alike) * _SAVES
+                    of_roots[root] = self.bound_compute(plan, alike) * SAVES
                 else:
                     self._bounds[alike] = of_roots[root]
             yield Family(
