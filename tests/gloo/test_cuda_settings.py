@@ -246,8 +246,8 @@ def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> 
     schedule = stand_in(programs=[()])
     here: Any = stand_in(
         _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
-        _loss=Loss(lambda output, _: output, "mean"), _roots=[],
-        _unchanged=lambda: Evaluator._unchanged(here),
+        _loss=Loss(lambda output, _: output, "mean"), _roots=[], _caching=set(),
+        _unchanged=lambda apart: Evaluator._unchanged(here, apart),
     )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
         with StepSeeds(3, 0, GPU).drawing(0):
