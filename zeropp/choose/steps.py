@@ -125,7 +125,8 @@ class Steps:
                 order = draft.compute
                 if order and least_of_order_s(order, plan, price, slowest_s) >= slowest_s:
                     continue
-                if order and (full := self._overfull(order, plan, price)):
+                # The beginning of the first order is known to fit; a later one may be no more.
+                if order and len(results) > 1 and (full := self._overfull(order, plan, price)):
                     lower = lower or self._lower(plan, order, price, *full)
                     continue
                 whole = draft.complete()

@@ -104,6 +104,12 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     tensor = tensor_times(plan, cluster, work)
     like = equally_priced(plan, cluster)
     first = {s: _timed_stage(plan, cluster, work, tensor, s) for s in set(like)}
+    network_share = 0.0
+    if plan.offloaded_stages:
+        network_share, rate = host_network_share(plan.layout, cluster), host_of(cluster).rate
+        for s, (cost, extras) in first.items():
+            sent_s = stage_memory(plan, work, s).sent / rate
+            first[s] = replace(cost, store=sent_s, load=sent_s), extras
     costs = [first[s][0] for s in like]
     parameters = {s: stage_parameters(plan, s) for s in first}
     world = plan.layout.world
@@ -125,13 +131,6 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
-    network_share = 0.0
-    if plan.offloaded_stages:
-        rate = host_of(cluster).rate
-        sent_s = {s: stage_memory(plan, work, s).sent / rate for s in first}
-        for stage, like_s in enumerate(sent_s[s] for s in like):
-            costs[stage] = replace(costs[stage], store=like_s, load=like_s)
-        network_share = host_network_share(plan.layout, cluster)
     eight_bit = work.program.eight_bit
     limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)
     return StepTimes(
