@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import compress, product
 from typing import Annotated, Any, Literal, TypeVar
 
+from baselines.fsdp import contender as fsdp
 from zeropp.choose.contender import Contender
 from zeropp.choose.planner import (
     check_context,
@@ -28,6 +29,8 @@ from zeropp.choose.space import (
     at_degrees,
     choices,
     chunk_choices,
+    has_host,
+    offload_choices,
     one_member,
     placement_choices,
     sequence_choices,
@@ -43,6 +46,7 @@ from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.types.literals import (
+    AT_LEAST_0,
     AT_LEAST_1,
     Auto,
     Exchange,
@@ -57,6 +61,7 @@ from zeropp.types.shape import ModelShape
 Public3D = Literal["best_3d", "megatron_core", "megatron_core_local"]
 CpCommType = Literal["p2p", "a2a", "a2a+p2p"]
 EXCHANGES: dict[CpCommType, Exchange] = {"p2p": "ring", "a2a": "heads", "a2a+p2p": "both"}
+OffloadModules = Literal["none", "attention"]
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
@@ -83,10 +88,15 @@ class Public3DKnobs:
 
 @dataclass(frozen=True, kw_only=True)
 class SlicingKnobs(Public3DKnobs):
-    """Settings of programs that divide sequences, too."""
+    """Settings of programs that divide sequences and send activations to the host, too."""
 
     context: Annotated[int | Auto, AT_LEAST_1] = "auto"  # context_parallel_size
     cp_comm_type: CpCommType | Auto = "auto"  # how attention sees other slices
+    # cpu_offloading_num_layers: whole blocks, without a pipeline and recomputation.
+    offload_blocks: Annotated[int | Auto, AT_LEAST_0] = "auto"
+    # Of every block; attention: fine_grained_activation_offloading, of the modules that dense
+    # blocks of Transformer Engine have (qkv_linear, core_attn, attn_proj).
+    offload_modules: OffloadModules | Auto = "auto"
 
 
 @dataclass(frozen=True)
@@ -207,30 +217,61 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
             f"contender.recompute_blocks={knobs.recompute_blocks}: selective recomputation of "
             f"{knobs.name} is that of all blocks (use auto)"
         )
-    return plan
+    return _offloading(plan, knobs) if isinstance(knobs, SlicingKnobs) else plan
+
+
+def _offloading(plan: SizedPlan, knobs: SlicingKnobs) -> SizedPlan:
+    """The plan with what it sends to the host, block by block where there is no pipeline
+    (Megatron-Core 0.16.1, core/transformer/transformer_config.py, and its
+    docs/source/api-guide/fine_grained_activation_offloading.md). Raises InfeasibleError."""
+    sent, modules = if_auto(knobs.offload_blocks, 0), if_auto(knobs.offload_modules, "none")
+    if not sent and modules == "none":
+        return plan
+    if sent and (plan.layout.pp > 1 or modules != "none"):
+        raise InfeasibleError(
+            f"contender.offload_blocks={sent}: Megatron-Core sends whole blocks without a pipeline "
+            f"and offload_modules alone (use 0 with contender.pp={plan.layout.pp} "
+            f"contender.offload_modules={modules})",
+            "whole blocks are offloaded without a pipeline alone",
+        )
+    fsdp.check_cpu_offloading(sent, plan.recompute, plan.shape.layers)
+    if plan.layout.pp == 1:
+        plan = fsdp.by_piece(plan, knobs.recompute_blocks)
+    if sent:
+        return replace(plan, offloaded=fsdp.offloaded_pieces(sent, plan.shape.num_pieces))
+    return replace(plan, offloaded=plan.blocks, offloads="attention")
 
 
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan, in the one order of its schedule."""
     layout, m = plan.layout, plan.num_microbatches
+    if plan.schedule.name == "accumulation":
+        return fsdp.programs(plan)
     return _schedule(
         plan.schedule.name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=m,
         group=microbatch_group(layout.pp, m),
+        offloaded=plan.offloaded_stages,
     )
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, group: int
+    name: str,
+    *,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    group: int,
+    offloaded: tuple[int, ...],
 ) -> Schedule:
     """A lowered schedule, cached, because many plans that differ in other degrees share it."""
     order = build(
         name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
     )
-    return lower(order, gather=False, reduce_every="step")
+    return lower(order, gather=False, reduce_every="step", offloaded=offloaded)
 
 
 def _check_offer(
@@ -316,11 +357,13 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
             tried = iter(
                 dict.fromkeys((n, kind, b if kind in in_part else layers) for n, kind, b in tried)
             )
-        for chunks, recompute, blocks in tried:
+        for (chunks, recompute, blocks), sent in (
+            (each, sent) for each in tried for sent in _offloads(asked, point, each[1])
+        ):
             yield at_degrees(
                 asked,
                 degrees,
-                **({"cp_comm_type": way} if isinstance(asked, SlicingKnobs) else {}),
+                **({"cp_comm_type": way, **sent} if isinstance(asked, SlicingKnobs) else {}),
                 replicate_zero=zero,
                 chunks=chunks,
                 schedule=schedule,
@@ -330,6 +373,21 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
                 placement=placement,
                 grad_accum_dtype=sums,
             )
+
+
+def _offloads(
+    asked: Public3DKnobs, point: SearchPoint[Any], recompute: Recompute
+) -> Iterator[dict[str, object]]:
+    """The ways to send activations to the host to try beside ``recompute``."""
+    layers, cluster = point.task.shape.layers, point.task.cluster
+    if not isinstance(asked, SlicingKnobs):
+        yield {}
+        return
+    whole = fsdp.quarters(layers - 1) if (point.degrees.pp, recompute) == (1, "none") else ()
+    modules = ("none", "attention")[: 2 if recompute != "full" and has_host(cluster) else 1]
+    for sent in offload_choices(asked.offload_blocks, whole, cluster):
+        for part in choices(asked.offload_modules, modules[: 1 if sent else None]):
+            yield {"offload_blocks": sent, "offload_modules": part}
 
 
 def _ways(asked: Public3DKnobs, degrees: Layout, shape: ModelShape) -> Iterator[str]:

@@ -27,6 +27,7 @@ from zeropp.choose.space import (
     Space,
     at_degrees,
     choices,
+    has_host,
     one_member,
     placement_choices,
     recompute_choices,
@@ -36,6 +37,7 @@ from zeropp.choose.space import (
 from zeropp.choose.task import Task
 from zeropp.price import cut_by_cost
 from zeropp.schedule.build import build
+from zeropp.schedule.passes import add_offload
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_placement, unordered
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
@@ -70,6 +72,8 @@ class DeepSpeedKnobs:
     use_multi_rank_bucket_allreduce: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    # The host keeps the inputs of recomputed blocks (``activation_checkpointing``), in a pipeline.
+    cpu_checkpointing: bool | Auto = "auto"
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool | Auto = "auto"  # torch.compile every block
 
@@ -127,7 +131,16 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         sum_dtype=sums,
         compile=if_auto(knobs.compile, False),
     )
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    plan = replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    if not if_auto(knobs.cpu_checkpointing, False):
+        return plan
+    if layout.pp == 1 or plan.recompute == "none":
+        raise InfeasibleError(
+            f"contender.cpu_checkpointing=True: has a price where a pipeline recomputes blocks, "
+            f"not with contender.pp={layout.pp} contender.recompute={plan.recompute} (use false)",
+            "nothing recomputed whose inputs the host could keep",
+        )
+    return replace(plan, offloaded=plan.recomputed_per_stage)
 
 
 _BUCKET = 500_000_000  # DeepSpeed's default of ``reduce_bucket_size``
@@ -199,13 +212,17 @@ def check_types(precision: Precision, *, sums: WireType, sent: WireType) -> None
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan: plain 1F1B in the one order of DeepSpeed's own ``TrainSchedule``; a
     test compares the two, action by action."""
-    return _schedule(plan.layout.pp, plan.num_microbatches, plan.tied_stages)
+    return _schedule(plan.layout.pp, plan.num_microbatches, plan.tied_stages, plan.offloaded_stages)
 
 
 @lru_cache(maxsize=128)
-def _schedule(num_ranks: int, num_microbatches: int, tied: tuple[int, ...]) -> Schedule:
+def _schedule(
+    num_ranks: int, num_microbatches: int, tied: tuple[int, ...], offloaded: tuple[int, ...]
+) -> Schedule:
     schedule = build("1f1b", num_ranks=num_ranks, chunks=1, num_microbatches=num_microbatches)
-    return with_deepspeed_exchanges(schedule, tied)
+    schedule = with_deepspeed_exchanges(schedule, tied)
+    programs = (add_offload(program, offloaded) for program in schedule.programs)
+    return replace(schedule, programs=tuple(programs))
 
 
 def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
@@ -270,9 +287,15 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     asked, degrees = point.asked, point.degrees
     largest = -(-point.task.shape.layers // degrees.pp)
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, RECOMPUTE, largest)
-    for reduction, placement, (recompute, blocks) in product(
-        _reductions(point), placement_choices(asked.placement, point), list(recomputed)
+    ways = (False, True)[: 2 if degrees.pp > 1 and has_host(point.task.cluster) else 1]
+    for reduction, placement, (recompute, blocks), sent in product(
+        _reductions(point),
+        placement_choices(asked.placement, point),
+        list(recomputed),
+        choices(asked.cpu_checkpointing, ways),
     ):
+        if sent and recompute == "none":
+            continue
         yield at_degrees(
             asked,
             degrees,
@@ -280,6 +303,7 @@ def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
             placement=placement,
             recompute=recompute,
             recompute_blocks=blocks,
+            cpu_checkpointing=sent,
             compile=if_auto(asked.compile, True),
         )
 
@@ -325,6 +349,7 @@ DEEPSPEED = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    runs_with={"cpu_checkpointing": False},
     # DeepSpeed 0.19.8, runtime/engine.py, get_data_types: both default to the type of the model.
     gradient_types={"grad_accum_dtype": "bf16", "reduce_dtype": "bf16"},
     published_as=("megatron_deepspeed_2022", "bigscience", "bigscience_bf16"),

@@ -82,7 +82,7 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     layout = replace(resolve_degrees(task, knobs), chunks=pieces, exchange="ring")
     check_context(task.shape, layout)
     if isinstance(knobs, MegatronFSDPKnobs):
-        _check_offload(knobs, task.shape.layers)
+        check_cpu_offloading(knobs.offload_blocks, knobs.recompute, task.shape.layers)
     microbatches = microbatches_per_step(task.global_batch, layout, microbatch_size)
     wire = sent_type(task, knobs.reduce_dtype)
     return SizedPlan(
@@ -108,10 +108,10 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
     )
 
 
-def _check_offload(knobs: MegatronFSDPKnobs, layers: int) -> None:
+def check_cpu_offloading(blocks: int | Auto, recompute: Recompute | Auto, layers: int) -> None:
     """Raises InfeasibleError for what Megatron-Core refuses beside ``cpu_offloading``
     (transformer_config.py)."""
-    sent, again = if_auto(knobs.offload_blocks, 0), if_auto(knobs.recompute, "none")
+    sent, again = if_auto(blocks, 0), if_auto(recompute, "none")
     if sent >= layers:
         raise InfeasibleError(
             f"contender.offload_blocks={sent}: Megatron-Core keeps one layer of {layers} on the "
@@ -155,6 +155,18 @@ def offloaded_pieces(count: int, pieces: int) -> tuple[int, ...]:
     layers = pieces - 2
     before = [-(-min(count, layers) * block // layers) for block in range(layers + 1)]
     return (0, *(after - sent for sent, after in pairwise(before)), 0) if count else ()
+
+
+def by_piece(plan: SizedPlan, recompute_blocks: int | Auto) -> SizedPlan:
+    """The plan without a pipeline in which every piece of the model is a stage of its own."""
+    pieces = plan.shape.num_pieces
+    return replace(
+        plan,
+        layout=replace(plan.layout, chunks=pieces),
+        schedule=unordered_pieces(pieces, plan.num_microbatches),
+        cuts=tuple(range(pieces + 1)),
+        recomputed=recomputed_pieces(recompute_blocks, pieces),
+    )
 
 
 def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
@@ -220,6 +232,11 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
+def quarters(most: int) -> tuple[int, ...]:
+    """Numbers of offloaded blocks to try where the others cannot be recomputed."""
+    return tuple(most * part // 4 for part in (1, 2, 3, 4))
+
+
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
@@ -229,8 +246,8 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     summed before they are reduced."""
     asked, degrees, layers = point.asked, point.degrees, point.task.shape.layers
     numbers: tuple[int, ...] = (layers,)
-    if isinstance(asked, MegatronFSDPKnobs):  # which cannot recompute the other blocks
-        numbers = tuple((layers - 1) * quarters // 4 for quarters in (1, 2, 3, 4))
+    if isinstance(asked, MegatronFSDPKnobs):
+        numbers = quarters(layers - 1)
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, layers)
     # Parameters that are not sharded take no time to gather, and after a single microbatch's
     # backward a release does nothing.

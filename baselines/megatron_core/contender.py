@@ -44,7 +44,7 @@ MEGATRON_CORE = Contender(
         *("megatron_lm_2021", "megatron_lm_2022", "megatron_core", "megatron_core_r0.6"),
         *("megatron_core_r0.8", "flagscale", "nemo_h100", "megatron_bridge"),
     ),
-    runs_with={"context": 1},
+    runs_with={"context": 1, "offload_blocks": 0, "offload_modules": "none"},
     trainer="baselines.megatron_core.trainer:MegatronTrainer",
     emulation="baselines.megatron_core.emulated:stand_ins",
     extra=("megatron", "megatron"),

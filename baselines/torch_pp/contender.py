@@ -160,14 +160,10 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
 
 def _without_pipeline(plan: SizedPlan, knobs: TorchtitanKnobs) -> SizedPlan:
     """torchtitan without a pipeline: FSDP2 gathers piece by piece, as in ``baselines.fsdp``."""
-    pieces, program = plan.shape.num_pieces, f"{plan.program}+torch_stages=false"
+    program = f"{plan.program}+torch_stages=false"
     return replace(
-        plan,
-        layout=replace(plan.layout, chunks=pieces),
-        schedule=fsdp.unordered_pieces(pieces, plan.num_microbatches),
-        cuts=tuple(range(pieces + 1)),
+        fsdp.by_piece(plan, knobs.recompute_blocks),
         program=fsdp.resharding(program, after_forward=knobs.fsdp_reshard_after_forward != "never"),
-        recomputed=fsdp.recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every="unit",
     )
 

@@ -131,6 +131,12 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     _degrees(keys, reading, num_gpus, stated=stated)
     reading.model = _model(keys, reading)
     _recompute(keys, reading)
+    keys.take("--offload-modules")  # all that a dense block has are priced
+    fine = keys.take("--fine-grained-activation-offloading")
+    reading.knobs |= {
+        "offload_blocks": keys.number("--cpu-offloading-num-layers") or 0,
+        "offload_modules": "attention" if fine else "none",
+    }
     _traits(keys, reading)
     half = bool(keys.take("--bf16"))
     if keys.take("--fp16"):
@@ -335,10 +341,10 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
 def written(plan: SizedPlan) -> str:
     """A plan as flags of Megatron-LM; raises SpecError if it has none for it."""
     layout, shape = plan.layout, plan.shape
-    equal = len(set(plan.blocks)) == 1
+    equal = len(set(plan.blocks)) == 1 or layout.pp == 1
     if layout.shard > 1:
         raise SpecError(f"--as megatron: shard={layout.shard}: Megatron's pipeline has no ZeRO-3")
-    if plan.schedule.name not in ("1f1b", "interleaved_1f1b"):
+    if plan.schedule.name not in ("1f1b", "interleaved_1f1b", "accumulation"):
         raise SpecError(f"--as megatron: schedule={plan.schedule.name}: not in Megatron-LM")
     program, multiple = program_named(plan.program), gcd(shape.vocab, 128 * layout.tp)
     ways = {exchange: way for way, exchange in EXCHANGES.items()}
@@ -366,7 +372,10 @@ def written(plan: SizedPlan) -> str:
         "--pipeline-model-parallel-size": layout.pp,
         "--context-parallel-size": layout.context > 1 and layout.context,
         "--cp-comm-type": layout.context > 1 and ways[layout.exchange],
-        "--num-virtual-stages-per-pipeline-rank": layout.chunks > 1 and equal and layout.chunks,
+        "--num-virtual-stages-per-pipeline-rank": layout.pp > 1
+        and layout.chunks > 1
+        and equal
+        and layout.chunks,
         "--pipeline-model-parallel-layout": not equal
         and f"E{'|'.join('t' * blocks for blocks in plan.blocks)}L",
         "--sequence-parallel": layout.sequence_parallel,
@@ -387,10 +396,16 @@ def written(plan: SizedPlan) -> str:
         flags["--recompute-granularity"] = plan.recompute
     if plan.recompute == "full":
         recomputed = plan.recomputed_per_stage
-        some = max(recomputed) if recomputed != plan.blocks else None
+        number = sum(recomputed) if layout.pp == 1 else max(recomputed)
+        some = number if recomputed != plan.blocks else None
         flags["--recompute-method"] = "block" if some else "uniform"
         flags["--recompute-num-layers"] = some or 1
     if plan.recompute == "selective":
         flags["--recompute-modules"] = "mlp"
+    if plan.offloads == "attention":
+        flags["--fine-grained-activation-offloading"] = True
+        flags["--offload-modules"] = "qkv_linear core_attn attn_proj"
+    elif plan.offload_blocks:
+        flags["--cpu-offloading-num-layers"] = plan.offload_blocks
     given = {flag: v for flag, v in flags.items() if v is not False}
     return " ".join(flag if v is True else f"{flag} {quote(str(v))}" for flag, v in given.items())

@@ -20,7 +20,7 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset, validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
-from zeropp.choose.contender import Contender
+from zeropp.choose.contender import WITHOUT_OFFLOAD, Contender
 from zeropp.choose.task import Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.price.programs import entry_name, program_named
@@ -216,8 +216,9 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     check_heads(spec.model)
     check_priced(spec.cluster, spec.precision)
     # Only ZeroPP's users get offload without asking for it.
-    if name != "zeropp" and "offload_blocks" in PRICED[name].knobs.__dataclass_fields__:
-        chosen.setdefault("offload_blocks", 0)
+    if name != "zeropp":
+        own_knobs = PRICED[name].knobs.__dataclass_fields__
+        chosen = {k: off for k, off in WITHOUT_OFFLOAD.items() if k in own_knobs} | chosen
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     if own and reading.traits.get("eight_bit") and not spec.cluster.device.eight_bit_gain:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from baselines.deepspeed_3d.contender import DEEPSPEED, DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP, MEGATRON_FSDP, FSDPKnobs, MegatronFSDPKnobs
+from baselines.megatron_core.contender import MEGATRON_CORE, MegatronCoreKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from tests.unit.simulated_task import task
-from zeropp.choose.contender import Contender
+from zeropp.choose.contender import WITHOUT_OFFLOAD, Contender
 from zeropp.choose.search import search
+from zeropp.choose.task import Candidate
 from zeropp.price.cluster import Cluster, Host
 from zeropp.price.simulator import SimResult, simulate
 from zeropp.schedule.event_loop import run
@@ -164,3 +167,79 @@ def test_megatron_offloads_no_last_layer_and_nothing_beside_recomputation() -> N
         of_megatron = MegatronFSDPKnobs(shard=64, replicate=1, **knobs)
         with pytest.raises(InfeasibleError, match=why):
             MEGATRON_FSDP.size(short, of_megatron, 1)
+
+
+def of_megatron(cluster: Cluster, **knobs: Any) -> SimResult:
+    asked = replace(ENTRY, **(SIZES | knobs))
+    on_it = replace(task(64, 256), cluster=cluster, precision="bf16")
+    planned = MEGATRON_CORE.plan(on_it, Candidate(asked, 1))
+    planned.check()
+    return simulate(planned, cluster)
+
+
+ENTRY = MegatronCoreKnobs(
+    replicate_zero=1, sequence_parallel=True, recompute="none", schedule="1f1b"
+)
+SIZES: dict[str, Any] = {"tp": 4, "pp": 1, "replicate": 16, "chunks": 1}
+PIPELINE: dict[str, Any] = {
+    **SIZES,
+    "pp": 4,
+    "replicate": 4,
+    "chunks": 2,
+    "schedule": "interleaved_1f1b",
+}
+
+
+def test_megatron_core_sends_attention_or_whole_blocks_where_it_can() -> None:
+    shape = task().shape
+    # Inputs of the norm and of the product; queries, keys, values and what attention gives; sums.
+    a_block = shape.seq * (4 * shape.hidden + 8 * shape.hidden + 4 * shape.heads) / 4
+    for way in ("none", "selective"):
+        none, sent = (of_megatron(on(), recompute=way, offload_modules=m) for m in MODULES)
+        assert sent.memory[0].host == pytest.approx(45 * a_block, rel=1e-3)
+        assert none.peak_bytes - sent.peak_bytes == pytest.approx(44 * a_block, rel=0.03)
+        assert sent.step_s == pytest.approx(none.step_s, rel=0.01)
+    none, sent = (of_megatron(on(), **PIPELINE, offload_modules=module) for module in MODULES)
+    freed = none.memory[0].activations - sent.memory[0].activations
+    assert 0 < freed < sent.memory[0].host
+    assert of_megatron(on(), recompute="full", offload_modules="attention").memory[0].host == 0
+    slow = on(replace(HOST, bandwidth_gb_s=1))
+    assert of_megatron(slow, offload_modules="attention").step_s > 2 * none.step_s
+    for refused in ({**PIPELINE, "offload_blocks": 3}, {"offload_blocks": 3, "recompute": "full"}):
+        with pytest.raises(InfeasibleError, match="offload_blocks=3: Megatron-Core"):
+            of_megatron(on(), **refused)
+
+
+MODULES = ("none", "attention")
+CHECKPOINTED = DeepSpeedKnobs(
+    tp=8, pp=8, replicate=1, recompute="full", recompute_blocks=6, reduce_bucket_size=1
+)
+
+
+@pytest.mark.parametrize(
+    ("contender", "asked", "field"),
+    [
+        (MEGATRON_CORE, replace(ENTRY, **SIZES), "offload_blocks"),
+        (MEGATRON_CORE, replace(ENTRY, **PIPELINE), "offload_modules"),
+        (DEEPSPEED, CHECKPOINTED, "cpu_checkpointing"),
+    ],
+)
+def test_a_3d_program_has_the_same_link_and_its_search_takes_it(
+    contender: Contender[Any], asked: Any, field: str
+) -> None:
+    on_it = replace(task(64, 256), precision="bf16")
+
+    def fitting(cluster: Cluster, value: Any) -> Any:
+        off = {k: v for k, v in WITHOUT_OFFLOAD.items() if hasattr(asked, k)}
+        knobs = replace(asked, **off | {field: value})
+        return search(replace(on_it, cluster=cluster), contender, knobs, 1).winner
+
+    without, large = fitting(on(memory_gib=1000.0), WITHOUT_OFFLOAD[field]), on(memory_gib=1000.0)
+    reserved_gib = 1000.0 - large.device.usable_bytes / 2**30
+    short = on(memory_gib=without.peak_bytes / 2**30 + reserved_gib - 0.2)
+    assert fitting(short, WITHOUT_OFFLOAD[field]) is None
+    taken = fitting(short, "auto")
+    assert taken.result.fits(short.device.usable_bytes)
+    assert taken.result.memory[0].host > 0.2 * 2**30
+    assert any(action.op is Op.LOAD for action in taken.plan.schedule.programs[0])
+    assert fitting(replace(short, host=None), "auto") is None

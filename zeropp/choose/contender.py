@@ -31,13 +31,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# The knobs of offload of all contenders, with what switches it off.
+WITHOUT_OFFLOAD = {"offload_blocks": 0, "offload_modules": "none", "cpu_checkpointing": False}
+
+
 def any_auto(knobs: Knobs) -> bool:
     """Whether any knob is ``auto``, so that the tuner has something to choose.
 
     The number of recomputed blocks counts only if there is recomputation, and that of offloaded
     ones is chosen only where another knob is.
     """
-    settled = {"offload_blocks"}
+    settled = {*WITHOUT_OFFLOAD}
     settled |= {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
     return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
@@ -245,7 +249,8 @@ def describe(plan: SizedPlan) -> str:
         elif plan.recomputed:
             words.append(_recomputed(plan))
     if plan.offload_blocks:
-        words.append(f"{plan.offload_blocks} blocks per rank offloaded")
+        part = "" if plan.offloads == "all" else f"{plan.offloads} of "
+        words.append(f"{part}{plan.offload_blocks} blocks per rank offloaded")
     return " ".join(words)
 
 

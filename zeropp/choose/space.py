@@ -118,12 +118,17 @@ def recompute_choices(
             yield kind, count
 
 
+def has_host(cluster: Cluster) -> bool:
+    """Whether offload has a price: a GPU's link to its host, and the host's memory, are known."""
+    return cluster.host is not None and not cluster.device.is_cpu
+
+
 def offload_choices(
     blocks: int | Auto, numbers: Iterable[int], cluster: Cluster
 ) -> tuple[int, ...]:
     """The numbers of offloaded blocks per rank to try: none and, where the memory of hosts is
     known, these ``numbers``. For its winner, the search then tries others."""
-    known = {0, *numbers} if cluster.host and not cluster.device.is_cpu else {0}
+    known = {0, *numbers} if has_host(cluster) else {0}
     return choices(blocks, sorted(known))
 
 

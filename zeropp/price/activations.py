@@ -76,6 +76,19 @@ def block_saved(work: Work) -> float:
     return work.tokens * (norms + products + inner / work.tp) + rotations
 
 
+def _mlp_inner(work: Work) -> float:
+    """Of these bytes, those of its MLP without the input of the norm."""
+    inputs = work.shape.hidden * _input_bytes(work) / _inputs_split(work)
+    return work.tokens * (inputs + _mlp_saved_bytes(work) / work.tp)
+
+
+def attention_saved(work: Work) -> float:
+    """Of these bytes, those from the input of the block's first norm to attention's output, as far
+    as recomputation keeps them."""
+    of_attention = block_saved(work) - _mlp_inner(work) - boundary_bytes(work)
+    return min(of_attention, block_kept(work) - boundary_bytes(work))
+
+
 def block_kept(work: Work) -> float:
     """Bytes that a block keeps from its forward to its backward.
 
@@ -94,10 +107,8 @@ def block_kept(work: Work) -> float:
         return boundary_bytes(work) + work.tokens * (attended / work.tp + h * e)
     if selective in ("scores", "half", "mlp"):
         saved = block_saved(work)
-        inputs = h * _input_bytes(work) / _inputs_split(work)
-        mlp = inputs + _mlp_saved_bytes(work) / work.tp
         half = (boundary_bytes(work) + saved) / 2
-        return {"scores": saved, "half": half, "mlp": saved - work.tokens * mlp}[selective]
+        return {"scores": saved, "half": half, "mlp": saved - _mlp_inner(work)}[selective]
     if selective in ("qkv", "qkv_out"):  # what attention gave is made again
         out = h * e * (selective == "qkv_out")
         return boundary_bytes(work) + work.tokens * ((a + 2 * kv) * e / work.tp + out)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from zeropp.price.activations import (
     FP32,
+    attention_saved,
     block_backward,
     block_deferred,
     block_forward,
@@ -31,6 +32,7 @@ from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
+from zeropp.types.literals import Offloaded
 
 
 def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
@@ -224,6 +226,7 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
             plain=plain,
             repeated=repeated,
             sent=plan.offloaded_per_stage[stage],
+            offloads=plan.offloads,
             head=head,
             message=message,
         ),
@@ -233,7 +236,14 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
 
 @lru_cache(maxsize=16384)
 def _of_microbatch(
-    work: Work, *, plain: int, repeated: int, sent: int, head: bool, message: float
+    work: Work,
+    *,
+    plain: int,
+    repeated: int,
+    sent: int,
+    offloads: Offloaded,
+    head: bool,
+    message: float,
 ) -> dict[str, int]:
     """The bytes of one microbatch in a stage of ``repeated`` blocks that are recomputed and
     ``plain`` ones behind them that are not, of which the first ``sent`` are offloaded, by the
@@ -256,6 +266,8 @@ def _of_microbatch(
         for each in (work, once)
     }
     blocks = repeated * [bytes_of[work]] + plain * [bytes_of[once]]
+    leaves = block_kept if offloads == "all" else attention_saved
+    first = [*repeated * [work], *plain * [once]][:sent]
     output = boundary_bytes(work) * (work.program.torch_stages and not head)
     activations = sum(kept for kept, *_ in blocks) + head * head_kept(work) + output + message
     later = sum(deferred for _, deferred, *_ in blocks) + head * head_deferred(work)
@@ -274,7 +286,7 @@ def _of_microbatch(
         split = max(split, later - blocks[0][1] + blocks[0][2])
     return {
         "activations": int(activations),
-        "sent": int(sum(kept for kept, *_ in blocks[:sent])),
+        "sent": int(sum(map(leaves, first))),
         "deferred": int(later),
         "boundary": int(boundary_bytes(work)),
         "forward": int(activations + max(last, again, in_head)),

@@ -17,7 +17,7 @@ from zeropp.schedule.legality import validate
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import Schedule, ScheduleSizes, StepEnd
 from zeropp.types.layout import Layout
-from zeropp.types.literals import Precision, Recompute, ReduceEvery, WireType
+from zeropp.types.literals import Offloaded, Precision, Recompute, ReduceEvery, WireType
 from zeropp.types.shape import ModelShape
 
 # Schedules in which every chunk runs all microbatches of the step one after another.
@@ -73,6 +73,7 @@ class SizedPlan:
     # How many blocks of each stage, which are its first ones, keep their tensors in the host's
     # memory between forward and backward; empty: none.
     offloaded: tuple[int, ...] = ()
+    offloads: Offloaded = "all"  # of these blocks' tensors
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
     sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added

@@ -29,6 +29,7 @@ Precision = Literal["fp32", "bf16"]
 # What a recomputed block makes again: all but attention and its products ("selective"), also the
 # products that are wider than the block's input ("mlp"), or all that is in it ("full").
 Recompute = Literal["none", "selective", "mlp", "full"]
+Offloaded = Literal["all", "attention"]  # which tensors of an offloaded block
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum", "tokens"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
