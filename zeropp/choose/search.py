@@ -10,11 +10,11 @@ may fit into memory, then replaced by all members that may. A member gets the la
 with which it fits; of a long step, its bound becomes the time that shorter steps tell; then it is
 simulated. The search ends when no bound in the queue is below the best step by more than the
 ``tolerance``, or with its budget of time: then the lowest bound that is left gives its *gap*. Last,
-it climbs: it tries what is beside its winner, as long as that is faster. So no configuration of the
-space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
-these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
-activation caps, the largest that fits, and others beside the winner. The runner-up is the best of
-those that were simulated with other degrees.
+it climbs: it tries what is beside its winner, as long as that is faster, and fewer offloaded blocks
+as long as they fit and take no longer. So no configuration of the space is faster than the winner
+by more than gap and tolerance, as far as the bounds hold, with these limits: of recomputed blocks,
+half and all are tried, and others beside the winner; of activation caps, the largest that fits, and
+others beside the winner. The runner-up is the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large. A whole family is dropped if no member can fit, and with it, if the activations
@@ -33,7 +33,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, count
 from math import inf
 from time import process_time
-from typing import Generic
+from typing import Any, Generic, cast
 
 from zeropp.choose.bounds import (
     least_bytes,
@@ -346,6 +346,7 @@ class _Search(Generic[K]):
                     self.evaluate(entry)
         if self._climbs:
             self._climb(microbatch_size, budget)
+        self._send_less()
         return self.outcome
 
     def begin(self, known: Iterable[Candidate[K]]) -> None:
@@ -366,6 +367,23 @@ class _Search(Generic[K]):
             tried.update(beside)
             self._drain_beside(beside, budget)
             improved = self.outcome.winner if self.outcome.winner is not best else None
+
+    def _send_less(self) -> None:
+        """Take the fewest offloaded blocks with which the winner fits and takes no longer."""
+        best = self.outcome.winner
+        if best is None or getattr(self._asked, "offload_blocks", None) != "auto":
+            return
+        limit_s, too_few, enough = best.step_s * (1 + _CLIMBS), -1, best.plan.offload_blocks
+        while enough - too_few > 1:
+            number = (too_few + enough) // 2
+            knobs = replace(cast("Any", best.candidate.knobs), offload_blocks=number)
+            candidate = replace(best.candidate, knobs=knobs)
+            plan = self.contender.size(self.task, knobs, candidate.microbatch_size)
+            price = self.contender.prices.of(plan, self.task.cluster)
+            if found := self._evaluated(candidate, plan, price, limit_s):
+                self.outcome.winner, enough = found, number
+            else:
+                too_few = number
 
     def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: _Budget) -> None:
         """Try all knobs and microbatch sizes that are faster than the winner."""
@@ -572,12 +590,21 @@ class _Search(Generic[K]):
         """Simulate a member; its fastest order that fits on all ranks counts."""
         outcome = self.outcome
         slowest_s = outcome.slowest(self._wants_runner_up)
-        best = self.steps.fastest(entry.plan, entry.price, slowest_s)
+        found = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
         outcome.simulated += 1
-        if best:
-            knobs = entry.candidate.knobs
-            if best.plan.activation_cap != entry.plan.activation_cap:
-                knobs = replace(knobs, activation_cap=best.plan.activation_cap)  # type: ignore[type-var]
-            outcome.offer(Evaluated(replace(entry.candidate, knobs=knobs), best))
+        if found:
+            outcome.offer(found)
         elif slowest_s == inf:
             outcome.rejected[OOM] += 1
+
+    def _evaluated(
+        self, candidate: Candidate[K], plan: SizedPlan, price: PlanPrice, slowest_s: float
+    ) -> Evaluated[K] | None:
+        """A candidate with the cap with which it fits; None if it takes ``slowest_s`` or more."""
+        best = self.steps.fastest(plan, price, slowest_s)
+        if best is None:
+            return None
+        knobs = candidate.knobs
+        if best.plan.activation_cap != plan.activation_cap:
+            knobs = replace(knobs, activation_cap=best.plan.activation_cap)  # type: ignore[type-var]
+        return Evaluated(replace(candidate, knobs=knobs), best)
