@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
-from baselines.fsdp.contender import accumulated, recomputed_pieces
+from baselines.fsdp.contender import accumulated, offloaded_pieces, recomputed_pieces
 from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.reading import preset
@@ -54,6 +54,7 @@ class Case:
     recompute: Recompute
     precision: Precision
     recompute_blocks: int | Auto = "auto"  # the first N of every stage; auto: all
+    offload_blocks: int = 0
     cuts: tuple[int, ...] | None = None  # None: by the program's rule
     knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
 
@@ -101,6 +102,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         recompute=row.recompute,
         precision=_precision(row),
         recompute_blocks=(row.recompute_blocks or 0) // (row.pp * row.chunks) or "auto",
+        offload_blocks=row.offload_blocks or 0,
         cuts=row.cuts,
         knobs=row.knobs,
     )
@@ -109,8 +111,12 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
 def _refuse_what_has_no_price(row: PublishedRow) -> None:
     if row.ep > 1:
         raise UnpredictableError(f"ep={row.ep}: no price for this kind")
-    if row.offload != "none":
-        raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
+    by_block = row.zero == 3 and row.pp == 1 and not program_named(row.program).live_parameters
+    if row.offload != "none" and not (by_block and row.offload_blocks):
+        raise UnpredictableError(
+            f"offload={row.offload}: no price for the host's memory but of offload_blocks with "
+            "ZeRO-3 that gathers block by block"
+        )
     if row.schedule in _UNPRICED_SCHEDULES:
         raise UnpredictableError(f"schedule={row.schedule}: no generator")
     if row.recompute_blocks and row.recompute_blocks % (row.pp * row.chunks):
@@ -177,13 +183,21 @@ def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
     every: ReduceEvery = "unit"
     recomputed = recomputed_blocks(case.recompute_blocks, case.layout.pp * case.layout.chunks)
+    offloaded: tuple[int, ...] = ()
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
         if case.gathers and case.layout.pp == 1:
             every = "step" if case.program.reduces_once else "unit"
             pieces, count = case.shape.num_pieces, case.num_microbatches
-            schedule = accumulated(pieces, count, case.program, reduce_every=every)
+            offloaded = offloaded_pieces(case.offload_blocks, pieces)
+            schedule = accumulated(
+                pieces,
+                count,
+                case.program,
+                reduce_every=every,
+                offloaded=tuple(s for s, blocks in enumerate(offloaded) if blocks),
+            )
             cuts = tuple(range(pieces + 1))
             recomputed = recomputed_pieces(case.recompute_blocks, pieces)
         else:
@@ -202,6 +216,7 @@ def plan_of(case: Case) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
         recomputed=recomputed,
+        offloaded=offloaded,
         reduce_every=every,
     )
     if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:

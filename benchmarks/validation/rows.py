@@ -256,6 +256,7 @@ class PublishedRow(BaseModel):
     overlap_gradients: YesNo | None = None
     overlap_tensor: YesNo | None = None
     offload: Literal["none", "optimizer", "parameters", "activations"]
+    offload_blocks: Count | None = None  # of offload=activations; blank: not said, and no price
     # The number.
     metric: Text
     value: Text
@@ -301,6 +302,7 @@ COLUMNS = tuple(PublishedRow.model_fields)
 # A table need not have these columns.
 OPTIONAL = (
     "cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document", "busbw_gb_s",
+    "offload_blocks",
 )  # fmt: skip
 # Pairs of whether something is wrong with a row, and the words for it.
 _Checks = Iterator[tuple[object, str]]
@@ -460,6 +462,11 @@ def _batch(row: PublishedRow) -> _Checks:
     yield (
         blocks and (row.recompute == "none" or blocks > row.layers),
         f"recompute_blocks={blocks}: recompute={row.recompute}, layers={row.layers}",
+    )
+    sent = row.offload_blocks or 0
+    yield (
+        sent and (row.offload != "activations" or sent > row.layers),
+        f"offload_blocks={sent}: offload={row.offload}, layers={row.layers}",
     )
     for name in row.assumed.split():
         yield name not in COLUMNS, f"assumed={name!r}: must name columns"

@@ -249,8 +249,13 @@ def test_points_of_scaling_run_with_every_contender(name: str) -> None:
     assert {*rows.itertuples(index=False, name=None)} <= sizes
 
 
-@pytest.mark.parametrize(("gpus", "millions"), [(1, 0.01), (8, 0.664), (32, 3.015)])
-def test_the_longest_sequences_are_those_of_docs_atlas(gpus: int, millions: float) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "offloaded", "millions"),
+    [(1, 0, 0.01), (8, 0, 0.664), (8, 32, 0.983), (32, 0, 3.015), (32, 32, 4.457)],
+)
+def test_the_longest_sequences_are_those_of_docs_atlas(
+    gpus: int, offloaded: int, millions: float
+) -> None:
     cluster, llama = preset("cluster", "h100", Cluster), preset("model", "llama_8b", ModelShape)
 
     def gib(share: float) -> float:
@@ -258,7 +263,14 @@ def test_the_longest_sequences_are_those_of_docs_atlas(gpus: int, millions: floa
         shape = replace(llama, seq=tokens)
         task = Task(shape=shape, cluster=cluster, num_gpus=gpus, global_batch=1)
         knobs = ZeroppKnobs(
-            pp=1, context=gpus, shard=1, replicate=1, chunks=34, recompute="full", compile=True
+            pp=1,
+            context=gpus,
+            shard=1,
+            replicate=1,
+            chunks=34,
+            recompute="full",
+            compile=True,
+            offload_blocks=offloaded,
         )
         return ZEROPP.simulated(task, Candidate(knobs, 1)).peak_bytes / 2**30
 

@@ -19,10 +19,11 @@ from benchmarks.validation.rows import UnpredictableError, read_rows, training_t
 from benchmarks.validation.stated import cluster_of, measured_s, preset_of, speed
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
-from zeropp.price import compute_limit
+from zeropp.price import compute_limit, price_plan
 from zeropp.price.pieces import attention_s
 from zeropp.price.price import work_of
 from zeropp.price.programs import Program, program_named
+from zeropp.price.simulator import simulate
 
 
 def value(**changes: str) -> float:
@@ -94,6 +95,7 @@ def test_flops_count_recomputation_and_attention_as_the_row_says() -> None:
         ({"dtype": "tf32"}, "dtype=tf32"),
         ({"schedule": "dualpipe", "chunks": "2"}, "no generator"),
         ({"offload": "optimizer"}, "host's memory"),
+        ({"offload": "activations", "offload_blocks": "3"}, "host's memory"),
         ({"recompute": "full", "recompute_blocks": "6"}, "recompute_blocks=6"),
         ({"zero": "3", "program": "megatron_deepspeed_2022"}, "no price for its ZeRO-3"),
         ({"schedule": "interleaved_1f1b", "chunks": "2", "micro_batch": "16"}, "groups of pp=4"),
@@ -131,6 +133,26 @@ def test_what_8_bits_gain_depends_on_device_and_scaling(
     assert 100 * (eight / wide - 1) == pytest.approx(gain, abs=5)
     by_default = value(**LLAMA_8B, device=device, dtype=dtype)
     assert (by_default == eight) is (scaling != "rowwise")
+
+
+def test_offloaded_blocks_make_a_run_fit_and_cost_what_the_link_cannot_hide() -> None:
+    """NVIDIA's recipe of Llama 70B on GB200: 40 of 80 blocks, without which it does not fit."""
+    table = next(path for path in training_tables() if path.stem == "megatron_bridge_fp8")
+    rows = (line.row for line in read_rows(table))
+    of_recipe = next(
+        row for row in rows if row and (row.offload_blocks, row.device) == (40, "gb200")
+    )
+    case = case_of(of_recipe)
+    peaks, steps = [], []
+    for blocks in (0, 40, 79):
+        plan = plan_of(replace(case, offload_blocks=blocks))
+        result = simulate(plan, case.cluster, price=price_plan(plan, case.cluster, case.program))
+        peaks.append(result.peak_bytes / case.cluster.device.usable_bytes)
+        steps.append(result.step_s)
+        assert (result.memory[0].host > 0) is (blocks > 0)
+    assert peaks[0] > 1.5
+    assert peaks[1] == pytest.approx(1.0, abs=0.05)
+    assert steps[0] <= steps[1] < 1.01 * steps[0] < steps[2]
 
 
 def test_products_in_8_bits_are_faster_by_less_than_their_gain() -> None:
