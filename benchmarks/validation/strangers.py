@@ -5,7 +5,8 @@
 Every source of results/published is left out in turn. All constants are fitted again to the runs of
 the other sources (``fit_constants``), and its runs are priced with those. A program that only this
 source runs has no entry then: the entry of another source that shares most traits is taken for it,
-with the year of its own kernels, which is no secret. What a row states of its run is kept. An entry
+with the year of its own kernels and the types of its own parameters, sums of gradients, masters and
+moments, which are no secrets. What a row states of its run is kept. An entry
 that another source runs, too, stays, although both were in view when it was written, and so do the
 few constants that are no field of a device or program.
 
@@ -35,7 +36,7 @@ import pandas as pd
 from benchmarks.report.ratio_errors import bounds_of
 from benchmarks.specification.command import CommandParser, check_writable, command, workers
 from benchmarks.specification.progress import track
-from benchmarks.validation.cases import Case, case_of
+from benchmarks.validation.cases import Case, case_of, program_of
 from benchmarks.validation.errors import first_of_runs, predictions_of
 from benchmarks.validation.fit_constants import (
     FittedConstant,
@@ -55,6 +56,7 @@ from benchmarks.validation.rows import (
 )
 from zeropp.price.programs import Program, program_named
 
+_MASTERS_AND_MOMENTS = 12  # bytes per parameter, all in fp32
 _MOVES = 0.01  # a slope from which on a constant counts as one on which a run depends
 # The traits in which programs are compared.
 _SAME = attrgetter(*(f.name for f in fields(Program) if f.name not in ("name", "kernels")))
@@ -94,9 +96,15 @@ def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:
         if row.zero == 3:
             able = frozenset(other for other in able if program_named(other).zero3)
         name = nearest(name, able)
-    case = case_of(row.model_copy(update={"program": name}))
-    year = program_named(row.program).kernels
-    return name, replace(case, program=replace(case.program, kernels=year))
+    case, own = case_of(row.model_copy(update={"program": name})), program_of(row)
+    state = replace(
+        case.program.bf16,
+        parameters=own.bf16.parameters,
+        gradients=own.bf16.gradients,
+        optimizer=min(own.bf16.optimizer, _MASTERS_AND_MOMENTS),
+        casts_parameters=own.bf16.casts_parameters,
+    )
+    return name, replace(case, program=replace(case.program, kernels=own.kernels, bf16=state))
 
 
 def priced(

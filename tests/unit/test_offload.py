@@ -244,3 +244,7 @@ def test_a_3d_program_has_the_same_link_and_its_search_takes_it(
     assert taken.result.memory[0].host > 0.2 * 2**30
     assert any(action.op is Op.LOAD for action in taken.plan.schedule.programs[0])
     assert fitting(replace(short, host=None), "auto") is None
+    every = replace(asked, **{name: "auto" for name in WITHOUT_OFFLOAD if hasattr(asked, name)})
+    found = search(replace(on_it, cluster=short), contender, every, 1).winner
+    assert found
+    assert found.step_s <= taken.step_s * 1.005

@@ -373,10 +373,11 @@ class _Search(Generic[K]):
         best = self.outcome.winner
         if best is None or getattr(self._asked, "offload_blocks", None) != "auto":
             return
-        limit_s, too_few, enough = best.step_s * (1 + _CLIMBS), -1, best.plan.offload_blocks
+        own = cast("Any", best.candidate.knobs)
+        limit_s, too_few, enough = best.step_s * (1 + _CLIMBS), -1, own.offload_blocks
         while enough - too_few > 1:
             number = (too_few + enough) // 2
-            knobs = replace(cast("Any", best.candidate.knobs), offload_blocks=number)
+            knobs = replace(own, offload_blocks=number)
             candidate = replace(best.candidate, knobs=knobs)
             plan = self.contender.size(self.task, knobs, candidate.microbatch_size)
             price = self.contender.prices.of(plan, self.task.cluster)
