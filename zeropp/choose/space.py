@@ -297,7 +297,10 @@ _OF_DATA_PARALLELISM = {
 
 
 # Knobs that save memory, for which a pass takes longer.
-_SAVERS = {"recompute", "recompute_blocks", "offload_blocks", "split_backward"}
+_SAVERS = {
+    *("recompute", "recompute_blocks", "split_backward"),
+    *("offload_blocks", "offload_modules", "cpu_checkpointing"),
+}
 
 
 def compute_knobs(knobs: type[K], *, saving: bool = True) -> Callable[[K], object]:
