@@ -32,6 +32,7 @@ from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import (
+    AT_LEAST_0,
     AT_LEAST_1,
     Auto,
     Recompute,
@@ -52,6 +53,8 @@ class ZeroppKnobs(StepKnobs):
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every rank
     # fp32 | bf16: the type in which gradients are sent; sums are fp32
     reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
+    gradient_parts: Annotated[int | Auto, AT_LEAST_1] = "auto"  # type: ignore[assignment]
+    prefetch: Annotated[int | Auto, AT_LEAST_0] = "auto"  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
     split_backward: bool | Auto = "auto"  # type: ignore[assignment]  # delay weight gradients
 
@@ -69,6 +72,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         compile=if_auto(knobs.compile, False),
         reduce_dtype=if_auto(knobs.reduce_dtype, "fp32"),
         split_backward=if_auto(knobs.split_backward, True),
+        gradient_parts=if_auto(knobs.gradient_parts, 1),
+        prefetch=if_auto(knobs.prefetch, 1),
     )
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(

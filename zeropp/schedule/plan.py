@@ -76,6 +76,7 @@ class SizedPlan:
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
     sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
+    gradient_parts: int = 1  # in which a chunk's gradients are reduced; 1: as a whole
     prefetch: int = 1
     split_backward: bool = True
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap

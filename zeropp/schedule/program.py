@@ -371,6 +371,18 @@ def for_torch(program: RankProgram) -> RankProgram:
     return tuple(action for action in program if action.op not in STEP_END | OFFLOAD)
 
 
+def before_reductions(program: RankProgram) -> frozenset[Action]:
+    """The last weight gradient of a stage before each of its reductions."""
+    latest: dict[int, Action] = {}
+    found = set[Action]()
+    for action in program:
+        if action.op in MAKES_GRADIENTS:
+            latest[action.stage] = action
+        elif action.op is Op.REDUCE_GRAD:
+            found.add(latest[action.stage])
+    return frozenset(found)
+
+
 @lru_cache(maxsize=1024)
 def _stages_by_rank(stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     ranks: list[list[int]] = [[] for _ in range(max(stage_rank) + 1)]
