@@ -145,6 +145,13 @@ class SizedPlan:
         """The number of blocks whose tensors wait in the host's memory, per stage."""
         return tuple(map(min, self.blocks, self.offloaded)) or (0,) * len(self.blocks)
 
+    def parts_of(self, stage: int) -> int:
+        """The parts in which the gradients of a stage are reduced, which are no smaller than a
+        matrix; 1 where those of all chunks wait for the end of a step."""
+        waits = self.reduce_every == "step" and self.num_units > 1
+        matrices = self.blocks[stage] * (3 + self.shape.gates)
+        return 1 if waits else max(1, min(self.gradient_parts, matrices))
+
     @property
     def offload_blocks(self) -> int:
         """The number of these blocks on the rank that has the most."""

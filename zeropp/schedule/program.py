@@ -273,6 +273,9 @@ class StageCost:
     update: float = 0.0
     gather_updated: float = 0.0
     waits_for_reduction: bool = False  # compute waits until the stage's gradients are reduced
+    # The parts in which they are reduced. Several have one buffer for all chunks of a rank.
+    parts: int = 1
+    again: float = 0.0  # of a backward, before its first weight gradient: what is recomputed
 
     @property
     def compute(self) -> float:
