@@ -187,8 +187,8 @@ def _buffers(point: SearchPoint[ZeroppKnobs], chunks: int) -> list[tuple[int | A
     blocks = -(-shape.layers // (point.degrees.pp * chunks))
     if 4 * blocks * block_parameters(shape) < _LARGE * point.task.limit_bytes:
         return [plain]
-    all_parts = choices(asked.gradient_parts, ("auto", _PARTS))
-    return [*dict.fromkeys([plain, *product(all_parts, choices(asked.prefetch, ("auto", 0)))])]
+    parts = if_auto(asked.gradient_parts, _PARTS)
+    return [*dict.fromkeys((plain, (parts, asked.prefetch), (parts, if_auto(asked.prefetch, 0))))]
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:

@@ -185,8 +185,8 @@ def stage_parameters(plan: SizedPlan, stage: int) -> float:
 def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]:
     """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
     collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
-    whose gradients may be delayed, or several, one for other parameters, and one for a parameter that two
-    pipeline ranks share (``zeropp/engine/sharding.py``)."""
+    whose gradients may be delayed, or several, one for other parameters, and one for a parameter
+    that two pipeline ranks share (``zeropp/engine/sharding.py``)."""
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces

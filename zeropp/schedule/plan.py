@@ -146,11 +146,8 @@ class SizedPlan:
         return tuple(map(min, self.blocks, self.offloaded)) or (0,) * len(self.blocks)
 
     def parts_of(self, stage: int) -> int:
-        """The parts in which the gradients of a stage are reduced, which are no smaller than a
-        matrix; 1 where those of all chunks wait for the end of a step."""
-        waits = self.reduce_every == "step" and self.num_units > 1
-        matrices = self.blocks[stage] * (3 + self.shape.gates)
-        return 1 if waits else max(1, min(self.gradient_parts, matrices))
+        """The parts in which the gradients of a stage are reduced; none is less than a matrix."""
+        return max(1, min(self.gradient_parts, self.blocks[stage] * (3 + self.shape.gates)))
 
     @property
     def offload_blocks(self) -> int:
