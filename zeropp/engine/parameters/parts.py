@@ -90,8 +90,8 @@ class GradientParts:
             if not flat.has_sums and any(p.grad is not None for p in flat.parameters):
                 names = [name for slot in flat.members for _, name in slot.names]
                 raise RuntimeError(
-                    f"gradient_parts={len(self.flats)}: one of {names} has a gradient outside of "
-                    "its linear layer, which comes after those inside (take gradient_parts=1)"
+                    f"gradient_parts: one of {names} is used outside of its linear layer, too, so "
+                    "that its gradient is complete too late (take gradient_parts=1)"
                 )
         while self._next < len(self.flats):
             self._reduce_next()
