@@ -185,7 +185,8 @@ def _buffers(point: SearchPoint[ZeroppKnobs], chunks: int) -> list[tuple[int | A
     asked, shape = point.asked, point.task.shape
     plain = (asked.gradient_parts, asked.prefetch)
     blocks = -(-shape.layers // (point.degrees.pp * chunks))
-    if 4 * blocks * block_parameters(shape) < _LARGE * point.task.limit_bytes:
+    # Chunks of many blocks had better be cut into more.
+    if blocks > 2 or 4 * blocks * block_parameters(shape) < _LARGE * point.task.limit_bytes:
         return [plain]
     parts = if_auto(asked.gradient_parts, _PARTS)
     return [*dict.fromkeys((plain, (parts, asked.prefetch), (parts, if_auto(asked.prefetch, 0))))]

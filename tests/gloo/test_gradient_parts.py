@@ -72,4 +72,7 @@ def test_a_gradient_that_comes_after_its_part_is_refused() -> None:
     layers = [nn.Linear(8, 8), Uses(), nn.Linear(8, 8)]
     with zeropp.parallelize(layers, loss_function, **asked, gradient_parts=2) as model:
         rows = inputs[model.rows], targets[model.rows]
-        refuses("RuntimeError: gradient_parts: one of ['linear.weight'] is used", lambda: model.train_step(*rows))
+        refuses(
+            "RuntimeError: gradient_parts: one of ['linear.weight'] is used",
+            lambda: model.train_step(*rows),
+        )

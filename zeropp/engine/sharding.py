@@ -2,9 +2,9 @@
 
 A chunk has one buffer for weights whose gradients may be delayed (so that memory for these
 gradients is allocated only with the first of them), or several of about the same size if its
-gradients are reduced in parts, one for its other trained parameters, one for
-frozen parameters, and one for each parameter that another chunk has, too (so that both divide it in
-the same way).
+gradients are reduced in parts. It has one for its other trained parameters, one for frozen
+parameters, and one for each parameter that another chunk has, too (so that both divide it in the
+same way).
 """
 
 from __future__ import annotations
