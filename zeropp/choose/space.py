@@ -296,8 +296,8 @@ _OF_DATA_PARALLELISM = {
 }
 
 
-# Knobs that save memory, for which a pass takes longer.
-_SAVERS = {"recompute", "recompute_blocks", "offload_blocks", "split_backward"}
+# Knobs that save memory, for which a pass takes longer, or compute waits.
+_SAVERS = {"recompute", "recompute_blocks", "offload_blocks", "split_backward", *_IN_FAMILIES}
 
 
 def compute_knobs(knobs: type[K], *, saving: bool = True) -> Callable[[K], object]:

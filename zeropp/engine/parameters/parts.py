@@ -61,8 +61,8 @@ class GradientParts:
         """From now on count layers for ``microbatch``."""
         self._current = self._layers[microbatch] = [0] * len(self.flats)
 
-    def count(self, weight: Tensor) -> None:
-        """Count a layer in a forward."""
+    def count(self, weight: Tensor | None) -> None:
+        """Count a layer in a forward, by its weight."""
         number = self._number.get(id(weight))
         if self._current is not None and number is not None:
             self._current[number] += 1
